@@ -1,0 +1,139 @@
+"""What a key accepts: a sentence for the error text, and the function that turns YAML into the typed value."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+MEMORY_UNITS: Final = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for one key.
+
+    Attributes:
+        text: What must hold, worded to follow the key: "must be an integer >= 1".
+        parse: Turns a plain YAML value into the typed one; raises ValueError when the rule is broken.
+    """
+
+    text: str
+    parse: Callable[[Any], Any]
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field with its rule; the loader reads the rule from the metadata."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def _check(holds: bool) -> None:
+    if not holds:
+        raise ValueError
+
+
+def integer(minimum: int, maximum: int = 2**31 - 1) -> Rule:
+    def parse(value: Any) -> int:
+        _check(isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum)
+        return int(value)
+
+    upper = "" if maximum == 2**31 - 1 else f" and <= {maximum}"
+    return Rule(f"must be an integer >= {minimum}{upper}", parse)
+
+
+def seconds(maximum: float = 3600.0) -> Rule:
+    def parse(value: Any) -> float:
+        _check(isinstance(value, int | float) and not isinstance(value, bool))
+        _check(math.isfinite(value) and 0 <= value <= maximum)
+        return float(value)
+
+    return Rule(f"must be a number of seconds between 0 and {maximum:g}", parse)
+
+
+def boolean() -> Rule:
+    # Older YAML files quote their booleans.
+    words = {"true": True, "false": False}
+
+    def parse(value: Any) -> bool:
+        if isinstance(value, str):
+            _check(value.lower() in words)
+            return words[value.lower()]
+        _check(isinstance(value, bool))
+        return bool(value)
+
+    return Rule("must be True or False", parse)
+
+
+def text() -> Rule:
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and "\x00" not in value)
+        return str(value)
+
+    return Rule("must be text", parse)
+
+
+def name() -> Rule:
+    # The name becomes part of a URL path (`/models/{name}`).
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and re.fullmatch(r"[\w.\-/]{1,128}", value) is not None)
+        return str(value)
+
+    return Rule("must be text of 1 to 128 letters, digits and ._-/", parse)
+
+
+def path() -> Rule:
+    """A path as written; the loader resolves it, because it knows the file it came from."""
+
+    def parse(value: Any) -> Path:
+        _check(isinstance(value, str | Path) and str(value) not in ("", ".") and "\x00" not in str(value))
+        return Path(value)
+
+    return Rule("must be a path", parse)
+
+
+def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Rule:
+    """One of `names`, in any case, or an alias of one."""
+    known = {name.lower(): name for name in names}
+    known |= {alias.lower(): target for alias, target in (aliases or {}).items()}
+
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and value.lower() in known)
+        return known[value.lower()]
+
+    return Rule(f"must be one of {', '.join(names)}", parse)
+
+
+def integers(minimum: int, maximum: int = 2**31 - 1, unique: bool = False) -> Rule:
+    """A list of integers; a single integer is a list of one."""
+    one = integer(minimum, maximum)
+
+    def parse(value: Any) -> tuple[int, ...]:
+        items = value if isinstance(value, list) else [value]
+        _check(0 < len(items) <= 1024 and (not unique or len(set(items)) == len(items)))
+        return tuple(one.parse(item) for item in items)
+
+    several = "distinct integers" if unique else "integers"
+    return Rule(f"must be an integer or a list of {several}, each{one.text.removeprefix('must be an integer')}", parse)
+
+
+def largest(minimum: int) -> Rule:
+    """An integer, or the largest of a list: older files list the batch sizes a graph was compiled for."""
+    several = integers(minimum)
+    return Rule(several.text, lambda value: max(several.parse(value)))
+
+
+def memory() -> Rule:
+    """Bytes, or text such as "2GB". One GB is 2**30 bytes, as MindSpore reads `max_device_memory`."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, str):
+            match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?B?)", value.strip().upper())
+            _check(match is not None)
+            assert match is not None
+            unit = match[2] if match[2] in MEMORY_UNITS else match[2] + "B"
+            value = int(float(match[1]) * MEMORY_UNITS[unit])
+        _check(isinstance(value, int) and not isinstance(value, bool) and 2**20 <= value < 2**50)
+        return int(value)
+
+    return Rule('must be at least 1 MB: a number of bytes, or text such as "2GB"', parse)

@@ -1,0 +1,229 @@
+"""The typed configuration: one frozen dataclass a section, with unit and meaning under each key.
+
+In YAML, `null` always means "not given": the default applies. Keys whose type allows None give that None a meaning.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from llm_serving.config.rules import (
+    boolean,
+    choice,
+    integer,
+    integers,
+    largest,
+    memory,
+    name,
+    option,
+    path,
+    seconds,
+    text,
+)
+from llm_serving.log import LEVELS
+
+POLICY_NAMES: Final = ("prefill_first", "fcfs")
+BATCHING_STRATEGIES: Final = ("continuous", "static")
+MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
+DTYPE_ALIASES: Final = {
+    "DataType.BFLOAT16": "bfloat16",
+    "DataType.FLOAT16": "float16",
+    "DataType.FLOAT32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+}
+DEFAULT_MAX_GENERATE_LENGTH: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Section `model_config`: what is served, and the lengths and batch sizes it is served with."""
+
+    model_name: str = option("model", name())
+    """Name of the model in the HTTP routes. Not given: the name of the model's folder."""
+
+    model_path: Path | None = option(None, path())
+    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer). The word `demo` is the shipped model."""
+
+    tokenizer_path: Path | None = option(None, path())
+    """Tokenizer file or folder. None: the one in `model_path`."""
+
+    model_cfg_path: Path | None = option(None, path())
+    """A MindFormers model YAML; its `context` and `model.model_config` fill what this file does not give."""
+
+    max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2))
+    """Tokens. Most a request may hold, prompt and generated together. Not given: 4096 or the model's positions,
+    whichever is less."""
+
+    seq_length: tuple[int, ...] = option((), integers(1))
+    """Tokens. Older files list prefill buckets; the longest is the longest prompt. Empty: `max_generate_length`."""
+
+    vocab_size: int | None = option(None, integer(1))
+    """Entries of the vocabulary. None: the model's own. A value that differs from the model's is an error."""
+
+    end_token: int | None = option(None, integer(0))
+    """Token id that ends a text. None: those of the model. A value the model does not name is an error."""
+
+    pad_token_id: int | None = option(None, integer(0))
+    """Token id for padding. None: the model's own. Steps are packed, so nothing is padded with it."""
+
+    prefill_batch_size: int | None = option(None, largest(1))
+    """Requests. Most prompts in one prefill step. None: no limit but `max_prefill_tokens`."""
+
+    decode_batch_size: int = option(128, largest(1))
+    """Requests. Most that run at once. Of a list, the largest counts."""
+
+    batch_waiting_time: float = option(0.0, seconds())
+    """Seconds an idle server waits for more prompts before it starts a prefill step (static batching: a batch)."""
+
+    decode_batch_waiting_time: float = option(0.0, seconds())
+    """Seconds that newly prefilled requests may wait for others before they join the running ones."""
+
+    batching_strategy: str = option("continuous", choice(BATCHING_STRATEGIES))
+    """`continuous`: the batch is formed anew at every step. `static`: collect a batch and run it to its end."""
+
+    page_attention: bool = option(True, boolean())
+    """The KV cache is paged always; False is accepted with a notice."""
+
+    model_dtype: str = option("bfloat16", choice(MODEL_DTYPES, DTYPE_ALIASES))
+    """Type of weights, activations and KV cache: bfloat16, float16 or float32 (also `DataType.FLOAT16`)."""
+
+    backend: str = option("kbk", choice(("kbk", "ge")))
+    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`: MindIR through mindspore_lite."""
+
+    @property
+    def max_input_len(self) -> int:
+        """Tokens of the longest prompt."""
+        return min(max(self.seq_length, default=self.max_generate_length), self.max_generate_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Section `serving_config`: addresses, limits at the door, the processes."""
+
+    agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
+    """One WorkAgent (a replica of the model) per port."""
+
+    start_device_id: int = option(0, integer(0, 1023))
+    """Device of the first WorkAgent; the others take the following ones."""
+
+    server_ip: str = option("127.0.0.1", text())
+    """Address the HTTP server binds to."""
+
+    server_port: int = option(8835, integer(0, 65535))
+    """Port of the HTTP server. 0: any free port."""
+
+    max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30))
+    """Bytes. A longer request body is refused (413) while it is read."""
+
+    shutdown_timeout_s: float = option(30.0, seconds())
+    """Seconds that running requests get to finish when the server is told to stop."""
+
+    log_level: str = option("INFO", choice(LEVELS))
+    """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Section `pa_config`: the paged KV cache."""
+
+    num_blocks: int | None = option(None, integer(1))
+    """Blocks of each WorkAgent's KV cache. None: the WorkAgent chooses from the memory it may use."""
+
+    block_size: int = option(16, integer(1, 1024))
+    """Tokens of one block."""
+
+    decode_seq_length: int | None = option(None, integer(1))
+    """Tokens. Older files repeat `max_generate_length` here; it limits nothing, a smaller value earns a notice."""
+
+    enable_prefix_caching: bool = option(False, boolean())
+    """Reuse full blocks of equal prefixes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Section `scheduler_config`: who runs next, and the bounds on waiting."""
+
+    policy: str = option("prefill_first", choice(POLICY_NAMES))
+    """`prefill_first`: waiting prompts before running requests, within the bounds below. `fcfs`: by arrival."""
+
+    max_prefill_tokens: int = option(2048, integer(1, 2**20))
+    """Tokens. Budget of one step; a longer prompt is computed in chunks."""
+
+    max_consecutive_prefill_steps: int = option(4, integer(1, 10**6))
+    """Steps. Most prefill-only steps between two tokens of a running request."""
+
+    priority_ageing_steps: int = option(256, integer(1, 10**9))
+    """Steps of waiting that weigh as much as one unit of `priority`."""
+
+    max_waiting_queue: int = option(2000, integer(1, 10**6))
+    """Requests. When so many wait, further ones are refused with 429."""
+
+    max_preemptions_per_request: int = option(8, integer(0, 10**6))
+    """Times one request may lose its blocks; after that it keeps them until it ends."""
+
+    schedule_ahead: bool = option(True, boolean())
+    """Schedule step k+1 while step k is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Section `device_config`: the device and MindSpore's settings; a MindFormers `context` fills it."""
+
+    device_target: str = option("CPU", choice(("CPU", "Ascend")))
+    """`CPU` or `Ascend`."""
+
+    num_threads: int | None = option(None, integer(1, 1024))
+    """Threads of each WorkAgent's kernels. None: the cores divided by the number of WorkAgents."""
+
+    max_device_memory: int | None = option(None, memory())
+    """Bytes that weights and KV cache of one WorkAgent may take, or text such as "2GB" (one GB is 2**30 bytes)."""
+
+    kernels: str = option("auto", choice(("auto", "plugin", "plain")))
+    """`plugin`: our operator library. `plain`: MindSpore's own operations, slower. `auto`: the first that works."""
+
+    enable_graph_kernel: bool = option(False, boolean())
+    """MindSpore's graph kernel fusion (Ascend)."""
+
+    graph_kernel_flags: str = option("", text())
+    """Flags of the fusion, as MindSpore writes them: "--enable_parallel_fusion=true ..."."""
+
+    save_graphs: bool = option(False, boolean())
+    """Write the compiled graphs into `save_graphs_path`."""
+
+    save_graphs_path: Path = option(Path("graph"), path())
+    """Folder for the graphs; relative to the folder the server was started in."""
+
+    jit_level: str = option("O0", choice(("O0", "O1", "O2")))
+    """Optimisation level of MindSpore's graph compiler. O0 runs kernel by kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """The whole configuration, checked.
+
+    Attributes:
+        sources: "section.key" -> where the value came from: "default", "file:line", "--set", "--model",
+            "model config.json".
+        notices: Sentences for the operator: keys without meaning, surprising combinations.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    serving: ServerConfig = field(default_factory=ServerConfig)
+    pa: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
+SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
+    "model_config": ("model", ModelConfig),
+    "serving_config": ("serving", ServerConfig),
+    "pa_config": ("pa", CacheConfig),
+    "scheduler_config": ("scheduler", SchedulerConfig),
+    "device_config": ("device", DeviceConfig),
+}
+"""YAML section -> attribute of `ServingConfig`, dataclass."""

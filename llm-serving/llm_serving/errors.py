@@ -1,0 +1,142 @@
+"""Every error the package raises on purpose.
+
+```
+LLMServingError
+├── ConfigError                 the YAML, an override or a model folder cannot be served
+│   └── ModelError              a folder of weights is missing, unreadable or of an unknown family
+├── RequestError          400   a client's request breaks a rule: field, rule, value
+│   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
+│   ├── ModelNotFoundError 404  the request names a model that is not served
+│   └── RequestTooLargeError 413
+├── CapacityError         429   the waiting queue is full; retry_after in seconds
+├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
+├── WorkerError           500   a WorkAgent failed on a step
+│   ├── WorkerDiedError         its process ended or its channel broke
+│   └── StepMismatchError       a reply does not match the step in flight
+├── KernelError                 the operator library cannot be built or loaded
+└── TransportError              a channel between master and WorkAgent
+    ├── ProtocolError           a frame is malformed, too long or of another version
+    ├── ChannelClosedError      the other side is gone
+    └── DeadlineExceededError   no answer in time
+```
+
+`http_status` is what a client sees when the error ends its request.
+"""
+
+import reprlib
+from typing import ClassVar
+
+_short = reprlib.Repr()
+_short.maxstring = 60
+_short.maxother = 60
+_short.maxlist = _short.maxtuple = _short.maxdict = 4
+
+
+def shorten(value: object) -> str:
+    """A bounded `repr` for error texts: a message never echoes megabytes of what a client sent."""
+    try:
+        return _short.repr(value)
+    except ValueError:  # an integer beyond Python's limit of digits
+        return f"<{type(value).__name__}>"
+
+
+class LLMServingError(Exception):
+    """Root of the tree."""
+
+    http_status: ClassVar[int] = 500
+
+
+class ConfigError(LLMServingError):
+    """The configuration cannot be served; the text names file, line, key, rule and value where they exist."""
+
+
+class ModelError(ConfigError):
+    """A model folder is missing, unreadable or of a family that is not known."""
+
+
+class RequestError(LLMServingError):
+    """A request breaks a rule.
+
+    Args:
+        field: Name of the field as the client wrote it.
+        rule: What must hold, worded to follow the name: "must be >= 1".
+        value: What was given; shown shortened. Leave it out when it would echo the client's text.
+    """
+
+    http_status: ClassVar[int] = 400
+
+    def __init__(self, field: str, rule: str, value: object = ...) -> None:
+        given = "" if value is ... else f". Given: {shorten(value)}"
+        super().__init__(f"`{field}` {rule}{given}")
+        self.field = field
+        self.rule = rule
+        self.value = None if value is ... else value
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt with what it may generate, can never fit."""
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served."""
+
+    http_status: ClassVar[int] = 404
+
+
+class RequestTooLargeError(RequestError):
+    """The body exceeds `serving_config.max_request_body_bytes`."""
+
+    http_status: ClassVar[int] = 413
+
+
+class CapacityError(LLMServingError):
+    """The request is refused because too much is waiting.
+
+    Args:
+        message: What is full, with the numbers.
+        retry_after: Seconds after which a retry has a chance; None when unknown.
+    """
+
+    http_status: ClassVar[int] = 429
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(LLMServingError):
+    """Nothing can be served at this moment: starting, draining, or no WorkAgent lives."""
+
+    http_status: ClassVar[int] = 503
+
+
+class WorkerError(LLMServingError):
+    """A WorkAgent failed; only the requests of its step are concerned."""
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a WorkAgent ended, or its channel broke."""
+
+
+class StepMismatchError(WorkerError):
+    """A reply does not match (step, slot, epoch, request) of what is in flight; its tokens are not used."""
+
+
+class KernelError(LLMServingError):
+    """The operator library cannot be built or loaded."""
+
+
+class TransportError(LLMServingError):
+    """A channel between master and WorkAgent failed."""
+
+
+class ProtocolError(TransportError):
+    """A frame is malformed, too long, or of another version of the protocol."""
+
+
+class ChannelClosedError(TransportError):
+    """The other side closed the channel."""
+
+
+class DeadlineExceededError(TransportError):
+    """The other side did not answer in time."""
