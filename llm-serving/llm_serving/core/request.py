@@ -1,0 +1,113 @@
+"""One prompt and what is generated for it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from llm_serving.core.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life.
+
+    WAITING -> RUNNING -> FINISHED
+       ^          |
+       +----------+  preempted: its blocks were taken, it waits to be computed again
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The master's state of one request; owned by the engine loop once submitted.
+
+    One rule moves it forward: a step computes tokens until `num_computed_tokens` reaches `num_tokens`; when it gets
+    there, the step samples the next token. Scheduling runs ahead of the device, so tokens may be sampled whose ids are
+    not known here yet: `num_tokens_in_flight` counts them.
+
+        |<------- prompt ------->|<-- known output -->|<- in flight ->|
+        |<------------- num_tokens_known ------------>|               |
+        |<--------------------- num_tokens -------------------------->|
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
+    priority: int = 0
+    """Smaller runs first."""
+    arrival_time: float = 0.0
+    """Seconds on the engine's clock."""
+    sequence: int = 0
+    """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
+    queue_key: tuple[int, int] = (0, 0)
+    """Place in every order the scheduler keeps, smaller first; given by the policy on arrival, never changed."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache once every submitted step has run."""
+    num_tokens_in_flight: int = 0
+    """Tokens sampled by submitted steps whose ids have not come back."""
+    num_preemptions: int = 0
+    last_scheduled_step: int = -1
+    """The newest step that computed a token of this request."""
+    first_scheduled_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended the output, if one did."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, those in flight included."""
+        return len(self.output_token_ids) + self.num_tokens_in_flight
+
+    @property
+    def num_tokens_known(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_tokens_known + self.num_tokens_in_flight
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether just the newest token is left to compute."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def reached_max_tokens(self) -> bool:
+        return self.num_output_tokens >= self.sampling.max_tokens
+
+    def known_token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of prompt and known output."""
+        split = len(self.prompt_token_ids)
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        if start >= split:
+            return self.output_token_ids[start - split : end - split]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]

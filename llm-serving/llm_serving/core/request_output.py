@@ -1,0 +1,48 @@
+"""What a client is told about its request, piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One generated token and the likeliest tokens at its place."""
+
+    token_id: int
+    logprob: float
+    top_token_ids: tuple[int, ...]
+    """Most likely first."""
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request. Joined in order, the pieces are the whole answer."""
+
+    request_id: str
+    text: str
+    """New text; empty while a character or a possible stop string is incomplete."""
+    token_ids: tuple[int, ...]
+    """New token ids, also those whose text is still held back. The token that ended the output is included."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each of `token_ids` where the request asked for them, otherwise empty."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    num_output_tokens: int
+    """Tokens generated so far."""
+    finish_reason: FinishReason | None = None
+    """None until the last piece."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended the output; None for the model's end of sequence."""
+    error: str | None = None
+    """Set when finish_reason is ERROR."""
+    queued_s: float = 0.0
+    """Seconds from arrival to first being scheduled."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

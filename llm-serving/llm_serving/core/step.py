@@ -1,0 +1,86 @@
+"""The contract of master and WorkAgent: what one step computes and what comes back.
+
+A step is self-contained. It names, for each row (one request), the tokens to run, how many tokens of context are in the
+cache already and which blocks hold them; the WorkAgent derives positions, slots and context lengths and remembers
+nothing but the key/value cache and the tokens of its latest step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+
+def sampled_in_previous_step(sample: int) -> int:
+    """The token id that stands for "whatever sample `sample` of the step before this one chose"."""
+    return -1 - sample
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """How to choose a token for each of S samples; ragged lists are cut by their offsets."""
+
+    temperature: Float32Array  # [S], 0 is greedy
+    top_k: Int32Array  # [S], 0 is off
+    top_p: Float32Array  # [S], 1 is off
+    min_p: Float32Array  # [S], 0 is off
+    repetition_penalty: Float32Array  # [S], 1 is off
+    presence_penalty: Float32Array  # [S]
+    frequency_penalty: Float32Array  # [S]
+    seed: NDArray[np.uint64]  # [S]
+    position: Int32Array  # [S], index in its sequence of the token to choose: the counter of the random numbers
+    num_logprobs: Int32Array  # [S], -1 none, n: the chosen token's and the n most likely
+    history_offsets: Int32Array  # [S + 1] into history_token_ids; empty for samples without penalties
+    history_token_ids: Int32Array  # prompt, then output; may end in a reference to the previous step
+    history_prompt_lens: Int32Array  # [S], how many of them are prompt
+    bias_offsets: Int32Array  # [S + 1] into the two lists below
+    bias_token_ids: Int32Array
+    bias_values: Float32Array  # added to the logits; -inf forbids
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One forward pass over B rows and T packed tokens, no padding.
+
+    Row b runs `query_lens[b]` tokens that follow the `num_computed[b]` tokens already in the blocks of
+    `block_tables[b]`, which has room for all of them.
+    """
+
+    step: int
+    """Counts from 0 without gaps for each WorkAgent; the reply carries it back."""
+    token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `sampled_in_previous_step`
+    query_lens: Int32Array  # [B], each at least 1, sum T
+    num_computed: Int32Array  # [B]
+    block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0
+    sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
+    sampling: SamplingInput
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The tokens chosen by one step, in the order of its `sample_rows`."""
+
+    step: int
+    token_ids: Int32Array  # [S]
+    logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
+    top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs of the step, most likely first
+    top_logprobs: Float32Array  # [S, K]
+    row_errors: dict[int, str] = field(default_factory=dict)
+    """Samples that could not be chosen (all logits NaN, say), by index, and why; their token id is -1."""
