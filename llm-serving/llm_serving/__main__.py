@@ -1,0 +1,7 @@
+"""`python -m llm_serving` is the console command `llm-serving`."""
+
+import sys
+
+from llm_serving.cli import main
+
+sys.exit(main())

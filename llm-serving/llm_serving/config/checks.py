@@ -1,0 +1,137 @@
+"""Rules that span several keys, files or the model."""
+
+from typing import Any, Final
+
+from llm_serving.config.mindformers import MindFormersFile
+from llm_serving.config.schema import DEFAULT_MAX_GENERATE_LENGTH
+from llm_serving.config.values import Values
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import ConfigError
+
+MODEL_SOURCE: Final = "model config.json"
+_SAME_SHAPE: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
+    """Compare what the files say of the model with the model, and fill what they leave out.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    described = mindformers.spec if mindformers is not None else None
+    if spec is not None:
+        config = values["model_config.model_path"] / "config.json"
+        if described is not None:
+            _check_same_shape(described, values.source("model_config.model_cfg_path"), spec, str(config))
+        _agree(values, "model_config.vocab_size", spec.vocab_size, str(config))
+        _agree_end_token(values, spec, str(config))
+        _agree_pad_token(values, spec, str(config))
+    known = spec or described
+    if known is not None:
+        _limit_length(values, known, MODEL_SOURCE if spec is not None else "MindFormers YAML")
+    for name in ("model_config.end_token", "model_config.pad_token_id"):
+        vocab_size = values["model_config.vocab_size"]
+        if vocab_size is not None and values[name] is not None and values[name] >= vocab_size:
+            raise _error(values, name, f"must be < model_config.vocab_size {vocab_size}", values[name])
+
+
+def check_sections(values: Values) -> None:
+    """Rules among the keys; what is merely surprising becomes a notice.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    port, agent_ports = values["serving_config.server_port"], values["serving_config.agent_ports"]
+    if port in agent_ports:
+        raise _error(values, "serving_config.server_port", f"must differ from agent_ports {list(agent_ports)}", port)
+
+    length = values["model_config.max_generate_length"]
+    longest_input = max(values["model_config.seq_length"], default=length)
+    if longest_input > length:
+        _notice(values, "model_config.seq_length", f"{longest_input} is limited to max_generate_length {length}")
+    decode_length = values["pa_config.decode_seq_length"]
+    if decode_length is not None and decode_length < length:
+        _notice(
+            values,
+            "pa_config.decode_seq_length",
+            f"{decode_length} is less than max_generate_length {length}, which counts",
+        )
+    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    if num_blocks is not None and num_blocks * block_size < length:
+        _notice(
+            values,
+            "pa_config.num_blocks",
+            f"the KV cache holds {num_blocks} x {block_size} = {num_blocks * block_size} tokens; "
+            f"a longer request is refused, although max_generate_length is {length}",
+        )
+    if values["model_config.prefill_batch_size"] == 1:
+        _notice(
+            values,
+            "model_config.prefill_batch_size",
+            "1 lets only one prompt into a step; leave the key out to pack prompts up to max_prefill_tokens",
+        )
+    if not values["model_config.page_attention"]:
+        _notice(values, "model_config.page_attention", "False has no meaning here: the KV cache is always paged")
+
+
+def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
+    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
+
+
+def _notice(values: Values, name: str, text: str) -> None:
+    values.notices.append(f"{values.source(name)}: {name}: {text}")
+
+
+def _check_same_shape(described: ModelSpec, source: str, spec: ModelSpec, config: str) -> None:
+    for fact in _SAME_SHAPE:
+        ours, theirs = getattr(described, fact), getattr(spec, fact)
+        if ours != theirs:
+            raise ConfigError(
+                f"{source}: the MindFormers YAML describes a model with {fact} {ours}, but {config} says {theirs}; "
+                f"leave out model_config.model_cfg_path or name the model it describes"
+            )
+
+
+def _agree(values: Values, name: str, own: int, config: str) -> None:
+    if not values.is_given(name):
+        values.set(name, own, MODEL_SOURCE)
+    elif values[name] != own:
+        raise _error(values, name, f"must be {own} as in {config}, or be left out", values[name])
+
+
+def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
+    name = "model_config.end_token"
+    if values.is_given(name):
+        if spec.eos_token_ids and values[name] not in spec.eos_token_ids:
+            own = " or ".join(map(str, spec.eos_token_ids))
+            raise _error(values, name, f"must be {own} as in {config}, or be left out", values[name])
+    elif len(spec.eos_token_ids) == 1:
+        values.set(name, spec.eos_token_ids[0], MODEL_SOURCE)
+
+
+def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
+    """A different padding token is only a notice: folders often leave it out, and nothing is padded with it."""
+    name = "model_config.pad_token_id"
+    if spec.pad_token_id is None:
+        return
+    if not values.is_given(name):
+        values.set(name, spec.pad_token_id, MODEL_SOURCE)
+    elif values[name] != spec.pad_token_id:
+        _notice(values, name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
+
+
+def _limit_length(values: Values, spec: ModelSpec, source: str) -> None:
+    name = "model_config.max_generate_length"
+    positions = spec.max_position_embeddings
+    if not values.is_given(name):
+        if positions < DEFAULT_MAX_GENERATE_LENGTH:
+            values.set(name, positions, source)
+    elif values[name] > positions:
+        raise _error(values, name, f"must be <= {positions}, the positions of the model ({source})", values[name])

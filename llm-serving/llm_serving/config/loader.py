@@ -1,0 +1,225 @@
+"""YAML, overrides and a model folder -> a checked `ServingConfig`.
+
+A value is taken from the first place that gives it: `--set` or `--model`, the serving YAML, the MindFormers YAML it
+names, the model's own config.json, the default of the schema. `null` gives nothing.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.config.checks import check_model, check_sections
+from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
+from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
+from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
+from llm_serving.config.rules import Rule
+from llm_serving.config.schema import SECTIONS, ServingConfig
+from llm_serving.config.values import Values
+from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import ConfigError, shorten
+
+MODEL_PATH: Final = "model_config.model_path"
+MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
+TOKENIZER_PATH: Final = "model_config.tokenizer_path"
+MODEL_NAME: Final = "model_config.model_name"
+
+RULES: Final[dict[str, Rule]] = {
+    f"{section}.{item.name}": item.metadata["rule"]
+    for section, (_, section_type) in SECTIONS.items()
+    for item in dataclasses.fields(section_type)
+}
+"""Every "section.key" and its rule."""
+
+_ACCEPTED: Final = (*RULES, *ALIASES, *NO_MEANING)
+_SECTION_NAMES: Final = tuple(dict.fromkeys(name.partition(".")[0] for name in _ACCEPTED))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A raw value, where it was written, and the folders its relative paths count from."""
+
+    value: Any
+    source: str
+    folders: tuple[Path, ...]
+    is_override: bool = False
+
+
+@dataclass
+class _Reading:
+    """What has been read so far."""
+
+    given: dict[str, _Given] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: Path | None = None) -> ServingConfig:
+    """Read and check a configuration.
+
+    Args:
+        path: The serving YAML. None: the defaults, which configs/serving.yaml lists.
+        overrides: "section.key=value" each, value in YAML; they win over every file.
+        model: Folder of the model, or `demo`; wins over `model_config.model_path`.
+
+    Returns:
+        The configuration, with the source of each value and notices for the operator.
+
+    Raises:
+        ConfigError: Names the file and line, the key, the rule and the value given.
+    """
+    reading = _Reading()
+    if path is not None:
+        folders = search_folders(path.parent)
+        for name, item in _entries(read_yaml(path)):
+            _accept(reading, name, _Given(plain(item), item.where, folders))
+    for override in overrides:
+        _accept(reading, *_override(override))
+    if model is not None:
+        reading.given[MODEL_PATH] = _Given(str(model), "--model", (Path.cwd(),), is_override=True)
+    mindformers = _read_mindformers(reading)
+    values = _typed(reading)
+    if mindformers is not None:
+        _use_checkpoint(values, mindformers)
+    spec = _resolve_paths(values, reading)
+    check_model(values, spec, mindformers)
+    check_sections(values)
+    return values.build()
+
+
+def _entries(root: Located) -> Iterator[tuple[str, Located]]:
+    for section, content in root.items():
+        if section not in _SECTION_NAMES:
+            raise ConfigError(f"{content.where}: unknown section `{section}`; {_nearest(section, _SECTION_NAMES)}")
+        if section == "model_path" and isinstance(content.value, str):
+            raise ConfigError(f"{content.where}: `model_path` must be a section; a folder goes to {MODEL_PATH}")
+        for key, item in content.items():
+            yield f"{section}.{key}", item
+
+
+def _override(text: str) -> tuple[str, _Given]:
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals or name.count(".") != 1:
+        raise ConfigError(f"--set must be section.key=value. Given: {shorten(text)}")
+    located = read_value(value, f"--set {name}")
+    return name, _Given(plain(located), "--set", search_folders(None), is_override=True)
+
+
+def _accept(reading: _Reading, name: str, given: _Given) -> None:
+    """Put a value under the key it means; the later of two overrides wins, two places in a file must agree."""
+    if name in NO_MEANING:
+        reading.notices.append(f"{given.source}: {name} is accepted and has no meaning here: {NO_MEANING[name]}")
+        return
+    target = ALIASES.get(name, name)
+    if target not in RULES:
+        raise ConfigError(f"{given.source}: unknown key `{name}`; {_nearest_key(name)}")
+    before = reading.given.get(target)
+    if given.value is None:
+        if given.is_override:
+            reading.given.pop(target, None)
+        return
+    if before is not None and not given.is_override and before.value != given.value:
+        raise ConfigError(
+            f"{given.source}: `{name}` must agree with {before.source}, which sets the same to "
+            f"{shorten(before.value)}. Given: {shorten(given.value)}"
+        )
+    # Older files name a vocab_file relative to folders that only their machine had.
+    if name == "tokenizer.vocab_file" and find(Path(str(given.value)), given.folders) is None:
+        reading.notices.append(
+            f"{given.source}: {name} {shorten(given.value)} does not exist; the model's folder has the tokenizer"
+        )
+        return
+    reading.given[target] = given
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    best = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"the nearest known one is `{best[0]}`"
+
+
+def _nearest_key(name: str) -> str:
+    section, _, key = name.partition(".")
+    if section not in _SECTION_NAMES:
+        return _nearest(name, _ACCEPTED)
+    elsewhere = [known for known in _ACCEPTED if known.partition(".")[2] == key]
+    if elsewhere:
+        return f"it is known as `{elsewhere[0]}`"
+    own = [known for known in _ACCEPTED if known.startswith(section + ".")]
+    return _nearest(name, own)
+
+
+def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
+    """Read the MindFormers YAML, if one is named, and let it fill what is not given."""
+    given = reading.given.get(MODEL_CFG_PATH)
+    if given is None:
+        return None
+    if not isinstance(given.value, str):
+        raise _broken(MODEL_CFG_PATH, given)
+    path = resolve(Path(given.value), given.folders, MODEL_CFG_PATH, given.source)
+    file = read_mindformers(path)
+    for target, item in file.values.items():
+        ours = reading.given.get(target)
+        if ours is None:
+            reading.given[target] = _Given(plain(item), item.where, (path.parent,))
+        elif target in MUST_AGREE and not ours.is_override and ours.value != item.value:
+            theirs = next(key for key, value in MINDFORMERS_TARGETS.items() if value == target)
+            raise ConfigError(
+                f"{ours.source}: `{target}` is {shorten(ours.value)}, but `{theirs}` at {item.where} is "
+                f"{shorten(item.value)}: both must be the same"
+            )
+    reading.notices.extend(file.notices)
+    return file
+
+
+def _broken(name: str, given: _Given) -> ConfigError:
+    return ConfigError(f"{given.source}: `{name}` {RULES[name].text}. Given: {shorten(given.value)}")
+
+
+def _typed(reading: _Reading) -> Values:
+    values = Values(notices=reading.notices)
+    for name, rule in RULES.items():
+        given = reading.given.get(name)
+        if given is None:
+            continue
+        try:
+            values.set(name, rule.parse(given.value), given.source)
+        except (ValueError, TypeError, OverflowError):
+            raise _broken(name, given) from None
+    return values
+
+
+def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
+    """A MindFormers checkpoint serves as the model when it is a folder in Hugging Face form."""
+    if file.checkpoint is None or values.is_given(MODEL_PATH):
+        return
+    item = file.checkpoint
+    found = find(Path(str(item.value)), search_folders(file.path.parent))
+    if found is not None and (found / "config.json").is_file():
+        values.set(MODEL_PATH, found, item.where)
+        return
+    values.notices.append(
+        f"{item.where}: {CHECKPOINT_KEY} {shorten(item.value)} is no folder in Hugging Face form; "
+        f"set {MODEL_PATH} to one"
+    )
+
+
+def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
+    """Make paths absolute, name the model, and read its config.json."""
+    for name in (MODEL_CFG_PATH, TOKENIZER_PATH):
+        if (given := reading.given.get(name)) is not None:
+            values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
+    path = values[MODEL_PATH]
+    if path is None:
+        return None
+    source = values.source(MODEL_PATH)
+    given = reading.given.get(MODEL_PATH)
+    folder = resolve_model(path, given.folders, MODEL_PATH, source) if given is not None else path
+    values.set(MODEL_PATH, folder, source)
+    if not values.is_given(MODEL_NAME):
+        written = DEMO_WORD if str(path) == DEMO_WORD else folder.resolve().name
+        allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
+        values.set(MODEL_NAME, allowed or "model", "name of the model's folder")
+    return ModelSpec.from_folder(folder)

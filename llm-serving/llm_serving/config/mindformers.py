@@ -1,0 +1,86 @@
+"""Reads the MindFormers model YAML that `model_config.model_cfg_path` names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config.legacy import MINDFORMERS_SHAPE, MINDFORMERS_SILENT, MINDFORMERS_TARGETS
+from llm_serving.config.yaml_reader import Located, plain, read_yaml
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import ConfigError
+
+CHECKPOINT_KEY = "model.model_config.checkpoint_name_or_path"
+MODE_KEY = "context.mode"
+
+
+@dataclass(frozen=True)
+class MindFormersFile:
+    """What a MindFormers YAML says to us.
+
+    Attributes:
+        path: The file.
+        values: Key of the serving YAML -> value that fills it when it is left out there.
+        spec: Shape of the model; None when the file does not describe one.
+        checkpoint: `checkpoint_name_or_path`, when given.
+        notices: What the file says without effect.
+    """
+
+    path: Path
+    values: dict[str, Located]
+    spec: ModelSpec | None
+    checkpoint: Located | None
+    notices: tuple[str, ...]
+
+
+def read_mindformers(path: Path) -> MindFormersFile:
+    """Read the file. Its format is MindFormers' own, so a key unknown here is a notice and not an error.
+
+    Raises:
+        ConfigError: The file cannot be read, or a shape fact is of a wrong type.
+    """
+    root = read_yaml(path)
+    values: dict[str, Located] = {}
+    checkpoint = None
+    notices = []
+    ignored = []
+    for key, item in _flatten(root):
+        if item.value is None:
+            continue
+        target = MINDFORMERS_TARGETS.get(key)
+        if key == CHECKPOINT_KEY:
+            checkpoint = item if item.value != "" else None
+        elif target is not None and not isinstance(item.value, list):
+            if target in values and values[target].value != item.value:
+                raise ConfigError(f"{item.where}: `{key}` must be {values[target].value} as at {values[target].where}")
+            values[target] = item
+        elif key.removeprefix("model.model_config.") not in MINDFORMERS_SHAPE and key not in MINDFORMERS_SILENT:
+            ignored.append(key)
+        if key == MODE_KEY and item.value not in (0, "GRAPH_MODE"):
+            notices.append(f"{item.where}: {key} is read as 0: the network runs in graph mode")
+    if ignored:
+        notices.append(f"{path}: accepted, with no meaning here: {', '.join(ignored)}")
+    model = root.get("model")
+    shape = model.get("model_config") if model else None
+    spec = None
+    if shape is not None and shape.get("hidden_size") is not None:
+        spec = ModelSpec.from_mindformers(plain(shape), shape.where)
+    return MindFormersFile(path, values, spec, checkpoint, tuple(notices))
+
+
+def _flatten(root: Located) -> Iterator[tuple[str, Located]]:
+    """Dotted keys of `context` and `model.model_config`; every other section as one key."""
+    for section, item in root.items():
+        if section == "context":
+            for key, inner in item.items():
+                if key == "jit_config":
+                    yield from ((f"context.jit_config.{name}", value) for name, value in inner.items())
+                else:
+                    yield f"context.{key}", inner
+        elif section == "model":
+            for key, inner in item.items():
+                if key == "model_config":
+                    yield from ((f"model.model_config.{name}", value) for name, value in inner.items())
+                else:
+                    yield f"model.{key}", inner
+        else:
+            yield section, item

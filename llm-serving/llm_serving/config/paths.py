@@ -1,0 +1,53 @@
+"""Where a relative path of a YAML leads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from llm_serving.errors import ConfigError
+
+PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
+PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
+DEMO_WORD: Final = "demo"
+DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
+
+
+def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
+    """Folders a relative path is looked up in, in order.
+
+    The YAML's own folder, then the folder the command runs in, then the project's top folder. The last two serve older
+    files, whose paths count from the folder their server was started in, such as `configs/llama/model.yaml`.
+    """
+    own = () if yaml_folder is None else (yaml_folder,)
+    return tuple(dict.fromkeys(folder.resolve() for folder in (*own, Path.cwd(), PROJECT_FOLDER)))
+
+
+def find(path: Path, folders: Sequence[Path]) -> Path | None:
+    """The first place where the path exists, absolute; None if there is none."""
+    path = path.expanduser()
+    return next((found for folder in folders if (found := folder / path).exists()), None)
+
+
+def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
+    """Like `find`, but a missing path is an error that names the key and the folders searched."""
+    found = find(path, folders)
+    if found is None:
+        searched = "" if path.expanduser().is_absolute() else f"; searched in {', '.join(map(str, folders))}"
+        raise ConfigError(f"{where}: {key}: {path} does not exist{searched}")
+    return found
+
+
+def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
+    """Folder of a model; the word `demo` is the model that ships with the package.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    if str(path) == DEMO_WORD:
+        if not (DEMO_FOLDER / "config.json").exists():
+            raise ConfigError(f"{where}: {key}: the demo model is missing; scripts/train_demo_model.py makes it")
+        return DEMO_FOLDER
+    found = resolve(path, folders, key, where)
+    if not found.is_dir():
+        raise ConfigError(f"{where}: {key}: {path} must be a folder in Hugging Face form")
+    return found

@@ -1,0 +1,33 @@
+"""The effective configuration as text: what `llm-serving config check` prints."""
+
+from pathlib import Path
+from typing import Any
+
+from llm_serving.config.schema import SECTIONS, ServingConfig
+
+
+def describe(config: ServingConfig) -> str:
+    """Every value with its source, in YAML that can be loaded again, and the notices as comments below."""
+    lines = []
+    for section, (attribute, section_type) in SECTIONS.items():
+        values = getattr(config, attribute)
+        entries = [
+            (f"    {item.name}: {_yaml(getattr(values, item.name))}", item.name) for item in _fields(section_type)
+        ]
+        width = min(max(len(text) for text, _ in entries), 60)
+        lines.append(f"{section}:")
+        lines += [f"{text:<{width}}  # {config.sources.get(f'{section}.{key}', 'default')}" for text, key in entries]
+    if config.notices:
+        lines.append("# notices:")
+        lines += [f"#   - {notice}" for notice in config.notices]
+    return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, str | Path):
+        return "'" + str(value).replace("'", "''") + "'"
+    return str(value)

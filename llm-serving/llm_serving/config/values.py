@@ -1,0 +1,44 @@
+"""The values of a configuration while it is being put together."""
+
+import dataclasses
+from typing import Any, Final
+
+from llm_serving.config.schema import SECTIONS, ServingConfig
+
+DEFAULTS: Final[dict[str, Any]] = {
+    f"{section}.{item.name}": item.default
+    for section, (_, section_type) in SECTIONS.items()
+    for item in dataclasses.fields(section_type)
+}
+"""Every "section.key" and its default."""
+
+
+class Values:
+    """Typed values by "section.key", each with its source; a key not set has its default."""
+
+    def __init__(self, notices: list[str]) -> None:
+        self.notices = notices
+        self._set: dict[str, tuple[Any, str]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._set[name][0] if name in self._set else DEFAULTS[name]
+
+    def set(self, name: str, value: Any, source: str) -> None:
+        assert name in DEFAULTS, name
+        self._set[name] = (value, source)
+
+    def is_given(self, name: str) -> bool:
+        return name in self._set
+
+    def source(self, name: str) -> str:
+        return self._set[name][1] if name in self._set else "default"
+
+    def build(self) -> ServingConfig:
+        sections = {
+            attribute: section_type(
+                **{item.name: self[f"{section}.{item.name}"] for item in dataclasses.fields(section_type)}
+            )
+            for section, (attribute, section_type) in SECTIONS.items()
+        }
+        sources = {name: self.source(name) for name in DEFAULTS}
+        return ServingConfig(**sections, sources=sources, notices=tuple(self.notices))

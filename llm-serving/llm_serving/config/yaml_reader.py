@@ -1,0 +1,145 @@
+"""Reads YAML written by others into plain values that remember their line."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from llm_serving.errors import ConfigError, shorten
+
+MAX_FILE_BYTES: Final = 2**20
+MAX_VALUES: Final = 20_000
+"""Values after aliases are expanded: a page of nested aliases can stand for billions."""
+
+MAX_DEPTH: Final = 32
+
+
+@dataclass(frozen=True)
+class Located:
+    """A YAML value and the place it was written: "file:line", or "--set".
+
+    `value` is None, a bool, int, float or str, a list of plain values, or a dict of `Located`.
+    """
+
+    value: Any
+    where: str
+
+    def items(self) -> Iterator[tuple[str, "Located"]]:
+        """Keys and values of a mapping; nothing for a section left empty."""
+        if self.value is None:
+            return
+        if not isinstance(self.value, dict):
+            raise ConfigError(f"{self.where}: must be a mapping of keys to values. Given: {shorten(self.value)}")
+        yield from self.value.items()
+
+    def get(self, key: str) -> "Located | None":
+        """The value of a key of a mapping that is there and not null."""
+        return next((item for name, item in self.items() if name == key and item.value is not None), None)
+
+
+def read_yaml(path: Path) -> Located:
+    """Read a YAML file whose top level is a mapping.
+
+    Raises:
+        ConfigError: With file and line: missing, unreadable, empty, too large, not YAML, not a mapping, a key twice.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    root = _parse(content, str(shown))
+    if root.value is None:
+        raise ConfigError(f"{path}: is empty; configs/serving.yaml lists every key")
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.where}: must be a mapping of sections. Given: {shorten(root.value)}")
+    return root
+
+
+def read_value(text: str, where: str) -> Located:
+    """Read one YAML value, such as the right side of `--set section.key=value`."""
+    return _parse(text.encode(), where, show_lines=False)
+
+
+def plain(located: Located) -> Any:
+    """The value without places, mappings as dicts of plain values."""
+    if isinstance(located.value, dict):
+        return {key: plain(item) for key, item in located.value.items()}
+    return located.value
+
+
+def _parse(content: bytes, name: str, show_lines: bool = True) -> Located:
+    loader = None
+    try:
+        loader = yaml.SafeLoader(content)
+        node = loader.get_single_node()
+        if node is None:
+            return Located(None, name)
+        return _Builder(loader, name, show_lines).build(node, 0)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark and show_lines else name
+        raise ConfigError(f"{where}: is not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{name}: is not valid YAML: {shorten(str(error))}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: must be nested at most {MAX_DEPTH} deep") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Builder:
+    def __init__(self, loader: yaml.SafeLoader, name: str, show_lines: bool) -> None:
+        self.loader = loader
+        self.name = name
+        self.show_lines = show_lines
+        self.num_values = 0
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}" if self.show_lines else self.name
+
+    def build(self, node: yaml.Node, depth: int) -> Located:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise ConfigError(f"{self.where(node)}: must hold at most {MAX_VALUES} values, aliases expanded")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{self.where(node)}: must be nested at most {MAX_DEPTH} deep")
+        if isinstance(node, yaml.MappingNode):
+            return Located(self.mapping(node, depth), self.where(node))
+        if isinstance(node, yaml.SequenceNode):
+            return Located([plain(self.build(item, depth + 1)) for item in node.value], self.where(node))
+        return Located(self.loader.construct_object(node), self.where(node))
+
+    def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
+        own: dict[str, Located] = {}
+        merged: dict[str, Located] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                merged |= self.merge(value_node, depth)
+                continue
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str):
+                raise ConfigError(f"{self.where(key_node)}: a key must be text")
+            if key in own:
+                raise ConfigError(f"{self.where(key_node)}: key {shorten(key)} stands twice, also at {own[key].where}")
+            item = self.build(value_node, depth + 1)
+            # The line of the key: where a person looks, also when the value starts on a later line or is an alias.
+            own[key] = Located(item.value, self.where(key_node))
+        return merged | own
+
+    def merge(self, node: yaml.Node, depth: int) -> Mapping[str, Located]:
+        """The mappings of `<<: *alias` or `<<: [*first, *second]`; the first to name a key wins."""
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        result: dict[str, Located] = {}
+        for item in items:
+            if not isinstance(item, yaml.MappingNode):
+                raise ConfigError(f"{self.where(node)}: `<<` must be followed by mappings")
+            built = self.build(item, depth + 1)
+            result = dict(built.items()) | result
+        return result
