@@ -1,0 +1,33 @@
+"""The operations of a decoder, one implementation for each device; loaded when asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from llm_serving.backends.base import Backend
+from llm_serving.errors import ConfigError
+
+__all__ = ["BACKENDS", "Backend", "create_backend"]
+
+BACKENDS = {
+    "cpu": ("llm_serving.backends.cpu", "CpuBackend"),
+    "ascend": ("llm_serving.backends.ascend", "AscendBackend"),
+    "plain": ("llm_serving.backends.plain", "PlainBackend"),
+}
+
+
+def create_backend(name: str, dtype: str) -> Backend:
+    """Make a backend for a model dtype ("float32", "bfloat16", "float16").
+
+    Call it before the first operator of the process: the CPU backend registers its operator library with MindSpore,
+    which looks for it once.
+
+    Raises:
+        ConfigError: The backend or the dtype is not known, or the backend does not compute in this dtype.
+        KernelError: The operator library of the CPU backend cannot be built or loaded.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"`backend` must be one of {', '.join(BACKENDS)}. Given: {name}")
+    module, class_name = BACKENDS[name]
+    backend: Backend = getattr(importlib.import_module(module), class_name)(dtype)
+    return backend

@@ -1,0 +1,213 @@
+"""The operations of a decoder as the primitives an Ascend device has.
+
+The same Cells serve a CPU, where an operator library answers these primitives (`cpu.py`). The graph they form exports
+to MINDIR on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.ops.auto_generate import gen_ops_prim
+
+from llm_serving.backends.base import Array, model_dtype
+from llm_serving.backends.parameters import empty_aligned, parameter_over, to_model_dtype
+from llm_serving.errors import ConfigError
+
+_ROTATE_HALF = 2
+_CAUSAL_MASK_MODE = "TRAPEZOIDAL"
+
+
+class AscendBackend:
+    """Ascend primitives; weights and caches in row-major order."""
+
+    name = "ascend"
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+
+    def __init__(self, dtype: str) -> None:
+        self.activation_dtype = model_dtype(dtype)
+        self.dtype = dtype
+        if dtype not in self.dtypes:
+            raise ConfigError(f"`model_dtype` on {self.name} must be one of {', '.join(self.dtypes)}. Given: {dtype}")
+
+    def embedding(self) -> nn.Cell:
+        return Embedding()
+
+    def rms_norm(self, eps: float) -> nn.Cell:
+        return RmsNorm(eps)
+
+    def linear(self) -> nn.Cell:
+        return Linear()
+
+    def logits(self) -> nn.Cell:
+        return Logits()
+
+    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
+        return Rotary()
+
+    def store_kv(self) -> nn.Cell:
+        return StoreKV()
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
+        return Attention(num_heads, num_kv_heads, scale)
+
+    def prompt_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
+        """(q, k, v, mask, query_lens int64[B]) -> [T, num_heads*D] for steps of whole prompts, none of it in the cache.
+
+        The device's fastest way for prompts; `mask` is the causal mask FlashAttentionScore wants, or None. B is fixed
+        when the graph is compiled, with trailing lengths of 0.
+        """
+        return PromptAttention(num_heads, scale)
+
+    def swiglu(self) -> nn.Cell:
+        return Swiglu()
+
+    def add(self) -> nn.Cell:
+        return Add()
+
+    def split(self, sizes: Sequence[int]) -> nn.Cell:
+        return Split(sizes)
+
+    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        keys, values = (
+            parameter_over(empty_aligned(shape, self.dtype, zero=True), self.dtype, f"{name}.{part}")
+            for part in ("key", "value")
+        )
+        return keys, values
+
+    def _copy(self, array: Array, name: str | None) -> ms.Parameter:
+        memory = empty_aligned(array.shape, self.dtype)
+        memory[...] = to_model_dtype(array, self.dtype)
+        return parameter_over(memory, self.dtype, name)
+
+
+class Embedding(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = gen_ops_prim.Gather()
+
+    def construct(self, token_ids: ms.Tensor, table: ms.Tensor) -> ms.Tensor:
+        return self.gather(table, token_ids, 0)
+
+
+class RmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.rms_norm = gen_ops_prim.RmsNorm(eps)
+
+    def construct(self, x: ms.Tensor, gamma: ms.Tensor) -> ms.Tensor:
+        return self.rms_norm(x, gamma)[0]
+
+
+class Linear(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
+        return self.matmul(x, weight)
+
+
+class Logits(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+        self.cast = ops.Cast()
+
+    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
+        return self.cast(self.matmul(x, weight), ms.float32)
+
+
+class Rotary(nn.Cell):
+    """Cosines and sines have one row for each token, so the lengths the primitive also takes say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotate = gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)
+        self.lengths = ms.Tensor(np.ones(1, dtype=np.int32))
+
+    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        return self.rotate(q, k, cos, sin, self.lengths)
+
+
+class StoreKV(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshape_and_cache = gen_ops_prim.ReshapeAndCache()
+
+    def construct(
+        self, k: ms.Tensor, v: ms.Tensor, key_cache: ms.Tensor, value_cache: ms.Tensor, slot_mapping: ms.Tensor
+    ) -> ms.Tensor:
+        return self.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
+
+
+class Attention(nn.Cell):
+    def __init__(self, num_heads: int, num_kv_heads: int, scale: float) -> None:
+        super().__init__()
+        self.paged_attention = gen_ops_prim.PagedAttention(num_heads, scale, num_kv_heads, "DEFAULT", _CAUSAL_MASK_MODE)
+
+    def construct(
+        self,
+        q: ms.Tensor,
+        key_cache: ms.Tensor,
+        value_cache: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+    ) -> ms.Tensor:
+        return self.paged_attention(
+            q, key_cache, value_cache, block_tables, context_lens, None, None, None, query_lens, None
+        )
+
+
+class PromptAttention(nn.Cell):
+    def __init__(self, num_heads: int, scale: float) -> None:
+        super().__init__()
+        self.flash = gen_ops_prim.FlashAttentionScore(num_heads, scale_value=scale, input_layout="TH", sparse_mode=0)
+
+    def construct(self, q: ms.Tensor, k: ms.Tensor, v: ms.Tensor, mask: Any, query_lens: ms.Tensor) -> ms.Tensor:
+        return self.flash(q, k, v, None, None, None, mask, None, query_lens, query_lens)[3]
+
+
+class Swiglu(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = gen_ops_prim.Swiglu()
+
+    def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
+        return self.primitive(gate_up, -1)
+
+
+class Add(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = gen_ops_prim.AddExt()
+
+    def construct(self, a: ms.Tensor, b: ms.Tensor) -> ms.Tensor:
+        return self.primitive(a, b, 1)
+
+
+class Split(nn.Cell):
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+        self.primitive = gen_ops_prim.SplitWithSize()
+
+    def construct(self, x: ms.Tensor) -> tuple[ms.Tensor, ...]:
+        return self.primitive(x, self.sizes, -1)

@@ -1,0 +1,106 @@
+"""What a backend offers: the operations of a decoder as Cells, and the tensors they work on.
+
+Shapes, used below: T packed tokens of a step (the rows of its B requests one after another, no padding), S sampled
+rows, H hidden size, N output features, K input features, D head_dim, V vocabulary size, I intermediate size, W blocks
+in the widest block table. First dimensions may be dynamic; nothing is compiled again when they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mindspore as ms
+from mindspore import nn
+from numpy.typing import NDArray
+
+from llm_serving.errors import ConfigError
+
+Array = NDArray[Any]
+"""float32, float16, or bfloat16 carried as uint16 bits."""
+
+MODEL_DTYPES: dict[str, Any] = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
+
+
+class Backend(Protocol):
+    """One way to compute a decoder. Cells are cheap to make and hold no weights: weights are arguments."""
+
+    name: str
+
+    activation_dtype: Any
+    """MindSpore dtype of every activation and of the cosines and sines, and what `embedding` returns."""
+
+    def embedding(self) -> nn.Cell:
+        """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
+
+    def rms_norm(self, eps: float) -> nn.Cell:
+        """(x [T, H], gamma [H]) -> [T, H]; computed in float32, rounded once."""
+
+    def linear(self) -> nn.Cell:
+        """(x [T, K], weight [N, K] from `linear_weight`) -> [T, N] = x @ weight.T"""
+
+    def logits(self) -> nn.Cell:
+        """(x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype on a CPU."""
+
+    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
+        """(q [T, num_heads*D], k [T, num_kv_heads*D], cos [T, D], sin [T, D]) -> (q, k) rotated.
+
+        The rotate-half convention: element i turns with element i + D/2, and both halves of cos and sin are equal.
+        """
+
+    def store_kv(self) -> nn.Cell:
+        """(k [T, num_kv_heads*D], v, key_cache, value_cache, slot_mapping int32[T]) -> a tensor to depend on.
+
+        Row t goes to slot `slot_mapping[t]` = block_id * block_size + offset; -1 skips the row; any other slot outside
+        the cache raises. The caller orders reads after the write with `ops.depend`.
+        """
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
+        """(q, key_cache, value_cache, block_tables, query_lens, context_lens) -> [T, num_heads*D], causal.
+
+        q is [T, num_heads*D]; block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b owns
+        `query_lens[b]` rows; its context, these rows included, is `context_lens[b]` tokens; its row i sees the first
+        `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
+        """
+
+    def swiglu(self) -> nn.Cell:
+        """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
+
+    def add(self) -> nn.Cell:
+        """(a [T, H], b [T, H]) -> a + b"""
+
+    def split(self, sizes: Sequence[int]) -> nn.Cell:
+        """(x [T, sum(sizes)]) -> one tensor [T, size] for each size"""
+
+    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """A matrix [N, K] as the products of this backend want it; its elements may be in another order.
+
+        Args:
+            array: The weight; it is copied and may be a read-only memory map.
+            name: Parameter name; without it a Cell names the parameter after its attribute.
+        """
+
+    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """A vector [H] (the gain of a norm), copied."""
+
+    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """A table [V, H] whose rows are looked up, copied."""
+
+    def kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        """Key and value cache of one layer, zeroed, of shape [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Block i is row i of the buffer, so blocks may be copied whole; the order inside a block is the backend's own.
+        """
+
+
+def model_dtype(name: str) -> Any:
+    """The MindSpore dtype of `model_dtype` in the configuration.
+
+    Raises:
+        ConfigError: The name is none of `MODEL_DTYPES`.
+    """
+    if name not in MODEL_DTYPES:
+        raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
+    return MODEL_DTYPES[name]

@@ -1,0 +1,52 @@
+"""Parameters whose memory is ours: aligned, in the model dtype, and never held twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
+from numpy.typing import NDArray
+
+from llm_serving.backends.base import Array
+from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
+
+_ALIGNMENT = 64
+_STORAGE: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def to_model_dtype(array: Array, dtype: str) -> Array:
+    """`array` in the model dtype (bfloat16 as uint16 bits); the same array when it is in it already."""
+    storage = np.dtype(_STORAGE[dtype])
+    if array.dtype == storage:
+        return array
+    values = from_bfloat16(array) if array.dtype == np.uint16 else array
+    if dtype == "bfloat16":
+        return round_to_bfloat16(np.asarray(values, dtype=np.float32))
+    return values.astype(storage)
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: str, zero: bool = False) -> Array:
+    """An array that starts on a cache line; `zero` pages come from the system untouched."""
+    storage = np.dtype(_STORAGE[dtype])
+    size = int(np.prod(shape)) * storage.itemsize
+    raw = (np.zeros if zero else np.empty)(size + _ALIGNMENT, dtype=np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    aligned: NDArray[Any] = raw[offset : offset + size].view(storage).reshape(shape)
+    return aligned
+
+
+def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
+    """A Parameter that aliases `array`, which it keeps alive; writes to the array are seen by the graph.
+
+    `Parameter(tensor)` copies its tensor; `assign_value` shares it.
+    """
+    typed = array.view(numpy_bfloat16) if dtype == "bfloat16" else array
+    tensor = ms.Tensor.from_numpy(typed)
+    placeholder = ms.Tensor(np.zeros(1, dtype=np.float32)).astype(tensor.dtype)
+    named = {} if name is None else {"name": name}
+    parameter = ms.Parameter(placeholder, requires_grad=False, **named)
+    parameter.assign_value(tensor)
+    parameter.storage = array
+    return parameter

@@ -1,0 +1,209 @@
+"""The operations of a decoder out of stock MindSpore operations: no compiler needed, any device, slow.
+
+Everything is computed in float32, whatever the model dtype: weights are rounded to it and held as float32. Rows of a
+batch do not mix, but MindSpore's own products may order their sums by the shape of the batch, so an answer can differ
+in its last bits from the same answer computed alone; the CPU backend guarantees equal bytes, this one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from llm_serving.backends.base import Array, model_dtype
+from llm_serving.backends.parameters import empty_aligned, parameter_over, to_model_dtype
+from llm_serving.kernels.bfloat16 import from_bfloat16
+
+
+class PlainBackend:
+    """Stock operations; the reference of the other backends in the form of a graph."""
+
+    name = "plain"
+
+    def __init__(self, dtype: str) -> None:
+        model_dtype(dtype)
+        self.dtype = dtype
+        self.activation_dtype = ms.float32
+
+    def embedding(self) -> nn.Cell:
+        return Embedding()
+
+    def rms_norm(self, eps: float) -> nn.Cell:
+        return RmsNorm(eps)
+
+    def linear(self) -> nn.Cell:
+        return Linear()
+
+    def logits(self) -> nn.Cell:
+        return Linear()
+
+    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
+        return Rotary(num_heads, num_kv_heads, head_dim)
+
+    def store_kv(self) -> nn.Cell:
+        return StoreKV()
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
+        return Attention(num_heads, num_kv_heads, head_dim, scale)
+
+    def swiglu(self) -> nn.Cell:
+        return Swiglu()
+
+    def add(self) -> nn.Cell:
+        return Add()
+
+    def split(self, sizes: Sequence[int]) -> nn.Cell:
+        return Split(sizes)
+
+    def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def table(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(array, name)
+
+    def kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+        keys, values = (
+            parameter_over(empty_aligned(shape, "float32", zero=True), "float32", f"{name}.{part}")
+            for part in ("key", "value")
+        )
+        return keys, values
+
+    def _copy(self, array: Array, name: str | None) -> ms.Parameter:
+        rounded = to_model_dtype(array, self.dtype)
+        memory = empty_aligned(array.shape, "float32")
+        memory[...] = from_bfloat16(rounded) if self.dtype == "bfloat16" else rounded
+        return parameter_over(memory, "float32", name)
+
+
+class Embedding(nn.Cell):
+    def construct(self, token_ids: ms.Tensor, table: ms.Tensor) -> ms.Tensor:
+        return ops.gather(table, token_ids, 0)
+
+
+class RmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def construct(self, x: ms.Tensor, gamma: ms.Tensor) -> ms.Tensor:
+        return x * ops.rsqrt(ops.mean(ops.square(x), -1, True) + self.eps) * gamma
+
+
+class Linear(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
+        return self.matmul(x, weight)
+
+
+class Rotary(nn.Cell):
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+
+    def rotate(self, x: ms.Tensor, num_heads: int, cos: ms.Tensor, sin: ms.Tensor) -> ms.Tensor:
+        heads = x.reshape(-1, num_heads, self.head_dim)
+        half = self.head_dim // 2
+        turned = ops.concat((-heads[:, :, half:], heads[:, :, :half]), -1)
+        return (heads * cos + turned * sin).reshape(-1, num_heads * self.head_dim)
+
+    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        cos = ops.expand_dims(cos, 1)
+        sin = ops.expand_dims(sin, 1)
+        return self.rotate(q, self.num_heads, cos, sin), self.rotate(k, self.num_kv_heads, cos, sin)
+
+
+class StoreKV(nn.Cell):
+    """Skipped rows go to a block behind the last one, which no table names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.update = ops.ScatterNdUpdate()
+
+    def construct(
+        self, k: ms.Tensor, v: ms.Tensor, key_cache: ms.Tensor, value_cache: ms.Tensor, slot_mapping: ms.Tensor
+    ) -> ms.Tensor:
+        num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+        spare = ops.full_like(slot_mapping, (num_blocks - 1) * block_size)
+        slots = ops.select(slot_mapping >= 0, slot_mapping, spare)
+        index = ops.stack((slots // block_size, slots % block_size), -1)
+        keys = self.update(key_cache, index, k.reshape(-1, num_kv_heads, head_dim))
+        values = self.update(value_cache, index, v.reshape(-1, num_kv_heads, head_dim))
+        return ops.depend(values, keys)
+
+
+class Attention(nn.Cell):
+    """Each row gathers the keys and values of its own request, so rows are products of their own."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.group = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.weighted_sum = ops.BatchMatMul()
+        self.minus_infinity = ms.Tensor(np.float32(np.finfo(np.float32).min))
+
+    def keys_of(self, cache: ms.Tensor, tables: ms.Tensor) -> ms.Tensor:
+        """[T, W] block ids -> [T, num_kv_heads, W*block_size, D]"""
+        rows = ops.gather(cache, tables, 0).reshape(tables.shape[0], -1, self.num_kv_heads, self.head_dim)
+        return rows.transpose(0, 2, 1, 3)
+
+    def construct(
+        self,
+        q: ms.Tensor,
+        key_cache: ms.Tensor,
+        value_cache: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+    ) -> ms.Tensor:
+        num_tokens = q.shape[0]
+        ends = ops.cumsum(query_lens, 0)
+        row = ops.arange(num_tokens).astype(ms.int32)
+        request = (row.reshape(-1, 1) >= ends.reshape(1, -1)).astype(ms.int32).sum(-1)
+        limit = ops.gather(context_lens, request, 0) - ops.gather(ends, request, 0) + row + 1
+        tables = ops.gather(block_tables, request, 0)
+        keys = self.keys_of(key_cache, tables)
+        values = self.keys_of(value_cache, tables)
+        heads = q.reshape(-1, self.num_kv_heads, self.group, self.head_dim)
+        scores = self.scores(heads, keys) * self.scale
+        position = ops.arange(keys.shape[2]).astype(ms.int32)
+        visible = (position.reshape(1, -1) < limit.reshape(-1, 1)).reshape(num_tokens, 1, 1, -1)
+        weights = ops.softmax(ops.where(visible, scores, self.minus_infinity), -1)
+        return self.weighted_sum(weights, values).reshape(num_tokens, -1)
+
+
+class Swiglu(nn.Cell):
+    def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
+        half = gate_up.shape[-1] // 2
+        gate = gate_up[:, :half]
+        return gate * ops.sigmoid(gate) * gate_up[:, half:]
+
+
+class Add(nn.Cell):
+    def construct(self, a: ms.Tensor, b: ms.Tensor) -> ms.Tensor:
+        return a + b
+
+
+class Split(nn.Cell):
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+
+    def construct(self, x: ms.Tensor) -> tuple[ms.Tensor, ...]:
+        return ops.split(x, self.sizes, -1)
