@@ -11,9 +11,8 @@ def describe(config: ServingConfig) -> str:
     lines = []
     for section, (attribute, section_type) in SECTIONS.items():
         values = getattr(config, attribute)
-        entries = [
-            (f"    {item.name}: {_yaml(getattr(values, item.name))}", item.name) for item in _fields(section_type)
-        ]
+        keys = [item.name for item in dataclasses.fields(section_type)]
+        entries = [(f"    {key}: {_yaml(getattr(values, key))}", key) for key in keys]
         width = min(max(len(text) for text, _ in entries), 60)
         lines.append(f"{section}:")
         lines += [f"{text:<{width}}  # {config.sources.get(f'{section}.{key}', 'default')}" for text, key in entries]
