@@ -1,0 +1,91 @@
+import json
+import statistics
+
+import alpaca_like
+import pytest
+
+import workload
+from workload import DatasetError, Prompt
+
+
+def test_a_prompt_is_the_instruction_then_the_input(tmp_path):
+    path = tmp_path / "prompts.json"
+    items = [
+        {"instruction": "Sort these words:", "input": "b a.", "output": "a b", "task": "sort"},
+        {"instruction": "Say hello.", "input": "", "output": "hello"},
+        {"instruction": "Say nothing."},
+    ]
+    path.write_text(json.dumps(items))
+    assert workload.load(path) == [
+        Prompt("Sort these words: b a.", "a b", "sort"),
+        Prompt("Say hello.", "hello"),
+        Prompt("Say nothing."),
+    ]
+
+
+def test_only_a_task_makes_the_output_the_right_answer():
+    assert Prompt("p", "42", "sums").expected == "42"
+    assert Prompt("p", "something like it").expected is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a list of at least one prompt"),
+        ("{}", "must hold a list of at least one prompt"),
+        ('["p"]', "item 0 must be an object with `instruction`. Given: p"),
+        ('[{"instruction": "p"}, {"instruction": 7}]', "item 1: `instruction` must be a string. Given: 7"),
+        ('[{"instruction": " "}]', "item 0: `instruction` and `input` must not both be empty"),
+    ],
+)
+def test_a_bad_prompt_set_names_file_item_and_rule(tmp_path, content, message):
+    path = tmp_path / "prompts.json"
+    path.write_text(content)
+    with pytest.raises(DatasetError, match=message) as error:
+        workload.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_prompt_set_says_how_to_make_one(tmp_path):
+    with pytest.raises(DatasetError, match=r"No such file or directory. `python alpaca_like.py --out FILE` makes one"):
+        workload.load(tmp_path / "none.json")
+
+
+def test_choice_is_seeded_and_uses_every_prompt_before_any_again():
+    prompts = [Prompt(str(number)) for number in range(10)]
+    chosen = workload.choose(prompts, 25, seed=1)
+    assert chosen == workload.choose(prompts, 25, seed=1)
+    assert chosen != workload.choose(prompts, 25, seed=2)
+    assert set(chosen[:10]) == set(chosen[10:20]) == set(prompts)
+    assert len(set(chosen[20:])) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_reference_tokens", "expected"),
+    [
+        (Prompt("p"), None, 300),
+        (Prompt("p", "one two", "task"), 2, 3),
+        (Prompt("p", "one two"), 2, 2),
+        (Prompt("p", "héllo", "task"), None, 8),
+        (Prompt("p", "word " * 10), None, 21),
+        (Prompt("p", " "), 0, 1),
+    ],
+)
+def test_max_tokens(prompt, num_reference_tokens, expected):
+    assert workload.max_tokens(prompt, num_reference_tokens) == expected
+
+
+def test_alpaca_like_prompts_are_a_function_of_their_seed():
+    assert alpaca_like.generate(20, seed=1) == alpaca_like.generate(20, seed=1)
+    assert alpaca_like.generate(20, seed=1) != alpaca_like.generate(20, seed=2)
+
+
+def test_alpaca_like_lengths():
+    items = alpaca_like.generate(5000, seed=1)
+    outputs = [len(item["output"].split()) for item in items]
+    assert 33 <= statistics.median(outputs) <= 39
+    assert min(outputs) >= 1
+    assert max(outputs) == 380
+    assert 0.37 <= sum(bool(item["input"]) for item in items) / len(items) <= 0.43
+    assert 9 <= statistics.median(len(item["instruction"].split()) for item in items) <= 11
