@@ -1,0 +1,1 @@
+"""Parts of `scripts/train_demo_model.py`: configuration, tokenizer, batches, network, accuracy."""

@@ -1,0 +1,82 @@
+"""Batches of examples of very different lengths without much padding."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from demo_training.configuration import PAD_ID
+from demo_training.tokenizer import Example
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples laid out flat, group after group; a group is a padded rectangle of examples of about one length.
+
+    Linear layers see one long row of tokens, attention sees each group as [rows, columns]: an example never attends
+    to another.
+
+    Attributes:
+        input_ids: [num_tokens], int64.
+        positions: [num_tokens], int64; the first token of an example has position 0.
+        groups: (rows, columns) of each group; rows * columns add up to num_tokens.
+        predicting: [num_targets], int64; flat indices of the tokens whose successor belongs to an answer.
+        targets: [num_targets], int64; those successors.
+        weights: [num_targets], float32; weight of each in the loss.
+        owners: [num_targets], int64; index of the example of each.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    groups: list[tuple[int, int]]
+    predicting: Tensor
+    targets: Tensor
+    weights: Tensor
+    owners: Tensor
+
+
+def make_batch(examples: Sequence[Example]) -> Batch:
+    by_length: dict[int, list[int]] = {}
+    for index, example in enumerate(examples):
+        length = len(example.token_ids) - 1
+        unit = 8 if length <= 64 else 64
+        by_length.setdefault(math.ceil(length / unit) * unit, []).append(index)
+
+    input_ids, positions, groups = [], [], []
+    predicting, targets, weights, owners = [], [], [], []
+    offset = 0
+    for columns, indices in sorted(by_length.items()):
+        rectangle = np.full((len(indices), columns), PAD_ID)
+        for row, index in enumerate(indices):
+            token_ids, start = examples[index].token_ids, examples[index].answer_start
+            rectangle[row, : len(token_ids) - 1] = token_ids[:-1]
+            answer_len = len(token_ids) - start
+            first = offset + row * columns + start - 1
+            predicting.append(np.arange(first, first + answer_len))
+            targets.append(np.array(token_ids[start:]))
+            # Between a mean over tokens (long answers rule) and a mean over examples (their tokens hardly count).
+            weights.append(np.full(answer_len, answer_len**-0.5, np.float32))
+            owners.append(np.full(answer_len, index))
+        input_ids.append(rectangle.reshape(-1))
+        positions.append(np.tile(np.arange(columns), len(indices)))
+        groups.append((len(indices), columns))
+        offset += rectangle.size
+
+    return Batch(
+        input_ids=_flat(input_ids),
+        positions=_flat(positions),
+        groups=groups,
+        predicting=_flat(predicting),
+        targets=_flat(targets),
+        weights=_flat(weights),
+        owners=_flat(owners),
+    )
+
+
+def _flat(parts: list[NDArray[Any]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
