@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
         tokenizer: Whose ids these are.
         prompt_token_ids: The prompt.
         stop: Strings that end the text.
-        include_stop_str: Keep the stop string at the end of the text.
+        include_stop_str_in_output: Keep the stop string at the end of the text.
         skip_special_tokens: Leave special tokens out of the text.
     """
 
@@ -38,16 +38,16 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         *,
-        include_stop_str: bool = False,
+        include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
         self._bytes, self._texts = tokenizer.token_tables(skip_special_tokens)
         self._decoder = _Utf8Decoder(errors="replace")
         self._mid_character = False
         self._matcher = StopStringMatcher(stop) if stop else None
-        self._include_stop_str = include_stop_str
+        self._include_stop = include_stop_str_in_output
         self._drop_space = tokenizer.strips_leading_space and not any(map(self._bytes_of, prompt_token_ids))
-        self.stop_reason: str | None = None
+        self.stop_string: str | None = None
         """The stop string that ended the text."""
         for token_id in prompt_token_ids[-CONTEXT_TOKENS:]:
             self._decode(token_id)
@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text; later tokens add nothing."""
-        return self.stop_reason is not None
+        return self.stop_string is not None
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with these tokens."""
@@ -86,8 +86,8 @@ class IncrementalDetokenizer:
             return ""
         if self._matcher is None:
             return text
-        text, self.stop_reason = self._matcher.add(text)
-        return text + self.stop_reason if self.stop_reason is not None and self._include_stop_str else text
+        text, self.stop_string = self._matcher.add(text)
+        return text + self.stop_string if self.stop_string is not None and self._include_stop else text
 
     def _bytes_of(self, token_id: int) -> bytes:
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Final, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,17 +21,16 @@ TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
 
 
 class Histogram:
-    """Counts per bucket; observing costs a bisection and three additions."""
+    """Counts per bucket; observing costs a bisection and two additions."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of the same value."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def family(self, name: str, text: str, labels: dict[str, str]) -> HistogramMetricFamily:
         total, buckets = 0, []
@@ -42,11 +42,16 @@ class Histogram:
         return family
 
 
+class _Load(NamedTuple):
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
 class Metrics(Collector):
     """What the engine did. Names starting with `vllm:` are those that existing dashboards read.
 
-    Only the engine loop calls the methods that count, so they take no lock; a scrape reads numbers that may be one step
-    apart. Seconds are on the engine's clock.
+    Several engine loops may count; a scrape reads numbers that may be one step apart. Seconds are on the engine's clock.
 
     Args:
         model_name: Value of the label `model_name` of every metric.
@@ -54,9 +59,8 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str = "model") -> None:
         self._labels = {"model_name": model_name}
-        self._num_running = 0
-        self._num_waiting = 0
-        self._kv_usage = 0.0
+        self._lock = Lock()
+        self._loads: dict[int, _Load] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(FinishReason, 0)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -65,7 +69,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int) -> None:
+    def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
         """One step was scheduled.
 
         Args:
@@ -73,35 +77,33 @@ class Metrics(Collector):
             num_waiting: Requests waiting.
             kv_usage: Share of the KV cache in use, between 0.0 and 1.0.
             num_tokens: Tokens the step computes.
+            replica: Whose numbers these are; requests are summed over replicas, usage is averaged.
         """
-        self.load(num_running, num_waiting, kv_usage)
-        self._counts["llm_serving:steps_total"] += 1
-        self._iteration_tokens.observe(num_tokens)
+        with self._lock:
+            self._loads[replica] = _Load(num_running, num_waiting, kv_usage)
+            self._counts["llm_serving:steps_total"] += 1
+            self._iteration_tokens.observe(num_tokens)
 
-    def load(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
         """The load without a step, such as when the engine falls idle."""
-        self._num_running = num_running
-        self._num_waiting = num_waiting
-        self._kv_usage = kv_usage
+        with self._lock:
+            self._loads[replica] = _Load(num_running, num_waiting, kv_usage)
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
-        self._counts["vllm:generation_tokens_total"] += 1
-        self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+        with self._lock:
+            self._counts["vllm:generation_tokens_total"] += 1
+            self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
 
-    def inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` further tokens came `seconds` after the one before (of the same or of different requests)."""
-        self._counts["vllm:generation_tokens_total"] += count
-        self._inter_token.observe(seconds, count)
-
-    def inter_tokens(self, seconds: Iterable[float]) -> None:
-        """As `inter_token`, once for each gap."""
-        for gap in seconds:
-            self.inter_token(gap)
+    def inter_token(self, seconds: float) -> None:
+        """A request got a further token, `seconds` after the one before."""
+        with self._lock:
+            self._counts["vllm:generation_tokens_total"] += 1
+            self._inter_token.observe(seconds)
 
     def finished(
         self,
-        reason: FinishReason,
+        reason: str,
         e2e_s: float,
         ttft_s: float | None,
         num_prompt: int,
@@ -111,37 +113,42 @@ class Metrics(Collector):
         """A request ended.
 
         Args:
-            reason: Why.
+            reason: A `FinishReason`.
             e2e_s: Seconds from its arrival to now.
             ttft_s: Seconds from its arrival to its first token; None when it got none.
             num_prompt: Tokens of its prompt.
             num_output: Tokens generated.
             queued_s: Seconds from its arrival to being scheduled for the first time.
         """
-        self._finished[reason] += 1
-        self._counts["vllm:prompt_tokens_total"] += num_prompt
-        self._histograms["vllm:e2e_request_latency_seconds"].observe(e2e_s)
-        self._histograms["vllm:request_queue_time_seconds"].observe(queued_s)
-        if ttft_s is not None and num_output > 1:
-            per_token = (e2e_s - ttft_s) / (num_output - 1)
-            self._histograms["vllm:request_time_per_output_token_seconds"].observe(per_token)
+        with self._lock:
+            self._finished[FinishReason(reason)] += 1
+            self._counts["vllm:prompt_tokens_total"] += num_prompt
+            self._histograms["vllm:e2e_request_latency_seconds"].observe(e2e_s)
+            self._histograms["vllm:request_queue_time_seconds"].observe(queued_s)
+            if ttft_s is not None and num_output > 1:
+                per_token = (e2e_s - ttft_s) / (num_output - 1)
+                self._histograms["vllm:request_time_per_output_token_seconds"].observe(per_token)
 
     def preempted(self, n: int = 1) -> None:
-        self._counts["vllm:num_preemptions_total"] += n
+        self._add("vllm:num_preemptions_total", n)
 
     def prefix_cache(self, num_queried: int, num_hit: int) -> None:
         """Tokens looked up in the prefix cache, and how many of them were found."""
-        self._counts["vllm:prefix_cache_queries_total"] += num_queried
-        self._counts["vllm:prefix_cache_hits_total"] += num_hit
+        self._add("vllm:prefix_cache_queries_total", num_queried)
+        self._add("vllm:prefix_cache_hits_total", num_hit)
 
     def bound_violated(self, n: int = 1) -> None:
-        self._counts["llm_serving:bound_violations_total"] += n
+        self._add("llm_serving:bound_violations_total", n)
 
     def audit_mismatch(self, n: int = 1) -> None:
-        self._counts["llm_serving:audit_mismatch_total"] += n
+        self._add("llm_serving:audit_mismatch_total", n)
 
     def worker_restarted(self, n: int = 1) -> None:
-        self._counts["llm_serving:worker_restarts_total"] += n
+        self._add("llm_serving:worker_restarts_total", n)
+
+    def _add(self, counter: str, n: int) -> None:
+        with self._lock:
+            self._counts[counter] += n
 
     def render(self) -> tuple[bytes, str]:
         """The text of a scrape and its content type."""
@@ -149,10 +156,15 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
+        loads = list(self._loads.values())
+        usage = sum(load.kv_usage for load in loads) / max(len(loads), 1)
         gauges = {
-            "vllm:num_requests_running": ("Requests that are running.", self._num_running),
-            "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", self._num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", self._kv_usage),
+            "vllm:num_requests_running": ("Requests that are running.", sum(load.num_running for load in loads)),
+            "vllm:num_requests_waiting": (
+                "Requests that wait to be scheduled.",
+                sum(load.num_waiting for load in loads),
+            ),
+            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", usage),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=names)

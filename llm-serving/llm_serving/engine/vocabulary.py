@@ -180,7 +180,7 @@ def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:
 def _takes_space_off(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Strip":
         return bool(step.get("content") == " " and step.get("start", 0) > 0)
-    return step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+    return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
 
 
 def _apply_steps(piece: str, steps: list[dict[str, Any]]) -> bytes:
