@@ -158,7 +158,7 @@ def _length(text: str, base: int) -> int:
     return length
 
 
-class _Exchange(asyncio.Protocol):
+class Exchange(asyncio.Protocol):
     """Sends one request and resolves `response` with what comes back."""
 
     def __init__(self, request: bytes, idle_timeout_s: float) -> None:
@@ -264,7 +264,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(self.idle_timeout_s):
                 _, exchange = await loop.create_connection(
-                    lambda: _Exchange(head.encode("latin-1") + body, self.idle_timeout_s), self.host, self.port
+                    lambda: Exchange(head.encode("latin-1") + body, self.idle_timeout_s), self.host, self.port
                 )
         except ConnectionRefusedError as error:
             raise HttpError(f"connection refused: nothing listens at {self.host}:{self.port}") from error

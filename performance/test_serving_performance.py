@@ -43,7 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--arrivals", choices=("poisson", "fixed", "burst"), default="poisson", help="gaps with -X")
     load.add_argument("--burst-size", type=_positive(int), default=8, help="requests at once with --arrivals burst")
     load.add_argument("--seed", type=int, default=1, help="of arrivals and of the choice of prompts")
-    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent and not counted before the run")
+    load.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="prompts of the run sent first and not counted"
+    )
 
     server = parser.add_argument_group("server")
     server.add_argument("-P", "--port", type=int, default=8835, help="port at 127.0.0.1")
@@ -189,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     service_level = ServiceLevel(args.slo_ttft_ms, args.slo_tpot_ms)
     summary = summarize(result.records, service_level)
-    name = f"{args.rate:g}_x" if args.rate is not None else f"{args.concurrency}_clients"
+    name = f"{args.rate:g}_x" if args.rate is not None else f"{args.concurrency}_clients_x"
     print(table(summary, service_level, result.client_cpu_share))
     print(f"records in {write_result(args.out, name, result.records)}")
     if args.json is not None:

@@ -3,7 +3,7 @@ import socket
 from itertools import pairwise
 
 import pytest
-from http_client import HttpClient, HttpError, ResponseParser
+from http_client import Exchange, HttpClient, HttpError, ResponseParser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,10 +100,28 @@ def test_connection_refused_says_so():
             asyncio.run(HttpClient("127.0.0.1", port).request("GET", "/"))
 
 
-def test_a_silent_server_fails_the_request(fake_server):
-    http = HttpClient("127.0.0.1", fake_server.port, idle_timeout_s=0.01)
-    with pytest.raises(HttpError, match=r"nothing heard from the server for 0\.01 s"):
-        asyncio.run(http.request("POST", "/v1/completions", b'{"prompt": "silent"}'))
+def test_a_silent_server_fails_the_request_and_the_connection_is_closed():
+    class SilentTransport(asyncio.Transport):
+        sent = b""
+        closed = False
+
+        def write(self, data):
+            self.sent += data
+
+        def close(self):
+            self.closed = True
+
+    async def main():
+        transport = SilentTransport()
+        exchange = Exchange(b"GET / HTTP/1.1\r\n\r\n", idle_timeout_s=0.0)
+        exchange.connection_made(transport)
+        with pytest.raises(HttpError, match="nothing heard from the server for 0 s"):
+            await exchange.response
+        return transport
+
+    transport = asyncio.run(main())
+    assert transport.sent == b"GET / HTTP/1.1\r\n\r\n"
+    assert transport.closed
 
 
 def test_pieces_are_stamped_in_order(fake_server):
