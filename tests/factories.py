@@ -1,0 +1,72 @@
+"""Small makers with defaults, so that a test shows only what matters to it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from llm_serving.config.schema import SchedulerConfig
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.kvcache import BlockManager
+from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
+from llm_serving.scheduler.policy import POLICIES
+
+_names = (f"request-{count}" for count in itertools.count())
+
+
+def create_request(
+    num_prompt_tokens: int = 4,
+    *,
+    request_id: str | None = None,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    stop_token_ids: frozenset[int] = frozenset(),
+    **sampling: Any,
+) -> Request:
+    """A request whose prompt is 100, 101, ...; keyword arguments go to its SamplingParams."""
+    return Request(
+        request_id=request_id or next(_names),
+        prompt_token_ids=list(range(100, 100 + num_prompt_tokens)),
+        sampling=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling}),
+        stop_token_ids=stop_token_ids,
+        priority=priority,
+        arrival_time=arrival_time,
+    )
+
+
+def create_scheduler(
+    *,
+    policy: str = "prefill_first",
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    max_prefill_seqs: int = 8,
+    max_decode_gap: int = 2,
+    ageing_steps: int = 100,
+    **limits: Any,
+) -> Scheduler:
+    config = SchedulerConfig(
+        policy=policy, max_consecutive_prefill_steps=max_decode_gap, priority_ageing_steps=ageing_steps
+    )
+    return Scheduler(
+        SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_prefill_seqs, max_decode_gap, **limits),
+        POLICIES[policy](config),
+        BlockManager(num_blocks, block_size),
+    )
+
+
+def rows(schedule: Schedule | None) -> list[tuple[str, int, int, bool]]:
+    """(request id, tokens before, tokens computed, samples) of each row."""
+    assert schedule is not None
+    return [(row.request.request_id, row.num_computed, row.query_len, row.samples) for row in schedule.rows]
+
+
+def run_step(scheduler: Scheduler, token_id: int = 7, now: float = 0.0) -> Schedule | None:
+    """Schedules one step and gives every sample the same token."""
+    schedule = scheduler.schedule(now)
+    if schedule is not None:
+        scheduler.update(schedule, [token_id] * sum(row.samples for row in schedule.rows))
+    scheduler.check_integrity()
+    return schedule
