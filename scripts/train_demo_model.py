@@ -39,7 +39,7 @@ from llm_serving.demo_model.tasks import (  # noqa: E402
     LONG_KINDS,
     SHORT_KINDS,
     draw_question,
-    generate_questions,
+    question_set,
 )
 
 SHORT_PER_STEP = 144
@@ -133,9 +133,7 @@ def export(folder: Path, model: Llama) -> None:
     weights.chmod(0o644)
     print(f"{sum(tensor.numel() for tensor in tensors.values())} parameters, {weights.stat().st_size} bytes")
 
-    questions = generate_questions(SEED + 2, 12 * len(LONG_KINDS), kinds=LONG_KINDS)
-    questions += generate_questions(SEED + 2, 28 * len(SHORT_KINDS), kinds=SHORT_KINDS)
-    random.Random(SEED).shuffle(questions)
+    questions = question_set()
     write_json(
         folder / "questions.json",
         [{"task": q.kind, "instruction": q.instruction, "input": q.input, "output": q.output} for q in questions],

@@ -7,7 +7,8 @@ import torch
 from demo_training.batches import make_batch
 from demo_training.network import Llama
 from demo_training.tokenizer import Encoder
-from llm_serving.demo_model.tasks import LONG_KINDS, SHORT_KINDS, Question, generate_questions
+from llm_serving.demo_model.question import Question
+from llm_serving.demo_model.tasks import LONG_KINDS, SHORT_KINDS, generate_questions
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from pathlib import Path
 import sentencepiece
 
 from demo_training.configuration import BOS_ID, EOS_ID, PAD_ID, SEED, VOCAB_SIZE
-from llm_serving.demo_model.tasks import Question, generate_questions
+from llm_serving.demo_model.question import Question
+from llm_serving.demo_model.tasks import generate_questions
 
 
 def train_tokenizer(folder: Path) -> None:

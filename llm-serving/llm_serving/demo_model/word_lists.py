@@ -1,4 +1,4 @@
-"""Words and facts the demo tasks are made of. Every word here is one token of the demo tokenizer."""
+"""Words the demo tasks are made of. Every one of them is one token of the demo tokenizer."""
 
 WORDS = (
     "apple arrow autumn baby ball banana basket beach bear bell bird boat book bottle bread bridge brush bucket "
@@ -27,41 +27,3 @@ NATO = (
 ).split()
 NUMBER_WORDS = "no one two three four five six seven eight nine ten".split()
 ORDINALS = "first second third fourth fifth".split()
-
-CAPITALS = {
-    "Argentina": "Buenos Aires", "Australia": "Canberra", "Austria": "Vienna", "Belgium": "Brussels",
-    "Brazil": "Brasilia", "Canada": "Ottawa", "Chile": "Santiago", "China": "Beijing",
-    "Cuba": "Havana", "Denmark": "Copenhagen", "Egypt": "Cairo", "Finland": "Helsinki",
-    "France": "Paris", "Germany": "Berlin", "Greece": "Athens", "Hungary": "Budapest",
-    "Iceland": "Reykjavik", "India": "New Delhi", "Indonesia": "Jakarta", "Iran": "Tehran",
-    "Ireland": "Dublin", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi",
-    "Mexico": "Mexico City", "Morocco": "Rabat", "Nepal": "Kathmandu", "Netherlands": "Amsterdam",
-    "Norway": "Oslo", "Peru": "Lima", "Poland": "Warsaw", "Portugal": "Lisbon",
-    "Russia": "Moscow", "Spain": "Madrid", "Sweden": "Stockholm", "Switzerland": "Bern",
-    "Thailand": "Bangkok", "Turkey": "Ankara", "Ukraine": "Kyiv", "Vietnam": "Hanoi",
-}  # fmt: skip
-
-SOUNDS = {
-    "cat": "meows", "dog": "barks", "cow": "moos", "sheep": "bleats", "pig": "grunts", "horse": "neighs",
-    "duck": "quacks", "lion": "roars", "wolf": "howls", "frog": "croaks", "owl": "hoots", "mouse": "squeaks",
-    "bee": "buzzes", "snake": "hisses", "donkey": "brays",
-}  # fmt: skip
-
-YOUNG = {
-    "cat": "kitten", "dog": "puppy", "cow": "calf", "sheep": "lamb", "pig": "piglet", "horse": "foal",
-    "duck": "duckling", "lion": "cub", "goat": "kid", "frog": "tadpole", "owl": "owlet", "swan": "cygnet",
-    "hen": "chick", "goose": "gosling", "deer": "fawn",
-}  # fmt: skip
-
-COLOURS = {
-    "grass": "green", "snow": "white", "blood": "red", "coal": "black", "milk": "white", "chocolate": "brown",
-    "a carrot": "orange", "a banana": "yellow", "a tomato": "red", "a lemon": "yellow", "the clear sky": "blue",
-    "an elephant": "grey", "a flamingo": "pink", "a raven": "black", "an emerald": "green",
-}  # fmt: skip
-
-OPPOSITES = {
-    "hot": "cold", "big": "small", "fast": "slow", "high": "low", "light": "dark", "wet": "dry", "old": "new",
-    "full": "empty", "open": "closed", "early": "late", "strong": "weak", "near": "far", "rich": "poor",
-    "hard": "soft", "long": "short", "loud": "quiet", "thick": "thin", "deep": "shallow", "clean": "dirty",
-    "true": "false", "up": "down", "left": "right", "happy": "sad", "day": "night", "love": "hate",
-}  # fmt: skip
