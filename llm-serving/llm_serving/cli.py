@@ -1,6 +1,7 @@
 """The console command `llm-serving`: serve, config check, version."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    print(describe(_load(arguments)))
+    text = describe(_load(arguments))
+    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
+        print(text, flush=True)
     return 0
 
 

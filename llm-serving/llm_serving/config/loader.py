@@ -156,9 +156,7 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     given = reading.given.get(MODEL_CFG_PATH)
     if given is None:
         return None
-    if not isinstance(given.value, str):
-        raise _broken(MODEL_CFG_PATH, given)
-    path = resolve(Path(given.value), given.folders, MODEL_CFG_PATH, given.source)
+    path = resolve(_parse(MODEL_CFG_PATH, given), given.folders, MODEL_CFG_PATH, given.source)
     file = read_mindformers(path)
     for target, item in file.values.items():
         ours = reading.given.get(target)
@@ -174,20 +172,18 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     return file
 
 
-def _broken(name: str, given: _Given) -> ConfigError:
-    return ConfigError(f"{given.source}: `{name}` {RULES[name].text}. Given: {shorten(given.value)}")
+def _parse(name: str, given: _Given) -> Any:
+    try:
+        return RULES[name].parse(given.value)
+    except ValueError:
+        raise ConfigError(f"{given.source}: `{name}` {RULES[name].text}. Given: {shorten(given.value)}") from None
 
 
 def _typed(reading: _Reading) -> Values:
     values = Values(notices=reading.notices)
-    for name, rule in RULES.items():
-        given = reading.given.get(name)
-        if given is None:
-            continue
-        try:
-            values.set(name, rule.parse(given.value), given.source)
-        except (ValueError, TypeError, OverflowError):
-            raise _broken(name, given) from None
+    for name in RULES:
+        if (given := reading.given.get(name)) is not None:
+            values.set(name, _parse(name, given), given.source)
     return values
 
 

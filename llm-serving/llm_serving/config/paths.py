@@ -24,15 +24,18 @@ def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:
 
 def find(path: Path, folders: Sequence[Path]) -> Path | None:
     """The first place where the path exists, absolute; None if there is none."""
-    path = path.expanduser()
-    return next((found for folder in folders if (found := folder / path).exists()), None)
+    try:
+        path = path.expanduser()
+        return next((found for folder in folders if (found := folder / path).exists()), None)
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home folder nobody has, a null byte
+        return None
 
 
 def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
     """Like `find`, but a missing path is an error that names the key and the folders searched."""
     found = find(path, folders)
     if found is None:
-        searched = "" if path.expanduser().is_absolute() else f"; searched in {', '.join(map(str, folders))}"
+        searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}"
         raise ConfigError(f"{where}: {key}: {path} does not exist{searched}")
     return found
 

@@ -1,5 +1,6 @@
 """The effective configuration as text: what `llm-serving config check` prints."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 

@@ -86,7 +86,7 @@ def path() -> Rule:
     """A path as written; the loader resolves it, because it knows the file it came from."""
 
     def parse(value: Any) -> Path:
-        _check(isinstance(value, str | Path) and str(value) not in ("", ".") and "\x00" not in str(value))
+        _check(isinstance(value, str | Path) and 0 < len(str(value)) < 1024 and "\x00" not in str(value))
         return Path(value)
 
     return Rule("must be a path", parse)
@@ -110,8 +110,10 @@ def integers(minimum: int, maximum: int = 2**31 - 1, unique: bool = False) -> Ru
 
     def parse(value: Any) -> tuple[int, ...]:
         items = value if isinstance(value, list) else [value]
-        _check(0 < len(items) <= 1024 and (not unique or len(set(items)) == len(items)))
-        return tuple(one.parse(item) for item in items)
+        _check(0 < len(items) <= 1024)
+        parsed = tuple(one.parse(item) for item in items)
+        _check(not unique or len(set(parsed)) == len(parsed))
+        return parsed
 
     several = "distinct integers" if unique else "integers"
     return Rule(f"must be an integer or a list of {several}, each{one.text.removeprefix('must be an integer')}", parse)

@@ -1,0 +1,445 @@
+"""load_config: precedence, sources, legacy files, and errors that name file, line, key, rule and value."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llm_serving.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig, load_config
+from llm_serving.config.loader import RULES
+from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
+from llm_serving.errors import ConfigError
+
+CONFIGS = PROJECT_FOLDER / "configs"
+LEGACY = CONFIGS / "llama" / "llama_7b_kbk_pa_dyn.yaml"
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return folder
+
+
+def write_yaml(folder: Path, text: str, name: str = "serving.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path | None, *overrides: str, model: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, model)
+    return str(caught.value)
+
+
+def test_without_a_file_every_value_is_the_default():
+    config = load_config()
+    assert (config.model, config.serving, config.pa) == (ModelConfig(), ServerConfig(), CacheConfig())
+    assert (config.scheduler, config.device) == (SchedulerConfig(), DeviceConfig())
+    assert set(config.sources) == set(RULES)
+    assert set(config.sources.values()) == {"default"}
+    assert config.notices == ()
+
+
+def test_reference_file_holds_every_key_with_its_default():
+    written = yaml.safe_load((CONFIGS / "serving.yaml").read_text())
+    assert {f"{section}.{key}" for section, keys in written.items() for key in keys} == set(RULES)
+    config = load_config(CONFIGS / "serving.yaml")
+    assert dataclasses.replace(config, sources={}) == dataclasses.replace(load_config(), sources={})
+
+
+def test_reference_file_explains_every_key():
+    lines = (CONFIGS / "serving.yaml").read_text().splitlines()
+    unexplained = [line for line in lines if line.startswith("    ") and "  #" not in line and " # " not in line]
+    assert unexplained == []
+
+
+def test_demo_configuration():
+    config = load_config(CONFIGS / "demo_cpu.yaml")
+    assert config.model.model_path == DEMO_FOLDER
+    assert config.model.model_name == "demo"
+    assert (config.model.max_generate_length, config.model.decode_batch_size) == (1024, 128)
+    assert config.model.model_dtype == "bfloat16"
+    assert (config.pa.num_blocks, config.pa.block_size) == (1024, 16)
+    assert (config.serving.server_port, config.serving.agent_ports) == (8835, (16002,))
+    assert config.notices == ()
+
+
+def test_override_wins_over_file_and_later_override_over_earlier(tmp_path):
+    path = write_yaml(tmp_path, "serving_config:\n    server_port: 1\n    server_ip: 0.0.0.0\n")
+    config = load_config(path, ["serving_config.server_port=2", "serving_config.server_port=3"])
+    assert (config.serving.server_port, config.serving.server_ip) == (3, "0.0.0.0")
+    assert config.sources["serving_config.server_port"] == "--set"
+    assert config.sources["serving_config.server_ip"] == f"{path}:3"
+    assert config.sources["pa_config.block_size"] == "default"
+
+
+def test_null_means_not_given_in_file_and_override(tmp_path):
+    path = write_yaml(tmp_path, "serving_config:\n    server_port: null\npa_config:\n    block_size: 32\nmodel_path:\n")
+    config = load_config(path, ["pa_config.block_size=null"])
+    assert (config.serving.server_port, config.pa.block_size) == (8835, 16)
+
+
+def test_model_folder_fills_what_is_left_out(tmp_path):
+    folder = write_model(tmp_path / "tiny llama")
+    config = load_config(model=folder)
+    model = config.model
+    assert (model.model_path, model.model_name) == (folder, "tiny-llama")
+    assert (model.vocab_size, model.end_token, model.pad_token_id) == (512, 2, 0)
+    assert (model.max_generate_length, model.max_input_len) == (1024, 1024)
+    assert config.sources["model_config.model_path"] == "--model"
+    assert config.sources["model_config.vocab_size"] == "model config.json"
+
+
+def test_several_end_tokens_of_the_model_stay_with_the_model(tmp_path):
+    folder = write_model(tmp_path / "m", eos_token_id=[2, 5])
+    assert load_config(model=folder).model.end_token is None
+    assert load_config(None, ["model_config.end_token=5"], folder).model.end_token == 5
+    assert "must be 2 or 5 as in" in error_of(None, "model_config.end_token=4", model=folder)
+
+
+def test_model_option_wins_over_file(tmp_path):
+    first, second = write_model(tmp_path / "first"), write_model(tmp_path / "second")
+    path = write_yaml(tmp_path, f"model_config: {{model_path: {first}}}")
+    assert load_config(path).model.model_path == first
+    assert load_config(path, model=second).model.model_path == second
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("model_config.vocab_size=513", "`model_config.vocab_size` must be 512 as in"),
+        ("model_config.end_token=3", "`model_config.end_token` must be 2 as in"),
+        ("model_config.max_generate_length=1025", "must be <= 1024, the positions of the model"),
+    ],
+)
+def test_contradiction_to_the_model_is_an_error(tmp_path, override, text):
+    assert text in error_of(None, override, model=write_model(tmp_path / "m"))
+
+
+def test_other_padding_token_is_a_notice(tmp_path):
+    config = load_config(None, ["model_config.pad_token_id=7"], write_model(tmp_path / "m"))
+    assert config.model.pad_token_id == 7
+    assert [notice for notice in config.notices if "pad_token_id" in notice and "differs from 0" in notice]
+
+
+def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
+    beside, started_in = tmp_path / "beside", tmp_path / "started_in"
+    beside.mkdir()
+    started_in.mkdir()
+    monkeypatch.chdir(started_in)
+    path = write_yaml(beside, "model_config: {model_path: m}")
+    there = write_model(started_in / "m")
+    assert load_config(path).model.model_path == there
+    here = write_model(beside / "m")
+    assert load_config(path).model.model_path == here
+
+
+# Errors a user makes
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("model_config:\n    modle_name: x\n", 2, "unknown key `model_config.modle_name`; the nearest known one is"),
+        ("model_config:\n    max_generate_len: 3\n", 2, "`model_config.max_generate_length`"),
+        (
+            "model_confg:\n    model_name: x\n",
+            1,
+            "unknown section `model_confg`; the nearest known one is `model_config`",
+        ),
+        ("model_config:\n    server_port: 3\n", 2, "it is known as `serving_config.server_port`"),
+        (
+            "pa_config:\n\n    block_size: 0\n",
+            3,
+            "`pa_config.block_size` must be an integer >= 1 and <= 1024. Given: 0",
+        ),
+        ("pa_config:\n    block_size: '16'\n", 2, "`pa_config.block_size` must be an integer"),
+        ("pa_config:\n    block_size: yes\n", 2, "Given: True"),
+        ("pa_config:\n    num_blocks: 1.5\n", 2, "must be an integer >= 1. Given: 1.5"),
+        ("pa_config:\n    block_size: 16\n    block_size: 16\n", 3, "key 'block_size' stands twice"),
+        ("pa_config: 7\n", 1, "must be a mapping of keys to values. Given: 7"),
+        ("serving_config:\n    agent_ports: [1, 1]\n", 2, "each >= 1 and <= 65535. Given: [1, 1]"),
+        ("serving_config:\n    agent_ports: []\n", 2, "`serving_config.agent_ports` must be"),
+        ("serving_config:\n    server_port: 16002\n", 2, "must differ from agent_ports [16002]. Given: 16002"),
+        ("model_config:\n    model_dtype: int4\n", 2, "must be one of bfloat16, float16, float32. Given: 'int4'"),
+        ("model_config:\n    batch_waiting_time: .nan\n", 2, "must be a number of seconds between 0 and 3600"),
+        ("model_config:\n    batch_waiting_time: -1\n", 2, "Given: -1"),
+        ("model_config:\n    model_name: a b\n", 2, "must be text of 1 to 128 letters"),
+        ("model_config:\n    model_name: {a: b}\n", 2, "Given: {'a': 'b'}"),
+        ("model_config:\n    model_path: nowhere\n", 2, "model_config.model_path: nowhere does not exist; searched in"),
+        ("model_config:\n    model_cfg_path: nowhere.yaml\n", 2, "nowhere.yaml does not exist"),
+        ("model_config:\n    model_cfg_path: [a]\n", 2, "`model_config.model_cfg_path` must be a path. Given: ['a']"),
+        ("model_config:\n    model_path: ~nobody/x\n", 2, "~nobody/x does not exist"),
+        (f"model_config:\n    model_path: {'x' * 500}\n", 2, "does not exist"),
+        ("model_config:\n    model_path: ''\n", 2, "must be a path. Given: ''"),
+        ("scheduler_config:\n    policy: best\n", 2, "must be one of prefill_first, fcfs. Given: 'best'"),
+        ("device_config:\n    max_device_memory: 2 apples\n", 2, "Given: '2 apples'"),
+        ("model_path: /models/llama\n", 1, "`model_path` must be a section; a folder goes to model_config.model_path"),
+        ("tokenizer:\n    tpye: x\n", 2, "the nearest known one is `tokenizer.type`"),
+        ("a: [1\nb: 2\n", 2, "is not valid YAML"),
+        ("a: !!python/object/apply:os.system [ls]\n", 1, "unknown section `a`"),
+        ("pa_config:\n    block_size: !!python/name:os.system ''\n", 2, "is not valid YAML"),
+    ],
+)
+def test_error_names_file_line_and_rule(tmp_path, text, line, message):
+    path = write_yaml(tmp_path, text)
+    error = error_of(path)
+    assert error.startswith(f"{path}:{line}: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
+        ("- a\n- b\n", "must be a mapping of sections"),
+        ("hello\n", "must be a mapping of sections. Given: 'hello'"),
+        ("a: \x07\n", "is not valid YAML"),
+        ("a: " + "[" * 5000 + "\n", "must be nested at most 32 deep"),
+        ("a: " + "[" * 40 + "]" * 40 + "\n", "must be nested at most 32 deep"),
+        ("a: &a [*a]\n", "must be nested at most 32 deep"),
+        ("x" * (2**20 + 1), "must be at most 1048576 bytes"),
+    ],
+)
+def test_file_that_is_no_configuration(tmp_path, text, message):
+    path = write_yaml(tmp_path, text)
+    error = error_of(path)
+    assert error.startswith(str(path))
+    assert message in error
+
+
+def test_aliases_are_followed_but_not_multiplied_without_end(tmp_path):
+    config = load_config(
+        write_yaml(tmp_path, "pa_config: {num_blocks: &n 8}\nscheduler_config: {max_waiting_queue: *n}\n")
+    )
+    assert config.scheduler.max_waiting_queue == 8
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    assert "must hold at most 20000 values" in error_of(write_yaml(tmp_path, "\n".join(lines)))
+
+
+def test_merge_keys_are_read_and_own_keys_win(tmp_path):
+    text = "pa_config: &pa {block_size: 32, num_blocks: 9}\n"
+    path = write_yaml(tmp_path, text.replace("{block", "{<<: {block_size: 8, enable_prefix_caching: True}, block"))
+    assert load_config(path).pa == CacheConfig(block_size=32, num_blocks=9, enable_prefix_caching=True)
+
+
+def test_missing_file_and_missing_model_folder(tmp_path):
+    assert error_of(tmp_path / "none.yaml") == f"{tmp_path}/none.yaml: cannot be read: No such file or directory"
+    assert error_of(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    missing = tmp_path / "missing"
+    assert error_of(None, model=missing) == f"--model: model_config.model_path: {missing} does not exist"
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in error_of(None, model=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("override", ["server_port=1", "serving_config.server_port", "a.b.c=1", "=1", ""])
+def test_malformed_override(override):
+    assert error_of(None, override).startswith("--set must be section.key=value. Given: ")
+
+
+def test_unknown_and_wrong_override():
+    assert error_of(None, "pa_config.blok_size=1") == (
+        "--set: unknown key `pa_config.blok_size`; the nearest known one is `pa_config.block_size`"
+    )
+    assert error_of(None, "pa_config.block_size=x").startswith("--set: `pa_config.block_size` must be an integer")
+    assert "is not valid YAML" in error_of(None, "pa_config.block_size=[")
+
+
+def test_errors_do_not_echo_long_values():
+    assert len(error_of(None, f"pa_config.block_size={'9' * 4000}")) < 300
+    assert len(error_of(None, f"model_config.model_name='{'x ' * 40000}'")) < 300
+
+
+# Older files
+
+
+def test_legacy_pair_loads_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(LEGACY)
+    assert config.model == ModelConfig(
+        model_name="llama_7b",
+        model_cfg_path=LEGACY.parent / "predict_llama2_7b.yaml",
+        max_generate_length=4096,
+        seq_length=(4096,),
+        vocab_size=32000,
+        end_token=2,
+        pad_token_id=0,
+        prefill_batch_size=1,
+        decode_batch_size=128,
+        model_dtype="float16",
+    )
+    assert config.pa == CacheConfig(num_blocks=1024, block_size=16, decode_seq_length=4096)
+    assert config.device == DeviceConfig(
+        device_target="Ascend",
+        max_device_memory=58 * 2**30,
+        enable_graph_kernel=True,
+        graph_kernel_flags="--disable_expand_ops=Softmax,Dropout --enable_parallel_fusion=true "
+        "--reduce_fuse_depth=8 --enable_auto_tensor_inplace=true",
+    )
+    assert config.sources["device_config.device_target"] == f"{LEGACY.parent}/predict_llama2_7b.yaml:4"
+
+
+def test_each_key_without_meaning_has_one_notice_that_names_it():
+    notices = load_config(LEGACY).notices
+    for key in (
+        "model_config.zactivate_len",
+        "model_config.model_type",
+        "model_config.seq_type",
+        "model_config.current_index",
+        "tokenizer.type",
+        "tokenizer.vocab_file",
+        "basic_inputs.type",
+        "extra_inputs.type",
+        "warmup_inputs.type",
+        "model_config.prefill_batch_size",
+        "context.max_call_depth",
+        "model.model_config.batch_size",
+    ):
+        assert len([notice for notice in notices if key in notice]) == 1, key
+    assert len(notices) == 11
+
+
+def test_model_path_section_of_older_files_is_accepted(tmp_path):
+    keys = "prefill_model decode_model argmax_model topk_model prefill_ini decode_ini post_model_ini".split()
+    path = write_yaml(tmp_path, "model_path:\n" + "".join(f"    {key}: [a.mindir]\n" for key in keys))
+    assert [notice.split()[1] for notice in load_config(path).notices] == [f"model_path.{key}" for key in keys]
+
+
+@pytest.mark.parametrize("section", ["model_config", "serving_config"])
+def test_waiting_times_are_read_from_both_sections(tmp_path, section):
+    path = write_yaml(tmp_path, f"{section}:\n    batch_waiting_time: 0.5\n    decode_batch_waiting_time: 1\n")
+    config = load_config(path)
+    assert (config.model.batch_waiting_time, config.model.decode_batch_waiting_time) == (0.5, 1.0)
+    assert config.sources["model_config.batch_waiting_time"] == f"{path}:2"
+
+
+def test_waiting_times_that_disagree_are_an_error(tmp_path):
+    text = "model_config:\n    batch_waiting_time: 0.5\nserving_config:\n    batch_waiting_time: {}\n"
+    assert load_config(write_yaml(tmp_path, text.format(0.5))).model.batch_waiting_time == 0.5
+    path = write_yaml(tmp_path, text.format(0.25))
+    assert error_of(path) == (
+        f"{path}:4: `serving_config.batch_waiting_time` must agree with {path}:2, "
+        "which sets the same to 0.5. Given: 0.25"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("block_size", 32), ("num_blocks", 512), ("vocab_size", 100), ("eos_token_id", 3)]
+)
+def test_two_files_that_disagree_are_an_error_naming_both_lines(tmp_path, key, value):
+    write_yaml(tmp_path, f"model:\n  model_config:\n    {key}: {value}\n", "model.yaml")
+    text = "model_config: {model_cfg_path: model.yaml,\n  vocab_size: 32000, end_token: 2}\n"
+    path = write_yaml(tmp_path, text + "pa_config:\n  {block_size: 16, num_blocks: 1024}\n")
+    error = error_of(path)
+    assert error.startswith(f"{path}:{4 if key in ('block_size', 'num_blocks') else 2}: ")
+    assert f"`model.model_config.{key}` at {tmp_path}/model.yaml:3 is {value}" in error
+
+
+def test_mindformers_file_fills_only_what_is_left_out(tmp_path):
+    write_yaml(
+        tmp_path,
+        "context: {device_target: CPU, mode: 1, save_graphs_path: g, jit_config: {jit_level: O1}}\n"
+        "model: {model_config: {block_size: 32, num_blocks: 64, compute_dtype: float32, theta: 1e6}}\n"
+        "trainer: {type: x}\n",
+        "model.yaml",
+    )
+    path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml, model_dtype: bfloat16}")
+    config = load_config(path, ["pa_config.num_blocks=128"])
+    assert (config.pa.block_size, config.pa.num_blocks) == (32, 128)
+    assert config.model.model_dtype == "bfloat16"
+    assert (config.device.save_graphs_path, config.device.jit_level) == (Path("g"), "O1")
+    assert config.notices[0] == f"{tmp_path}/model.yaml:1: context.mode is read as 0: the network runs in graph mode"
+    assert config.notices[1] == f"{tmp_path}/model.yaml: accepted, with no meaning here: trainer"
+
+
+def test_mindformers_checkpoint_folder_is_the_model(tmp_path):
+    folder = write_model(tmp_path / "weights")
+    write_yaml(tmp_path, "model: {model_config: {checkpoint_name_or_path: weights}}", "model.yaml")
+    path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
+    assert load_config(path).model.model_path == folder
+    write_yaml(tmp_path, "model: {model_config: {checkpoint_name_or_path: llama.ckpt}}", "model.yaml")
+    config = load_config(path)
+    assert config.model.model_path is None
+    assert "'llama.ckpt' is no folder in Hugging Face form" in config.notices[0]
+
+
+def test_mindformers_shape_must_be_that_of_the_model(tmp_path):
+    shape = "hidden_size: 64, num_layers: 2, num_heads: 4, n_kv_heads: {}, vocab_size: 512, intermediate_size: 128"
+    folder = write_model(tmp_path / "m")
+    path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
+    write_yaml(tmp_path, f"model: {{model_config: {{{shape.format(2)}}}}}", "model.yaml")
+    assert load_config(path, model=folder).model.vocab_size == 512
+    write_yaml(tmp_path, f"model: {{model_config: {{{shape.format(4)}}}}}", "model.yaml")
+    assert "describes a model with num_key_value_heads 4, but" in error_of(path, model=folder)
+
+
+def test_lists_of_batch_sizes_mean_their_largest(tmp_path):
+    path = write_yaml(tmp_path, "model_config: {decode_batch_size: [1, 128, 8], prefill_batch_size: [2, 4]}")
+    model = load_config(path).model
+    assert (model.decode_batch_size, model.prefill_batch_size) == (128, 4)
+
+
+def test_longest_input_is_the_longest_of_seq_length(tmp_path):
+    config = load_config(None, ["model_config.seq_length=[128, 1024, 512]"])
+    assert config.model.max_input_len == 1024
+    config = load_config(None, ["model_config.seq_length=8192"])
+    assert config.model.max_input_len == 4096
+    assert "8192 is limited to max_generate_length 4096" in config.notices[0]
+
+
+def test_existing_vocab_file_is_the_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    path = write_yaml(tmp_path, "tokenizer: {vocab_file: tokenizer.model}")
+    config = load_config(path)
+    assert config.model.tokenizer_path == tmp_path / "tokenizer.model"
+    assert config.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "notice"),
+    [
+        ("pa_config.num_blocks=10", "holds 10 x 16 = 160 tokens"),
+        ("pa_config.decode_seq_length=100", "100 is less than max_generate_length 4096"),
+        ("model_config.page_attention=False", "the KV cache is always paged"),
+        ("model_config.prefill_batch_size=[1]", "lets only one prompt into a step"),
+        ("model_config.model_type=dyn", "model_config.model_type is accepted and has no meaning here"),
+    ],
+)
+def test_surprising_but_legal_values_earn_one_notice(override, notice):
+    notices = load_config(None, [override]).notices
+    assert len(notices) == 1
+    assert notice in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [("DataType.FLOAT16", "float16"), ("DataType.BFLOAT16", "bfloat16"), ("fp32", "float32"), ("Float16", "float16")],
+)
+def test_dtype_names(written, expected):
+    assert load_config(None, [f"model_config.model_dtype={written}"]).model.model_dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [("2GB", 2 * 2**30), ("1.5 gb", 3 * 2**29), ("512MB", 2**29), ("512m", 2**29), ("1048576", 2**20)],
+)
+def test_memory_sizes(written, expected):
+    assert load_config(None, [f"device_config.max_device_memory={written}"]).device.max_device_memory == expected

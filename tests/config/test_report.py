@@ -1,0 +1,25 @@
+"""`describe` prints YAML that loads to the same configuration."""
+
+import dataclasses
+
+from llm_serving.config import load_config
+from llm_serving.config.paths import PROJECT_FOLDER
+from llm_serving.config.report import describe
+
+LEGACY = PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml"
+
+
+def test_printed_configuration_loads_to_the_same_values(tmp_path):
+    config = load_config(LEGACY, ["serving_config.agent_ports=[1, 2]", 'device_config.graph_kernel_flags="it\'s"'])
+    path = tmp_path / "printed.yaml"
+    path.write_text(describe(config))
+    again = load_config(path)
+    assert dataclasses.replace(again, sources={}, notices=()) == dataclasses.replace(config, sources={}, notices=())
+
+
+def test_each_value_stands_beside_its_source():
+    lines = describe(load_config(LEGACY, ["serving_config.server_port=9000"])).splitlines()
+    assert "    server_port: 9000                # --set" in lines
+    assert [line for line in lines if line.startswith("    vocab_size: 32000 ") and line.endswith(".yaml:8")]
+    assert [line for line in lines if line.startswith("    policy: 'prefill_first' ") and line.endswith("# default")]
+    assert "# notices:" in lines

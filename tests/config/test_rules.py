@@ -1,0 +1,34 @@
+"""Rules never let a value of another type, or beyond their range, through."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_serving.config.loader import RULES
+from llm_serving.config.values import DEFAULTS
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)
+)
+
+
+@given(name=st.sampled_from(sorted(RULES)), value=anything)
+def test_a_rule_returns_its_type_or_raises_value_error(name, value):
+    try:
+        parsed = RULES[name].parse(value)
+    except ValueError:
+        return
+    default = DEFAULTS[name]
+    if default is not None:
+        assert type(parsed) is type(default) or isinstance(parsed, type(default))
+    if isinstance(parsed, float):
+        assert math.isfinite(parsed)
+
+
+def test_every_default_satisfies_its_rule():
+    for name, rule in RULES.items():
+        default = DEFAULTS[name]
+        if default not in (None, ()):
+            assert rule.parse(list(default) if isinstance(default, tuple) else default) == default, name

@@ -1,0 +1,191 @@
+"""ModelSpec: what is read of a config.json and of a MindFormers model_config, and what is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_serving.core.model_spec import ModelSpec, RopeScaling
+from llm_serving.errors import ModelError
+
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_3_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA_3_ROPE,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "rope_scaling": None,
+}
+SCALING = RopeScaling(kind="llama3", factor=32.0, original_max_position_embeddings=8192)
+
+
+def test_llama_3_with_grouped_queries_and_tied_embeddings():
+    spec = ModelSpec.from_hugging_face(LLAMA_3_1B)
+    assert spec == ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=SCALING,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009),
+    )
+    assert spec.num_parameters == 1_235_814_400
+    assert spec.kv_bytes_per_token(2) == 32_768
+    assert (spec.q_size, spec.kv_size, spec.family) == (2048, 512, "llama")
+
+
+def test_llama_2_takes_heads_and_ids_from_what_is_there():
+    spec = ModelSpec.from_hugging_face(LLAMA_2_7B)
+    assert (spec.num_key_value_heads, spec.head_dim) == (32, 128)
+    assert (spec.eos_token_ids, spec.pad_token_id, spec.rope_scaling) == ((2,), None, None)
+    assert (spec.rope_theta, spec.tie_word_embeddings, spec.attention_bias) == (10000.0, False, False)
+    assert spec.num_parameters == 6_738_415_616
+    assert spec.kv_bytes_per_token(2) == 524_288
+
+
+def test_rope_parameters_say_the_same_as_theta_and_scaling():
+    newer = {key: value for key, value in LLAMA_3_1B.items() if not key.startswith("rope")}
+    newer["rope_parameters"] = LLAMA_3_ROPE | {"rope_theta": 500000.0}
+    assert ModelSpec.from_hugging_face(newer) == ModelSpec.from_hugging_face(LLAMA_3_1B)
+    newer["rope_parameters"] = {"rope_theta": 7.0, "rope_type": "default"}
+    spec = ModelSpec.from_hugging_face(newer)
+    assert (spec.rope_theta, spec.rope_scaling) == (7.0, None)
+
+
+def test_linear_scaling_under_its_older_name():
+    spec = ModelSpec.from_hugging_face(LLAMA_2_7B | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert spec.rope_scaling == RopeScaling(kind="linear", factor=2.0, original_max_position_embeddings=4096)
+
+
+def test_biases_count_as_parameters():
+    plain = ModelSpec.from_hugging_face(LLAMA_2_7B)
+    biased = ModelSpec.from_hugging_face(LLAMA_2_7B | {"attention_bias": True, "mlp_bias": True})
+    per_layer = 4 * 4096 + 2 * 11008 + 4096
+    assert biased.num_parameters - plain.num_parameters == 32 * per_layer
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Known: LlamaForCausalLM"),
+        ({"architectures": None}, "`architectures` must name one of: LlamaForCausalLM. Given: None"),
+        ({"vocab_size": 0}, "`vocab_size` must be an integer >= 1. Given: 0"),
+        ({"vocab_size": None}, "`vocab_size` must be an integer >= 1. Given: None"),
+        ({"hidden_size": "4096"}, "`hidden_size` must be an integer >= 1. Given: '4096'"),
+        ({"num_hidden_layers": True}, "`num_hidden_layers` must be an integer >= 1. Given: True"),
+        ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer >= 1"),
+        ({"num_key_value_heads": 5}, "`num_attention_heads` 32 must be a multiple of `num_key_value_heads` 5"),
+        ({"head_dim": 63}, "`head_dim` must be even for rotary embeddings. Given: 63"),
+        ({"hidden_act": "gelu"}, "`hidden_act` must be silu. Given: 'gelu'"),
+        ({"rms_norm_eps": 0}, "`rms_norm_eps` must be a number > 0. Given: 0"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number > 0. Given: nan"),
+        ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false. Given: 1"),
+        ({"eos_token_id": "2"}, "`eos_token_id` must be a token id or a list of them"),
+        ({"eos_token_id": 32000}, "token id 32000 must be < `vocab_size` 32000"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not supported. Known: default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "`rope_scaling` must have a `factor`"),
+        ({"rope_scaling": 2}, "`rope_scaling` must be an object. Given: 2"),
+        (
+            {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 9}},
+            "low_freq_factor < high_freq_factor. Given: 9.0, 4.0",
+        ),
+    ],
+)
+def test_refused(changes, text):
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_hugging_face(LLAMA_2_7B | changes, "m/config.json")
+    assert str(caught.value).startswith("m/config.json: ")
+    assert text in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+@given(key=st.sampled_from([*LLAMA_3_1B, "rope_parameters", "hidden_act", "attention_bias"]), value=json_values)
+def test_any_value_gives_a_spec_or_a_model_error(key, value):
+    try:
+        spec = ModelSpec.from_hugging_face(LLAMA_3_1B | {key: value})
+    except ModelError:
+        return
+    assert spec.num_parameters > 0
+
+
+def test_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    assert ModelSpec.from_folder(tmp_path) == ModelSpec.from_hugging_face(LLAMA_2_7B)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "has no config.json: is it in Hugging Face form?"),
+        ("{", "cannot be read"),
+        ("[]", "must be a JSON object. Given: []"),
+        ("[" * 100000, "cannot be read"),
+        (" " * (2**20 + 1), "must be at most 1048576 bytes"),
+    ],
+)
+def test_folder_refused(tmp_path, content, text):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        ModelSpec.from_folder(tmp_path)
+    assert text in str(caught.value)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        ModelSpec.from_folder(tmp_path / "none")
+
+
+def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
+    config = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "vocab_size": 32000, "multiple_of": 256}
+    config |= {"seq_length": 4096, "rms_norm_eps": "1e-5", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    spec = ModelSpec.from_mindformers(config)
+    assert (spec.intermediate_size, spec.num_key_value_heads, spec.rms_norm_eps) == (11008, 32, 1e-5)
+    assert (spec.max_position_embeddings, spec.eos_token_ids, spec.pad_token_id) == (4096, (2,), 0)
+    grouped = {"hidden_size": 8192, "num_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
+    spec = ModelSpec.from_mindformers(config | grouped)
+    assert (spec.intermediate_size, spec.kv_size) == (28672, 1024)

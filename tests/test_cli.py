@@ -1,0 +1,109 @@
+"""The console command: exit codes, what goes to which stream, and what reaches the master."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import llm_serving
+from llm_serving.cli import main
+from llm_serving.config.paths import PROJECT_FOLDER
+from llm_serving.errors import WorkerError
+
+LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Configurations that reached `master.run`, which answers with exit code 0."""
+    configs = []
+    master = types.ModuleType("llm_serving.master")
+    master.run = lambda config: configs.append(config) or 0
+    monkeypatch.setitem(sys.modules, "llm_serving.master", master)
+    monkeypatch.setattr(llm_serving, "master", master, raising=False)
+    return configs
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,'
+        ' "num_hidden_layers": 1, "num_attention_heads": 2}'
+    )
+    return str(folder)
+
+
+def test_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"llm-serving {llm_serving.__version__}\n"
+
+
+def test_config_check_prints_values_and_notices(capsys):
+    assert main(["config", "check", "--config", LEGACY]) == 0
+    captured = capsys.readouterr()
+    assert "model_name: 'llama_7b'" in captured.out
+    assert "# notices:" in captured.out
+    assert captured.err == ""
+
+
+def test_config_check_of_a_wrong_file_answers_2(tmp_path, capsys):
+    path = tmp_path / "serving.yaml"
+    path.write_text("pa_config:\n    blok_size: 16\n")
+    assert main(["config", "check", "--config", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"error: {path}:2: unknown key `pa_config.blok_size`; the nearest known one is `pa_config.block_size`\n"
+    )
+
+
+def test_serve_hands_the_configuration_to_the_master(served, model):
+    assert main(["serve", "--model", model, "--set", "pa_config.block_size=32", "--port", "9001"]) == 0
+    (config,) = served
+    assert (config.model.model_name, config.pa.block_size, config.serving.server_port) == ("tiny", 32, 9001)
+
+
+def test_port_wins_over_set(served, model):
+    assert main(["serve", "--model", model, "--port", "9001", "--set", "serving_config.server_port=1"]) == 0
+    assert served[0].serving.server_port == 9001
+
+
+def test_serve_logs_notices(served, model, capsys):
+    assert main(["serve", "--model", model, "--set", "model_config.page_attention=False"]) == 0
+    assert "the KV cache is always paged" in capsys.readouterr().err
+
+
+def test_serve_without_a_model_says_how_to_name_one(served, capsys):
+    assert main(["serve"]) == 2
+    assert "pass --model FOLDER" in capsys.readouterr().err
+    assert served == []
+
+
+def test_failure_while_serving_answers_1(served, model, monkeypatch, capsys):
+    def run(config):
+        raise WorkerError("WorkAgent 0 ended with code 9")
+
+    monkeypatch.setattr(llm_serving.master, "run", run)
+    assert main(["serve", "--model", model]) == 1
+    assert capsys.readouterr().err == "error: WorkAgent 0 ended with code 9\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["serv"], ["config"], ["serve", "--port", "x"], ["config", "check", "--port", "1"]]
+)
+def test_wrong_arguments_answer_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: llm-serving")
+
+
+def test_module_is_the_same_command():
+    source_root = PROJECT_FOLDER / "llm-serving"
+    done = subprocess.run(
+        [sys.executable, "-m", "llm_serving", "version"], capture_output=True, text=True, cwd=source_root, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"llm-serving {llm_serving.__version__}\n", "")

@@ -1,0 +1,55 @@
+"""The tree of errors: what a client sees of each, and texts that stay short."""
+
+import pytest
+
+from llm_serving import errors
+from llm_serving.errors import CapacityError, ContextLengthError, LLMServingError, RequestError, shorten
+
+
+def test_request_error_names_field_rule_and_value():
+    error = RequestError("top_p", "must be between 0 and 1", 3)
+    assert str(error) == "`top_p` must be between 0 and 1. Given: 3"
+    assert (error.field, error.rule, error.value, error.http_status) == ("top_p", "must be between 0 and 1", 3, 400)
+
+
+def test_value_may_be_left_out_and_none_is_a_value():
+    assert str(RequestError("prompt", "must not be empty")) == "`prompt` must not be empty"
+    assert str(RequestError("n", "must be an integer", None)) == "`n` must be an integer. Given: None"
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, ["y" * 10**6] * 10**3, {"k": "v" * 10**6}])
+def test_shown_values_are_short(value):
+    assert len(shorten(value)) < 400
+
+
+def test_statuses_of_the_families():
+    statuses = {
+        name: error.http_status
+        for name, error in vars(errors).items()
+        if isinstance(error, type) and issubclass(error, LLMServingError) and error.http_status != 500
+    }
+    assert statuses == {
+        "RequestError": 400,
+        "ContextLengthError": 400,
+        "ModelNotFoundError": 404,
+        "RequestTooLargeError": 413,
+        "CapacityError": 429,
+        "UnavailableError": 503,
+    }
+    assert issubclass(ContextLengthError, RequestError)
+
+
+def test_capacity_error_carries_seconds():
+    assert CapacityError("2000 requests wait", 1.5).retry_after == 1.5
+    assert CapacityError("2000 requests wait").retry_after is None
+
+
+def test_every_error_stands_in_the_tree_of_the_docstring():
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and issubclass(error, LLMServingError):
+            assert name in (errors.__doc__ or "")
+
+
+def test_integer_too_long_to_print_is_named_by_its_type():
+    assert shorten(10**5000) in ("<int>", shorten(10**5000))
+    assert len(shorten(10**5000)) < 60

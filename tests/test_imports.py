@@ -1,0 +1,270 @@
+"""The import direction of the package: rows from below, two columns that never meet, and no MindSpore in the master.
+
+```
+        MASTER                                 WORK AGENT
+7                    offline                        (cli starts the master)
+6   master                                 work_agent
+5   server                                 worker
+4   engine                                 models
+3   scheduler                              layers
+2   kvcache                                backends -> kernels
+1            transport
+0            errors < log < core < config
+```
+
+Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "llm-serving" / "llm_serving"
+NAME = "llm_serving"
+
+
+class Place(NamedTuple):
+    """Where a part stands: it may import lower rows of its own column and of `both`."""
+
+    row: float
+    column: str
+
+
+BOTH, MASTER, WORKER, TOP = "both", "master", "worker", "top"
+PLACES = {
+    "errors": Place(0.0, BOTH),
+    "demo_model": Place(0.0, BOTH),
+    "log": Place(0.1, BOTH),
+    "core": Place(0.2, BOTH),
+    "config": Place(0.3, BOTH),
+    "transport": Place(1, BOTH),
+    "kvcache": Place(2, MASTER),
+    "scheduler": Place(3, MASTER),
+    "engine": Place(4, MASTER),
+    "server": Place(5, MASTER),
+    "master": Place(6, MASTER),
+    "kernels": Place(2.0, WORKER),
+    "backends": Place(2.1, WORKER),
+    "layers": Place(3, WORKER),
+    "models": Place(4, WORKER),
+    "worker": Place(5, WORKER),
+    "work_agent": Place(6, WORKER),
+    "offline": Place(7, TOP),
+    "cli": Place(7.1, TOP),
+    "__main__": Place(7.2, TOP),
+}
+LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
+"""Parts that may import only these of the package, whatever their row."""
+
+NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
+UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    at_top: bool
+    """Runs when the file is imported, as opposed to inside a function."""
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def exists(module: str, root: Path) -> bool:
+    path = root.parent.joinpath(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports_of(path: Path, root: Path) -> list[Import]:
+    """Every module a file names in an import, most specific: `from a import b` is `a.b` where that is a module."""
+    tree = ast.parse(path.read_text(), str(path))
+    package = module_name(path, root).split(".")
+    if path.name != "__init__.py":
+        package.pop()
+    found: list[Import] = []
+
+    def visit(node: ast.AST, at_top: bool) -> None:
+        for module in modules_named(node, package, root):
+            found.append(Import(module, node.lineno, at_top))
+        inside = at_top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(tree, True)
+    return found
+
+
+def modules_named(node: ast.AST, package: list[str], root: Path) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=module, names=names, level=level):
+            base = package[: len(package) - level + 1] if level else []
+            full = ".".join(base + ([module] if module else []))
+            for alias in names:
+                inner = f"{full}.{alias.name}"
+                yield inner if full.split(".")[0] == root.name and exists(inner, root) else full
+        case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def part_of(module: str, root: Path) -> str | None:
+    """The part of the package a module belongs to; None outside the package and for the package itself."""
+    names = module.split(".")
+    return names[1] if names[0] == root.name and len(names) > 1 and exists(".".join(names[:2]), root) else None
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if importer in LEAVES:
+        return imported in LEAVES[importer]
+    own, other = PLACES[importer], PLACES[imported]
+    return other.row < own.row and (other.column in (own.column, BOTH) or own.column == TOP)
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.py"))
+
+
+def direction_violations(root: Path) -> list[str]:
+    result = []
+    for path in sources(root):
+        importer = part_of(module_name(path, root), root)
+        for found in imports_of(path, root):
+            imported = part_of(found.module, root)
+            if imported is None:
+                continue
+            if importer is None or not may_import(importer, imported):
+                result.append(f"{path.relative_to(root)}:{found.line} imports {found.module}")
+    return result
+
+
+def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> list[str]:
+    """A chain of imports from module `start` to the foreign package `target`; empty when there is none."""
+    graph = {module_name(path, root): imports_of(path, root) for path in sources(root)}
+    chains = {start: [start]}
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        for found in graph.get(module, []):
+            if at_top_only and not found.at_top:
+                continue
+            if found.module.split(".")[0] == target:
+                return [*chains[module], found.module]
+            # Importing a.b.c runs a and a.b as well.
+            names = found.module.split(".")
+            for inner in (".".join(names[: end + 1]) for end in range(len(names))):
+                if inner in graph and inner not in chains:
+                    chains[inner] = [*chains[module], inner]
+                    waiting.append(inner)
+    return []
+
+
+# The package
+
+
+def test_every_part_has_a_place():
+    parts = {part_of(module_name(path, PACKAGE), PACKAGE) for path in sources(PACKAGE)} - {None}
+    assert parts - set(PLACES) == set()
+
+
+def test_files_import_only_from_rows_below_in_their_column():
+    assert direction_violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize("part", sorted(NO_MINDSPORE_ANYWHERE))
+def test_part_never_reaches_mindspore(part):
+    starts = [name for path in sources(PACKAGE) if part_of(name := module_name(path, PACKAGE), PACKAGE) == part]
+    assert [chain for start in starts if (chain := reaches(PACKAGE, start, "mindspore"))] == []
+
+
+def test_command_line_starts_without_mindspore():
+    assert reaches(PACKAGE, f"{NAME}.cli", "mindspore", at_top_only=True) == []
+
+
+def test_nothing_imports_a_format_that_runs_code():
+    unsafe = [
+        f"{path.relative_to(PACKAGE)}:{found.line} imports {found.module}"
+        for path in sources(PACKAGE)
+        for found in imports_of(path, PACKAGE)
+        if found.module.split(".")[0] in UNSAFE
+    ]
+    assert unsafe == []
+
+
+def test_performance_is_a_client_and_imports_nothing_of_the_package():
+    root = PROJECT / "performance"
+    found = [f"{path.name}: {item.module}" for path in sources(root) for item in imports_of(path, root)]
+    assert [text for text in found if text.split(": ")[1].split(".")[0] == NAME] == []
+
+
+# The checker itself
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Writes files of a small package of the same name and returns its root."""
+
+    def write(**files: str) -> Path:
+        root = tmp_path / NAME
+        for name, text in {"__init__": "", **files}.items():
+            path = root / (name.replace("__in__", "/") + ".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return root
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("importer", "text"),
+    [
+        ("scheduler__in__policy", "import llm_serving.engine.engine"),
+        ("scheduler__in__policy", "from llm_serving.engine import engine"),
+        ("scheduler__in__policy", "from llm_serving import engine"),
+        ("scheduler__in__policy", "from ..engine.engine import run"),
+        ("scheduler__in__policy", "def later():\n    from llm_serving.engine.engine import run"),
+        ("scheduler__in__policy", "import importlib\nimportlib.import_module('llm_serving.engine.engine')"),
+        ("master", "from llm_serving.work_agent import run"),
+        ("worker__in__runner", "from llm_serving.engine.engine import run"),
+        ("kernels__in__library", "from llm_serving.core import step"),
+        ("core__in__step", "from llm_serving.config import schema"),
+        ("log", "from llm_serving.core import step"),
+    ],
+)
+def test_checker_finds_an_import_upwards_or_across(package, importer, text):
+    files = {"engine__in__engine": "", "work_agent": "", "core__in__step": "", "config__in__schema": ""}
+    assert len(direction_violations(package(**(files | {importer: text})))) == 1
+
+
+def test_checker_allows_rows_below(package):
+    root = package(
+        engine__in__engine="from llm_serving.scheduler.policy import x\nfrom llm_serving.core.step import y",
+        scheduler__in__policy="import llm_serving.transport.codec\nfrom . import __doc__",
+        backends__in__cpu="from llm_serving.kernels.library import z",
+        offline="from llm_serving.engine.engine import a\nfrom llm_serving.worker.runner import b",
+        cli="from llm_serving import __version__",
+        core__in__step="",
+        transport__in__codec="",
+        kernels__in__library="from llm_serving.errors import KernelError",
+        errors="",
+        worker__in__runner="",
+    )
+    assert direction_violations(root) == []
+
+
+def test_checker_follows_chains_to_mindspore(package):
+    root = package(
+        master="from llm_serving.core import step",
+        core__in__step="def lazily():\n    import mindspore.ops",
+    )
+    assert reaches(root, f"{NAME}.master", "mindspore") == [f"{NAME}.master", f"{NAME}.core.step", "mindspore.ops"]
+    assert reaches(root, f"{NAME}.master", "mindspore", at_top_only=True) == []
