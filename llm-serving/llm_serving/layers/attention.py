@@ -1,0 +1,60 @@
+"""Causal self-attention over the paged KV cache."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from llm_serving.backends.base import Backend
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.layers.linear import Linear
+
+
+class PagedSelfAttention(nn.Cell):
+    """x [T, H] -> [T, H]; writes keys and values of its rows to their slots, then reads whole contexts by block table.
+
+    Prompts, chunks of prompts and decode rows mix freely: a row sees what is in the cache up to itself.
+
+    Args:
+        backend: Makes the operations.
+        spec: The model.
+        qkv: H -> (num_attention_heads + 2 * num_key_value_heads) * head_dim: query, key, value.
+        out: num_attention_heads * head_dim -> H.
+        kv_cache: Key and value cache of this layer, from `Backend.kv_cache`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: ModelSpec,
+        qkv: Linear,
+        out: Linear,
+        kv_cache: tuple[ms.Parameter, ms.Parameter],
+    ) -> None:
+        super().__init__()
+        heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+        self.qkv = qkv
+        self.split = backend.split((spec.q_size, spec.kv_size, spec.kv_size))
+        self.rotary = backend.rotary(*heads)
+        self.store_kv = backend.store_kv()
+        self.attention = backend.attention(*heads, spec.head_dim**-0.5)
+        self.out = out
+        self.key_cache, self.value_cache = kv_cache
+
+    def construct(
+        self,
+        x: ms.Tensor,
+        cos: ms.Tensor,
+        sin: ms.Tensor,
+        slot_mapping: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+    ) -> ms.Tensor:
+        q, k, v = self.split(self.qkv(x))
+        q, k = self.rotary(q, k, cos, sin)
+        stored = self.store_kv(k, v, self.key_cache, self.value_cache, slot_mapping)
+        # A row attends to the keys of its own step too: they must be in the cache first.
+        q = ops.depend(q, stored)
+        x = self.attention(q, self.key_cache, self.value_cache, block_tables, query_lens, context_lens)
+        return self.out(x)

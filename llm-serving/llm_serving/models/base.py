@@ -1,0 +1,52 @@
+"""What every model family offers: a network that takes the arrays of one step and returns logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import mindspore as ms
+from mindspore import nn
+
+from llm_serving.backends.base import Backend
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.weights import WeightReader
+
+KVCaches = Sequence[tuple[ms.Parameter, ms.Parameter]]
+"""Key and value cache of each layer."""
+
+STEP_INPUTS: Final = (
+    ("token_ids", 1),  # [T]
+    ("positions", 1),  # [T]
+    ("slot_mapping", 1),  # [T]
+    ("block_tables", 2),  # [B, W]
+    ("query_lens", 1),  # [B]
+    ("context_lens", 1),  # [B]
+    ("sample_indices", 1),  # [S]
+)
+"""Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size]."""
+
+
+class ModelFamily(Protocol):
+    """A class of networks, as the registry names it."""
+
+    def __call__(
+        self, spec: ModelSpec, backend: Backend, weights: WeightReader, kv_caches: KVCaches, max_positions: int
+    ) -> nn.Cell:
+        """Builds the network and takes every weight it needs.
+
+        Args:
+            spec: The model.
+            backend: Makes operations and Parameters.
+            weights: Read once, in the order of the layers.
+            kv_caches: One pair for each layer.
+            max_positions: Longest context of a row, in tokens.
+
+        Raises:
+            ModelError: The folder lacks a tensor, has one of another shape, or one too many.
+        """
+
+
+def dynamic_inputs() -> list[ms.Tensor]:
+    """Arguments of every shape, for `Cell.set_inputs`: one compilation serves all batches."""
+    return [ms.Tensor(shape=[None] * rank, dtype=ms.int32) for _, rank in STEP_INPUTS]

@@ -1,0 +1,111 @@
+"""Tiny models with random weights, written as Hugging Face folders."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from llm_serving.core.model_spec import ModelSpec
+
+TINY = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=256,
+)
+
+
+def tiny_spec(**changes) -> ModelSpec:
+    """`TINY`, with changes."""
+    return dataclasses.replace(TINY, **changes)
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor of a Llama."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    for index in range(spec.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        projections = {
+            "self_attn.q_proj": (spec.q_size, hidden, spec.attention_bias),
+            "self_attn.k_proj": (spec.kv_size, hidden, spec.attention_bias),
+            "self_attn.v_proj": (spec.kv_size, hidden, spec.attention_bias),
+            "self_attn.o_proj": (hidden, spec.q_size, spec.attention_bias),
+            "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
+            "mlp.up_proj": (inner, hidden, spec.mlp_bias),
+            "mlp.down_proj": (hidden, inner, spec.mlp_bias),
+        }
+        for name, (rows, columns, has_bias) in projections.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 weights, scaled so that activations keep their size; all of them are bfloat16 values exactly."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in weight_shapes(spec).items():
+        values = rng.normal(size=shape).astype(np.float32)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        elif name.endswith(".bias"):
+            values *= 0.1
+        elif name != "model.embed_tokens.weight":
+            values /= np.sqrt(np.float32(shape[1]))
+        weights[name] = from_bfloat16(to_bfloat16(values.astype(np.float32)))
+    return weights
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 -> bits of the nearest bfloat16, ties to even; finite values only."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """One file; uint16 arrays are written as bfloat16."""
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64"}
+    header, offset = {}, 0
+    for name, array in tensors.items():
+        end = offset + array.nbytes
+        header[name] = {
+            "dtype": names[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            stream.write(np.ascontiguousarray(array).tobytes())
+
+
+def write_model(folder: Path, spec: ModelSpec, seed: int = 0, dtype: str = "bfloat16") -> dict[str, np.ndarray]:
+    """Writes random weights of `spec` into `folder` and returns them as float32."""
+    weights = random_weights(spec, seed)
+    stored = {
+        name: to_bfloat16(array) if dtype == "bfloat16" else array.astype(dtype) for name, array in weights.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "model.safetensors", stored)
+    return weights
