@@ -1,0 +1,50 @@
+"""The device of this process: MindSpore's settings, and the backend that computes on it."""
+
+from __future__ import annotations
+
+import mindspore as ms
+
+from llm_serving.backends import Backend, create_backend
+from llm_serving.config.schema import DeviceConfig
+from llm_serving.errors import KernelError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
+    """Selects the device and graph mode for the whole process, before the first operator.
+
+    Args:
+        device: Section `device_config`.
+        device_id: Index of the device; a CPU has only one.
+    """
+    ms.set_device(device.device_target, device_id if device.device_target != "CPU" else 0)
+    ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": device.jit_level})
+    if device.save_graphs:
+        ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
+    if device.enable_graph_kernel:
+        ms.set_context(enable_graph_kernel=True, graph_kernel_flags=device.graph_kernel_flags)
+
+
+def backend_for(device: DeviceConfig, dtype: str) -> Backend:
+    """The backend that `device_target` and `kernels` ask for.
+
+    Args:
+        device: Section `device_config`.
+        dtype: Type of weights, activations and KV cache.
+
+    Raises:
+        KernelError: `kernels: plugin` was asked for and the operator library cannot be built or loaded.
+    """
+    if device.device_target != "CPU":
+        return create_backend("ascend", dtype)
+    if device.kernels == "plain":
+        return create_backend("plain", dtype)
+    try:
+        return create_backend("cpu", dtype)
+    except KernelError as error:
+        if device.kernels == "plugin":
+            raise
+        logger.warning("No operator library (%s): MindSpore's own operations serve, slower", error)
+        return create_backend("plain", dtype)

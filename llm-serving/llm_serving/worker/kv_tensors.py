@@ -1,0 +1,62 @@
+"""The key/value cache of a WorkAgent: one pair of tensors a layer, cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mindspore as ms
+from mindspore.common.dtype import type_size_in_bytes
+
+from llm_serving.backends.base import Backend
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import ConfigError
+
+# Slots are int32 on every device.
+_MAX_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """Lives as long as the network that holds the same Parameters.
+
+    Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the order of elements
+    inside a block belongs to the backend.
+    """
+
+    layers: tuple[tuple[ms.Parameter, ms.Parameter], ...]  # (key, value) of each layer
+    num_blocks: int
+    block_size: int
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, backend: Backend, num_blocks: int, block_size: int) -> KVTensors:
+        """Zeroed tensors for `num_blocks` blocks of `block_size` tokens.
+
+        Raises:
+            ConfigError: More slots than a slot number can name.
+        """
+        if num_blocks * block_size > _MAX_SLOTS:
+            raise ConfigError(
+                f"`num_blocks` times `block_size` must be at most {_MAX_SLOTS}. Given: {num_blocks} x {block_size}"
+            )
+        layers = tuple(
+            backend.kv_cache(num_blocks, block_size, spec.num_key_value_heads, spec.head_dim, f"kv_cache.{index}")
+            for index in range(spec.num_hidden_layers)
+        )
+        return cls(layers, num_blocks, block_size)
+
+
+def block_bytes(spec: ModelSpec, backend: Backend, block_size: int) -> int:
+    """Bytes one block takes over all layers, keys and values."""
+    return block_size * spec.kv_bytes_per_token(type_size_in_bytes(backend.activation_dtype))
+
+
+def num_blocks_for(num_bytes: int, spec: ModelSpec, backend: Backend, block_size: int) -> int:
+    """How many blocks fit into `num_bytes`.
+
+    Raises:
+        ConfigError: Not even one.
+    """
+    one = block_bytes(spec, backend, block_size)
+    if num_bytes < one:
+        raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
+    return min(num_bytes // one, _MAX_SLOTS // block_size)

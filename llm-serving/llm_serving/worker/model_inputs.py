@@ -1,0 +1,163 @@
+"""From the facts of a step to the arrays a network takes: pure NumPy index arithmetic.
+
+Everything a later memory access depends on is checked here: token ids against the vocabulary, positions against the
+rotary tables, block ids against the cache. Behind this file no kernel needs to look again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.core.step import StepInput
+from llm_serving.errors import WorkerError
+
+Int32Array = NDArray[np.int32]
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
+
+# The row a token stands for once its own choice failed: the request ends with that failure, so what this step
+# computes for it is thrown away and any valid id will do.
+_STAND_IN_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the arrays of a step index into."""
+
+    vocab_size: int
+    max_positions: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """The arguments of a network, in the order of `models.base.STEP_INPUTS`; all int32, all C-contiguous."""
+
+    token_ids: Int32Array  # [T]
+    positions: Int32Array  # [T], index of the token in its own sequence
+    slot_mapping: Int32Array  # [T], block_id * block_size + offset of the token's key and value
+    block_tables: Int32Array  # [B, W]
+    query_lens: Int32Array  # [B]
+    context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
+    sample_indices: Int32Array  # [S], the token of each row whose logits are wanted
+
+    def arrays(self) -> tuple[Int32Array, ...]:
+        return (
+            self.token_ids,
+            self.positions,
+            self.slot_mapping,
+            self.block_tables,
+            self.query_lens,
+            self.context_lens,
+            self.sample_indices,
+        )
+
+
+def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array:
+    """Puts the tokens of the previous step where `token_ids` refers to them.
+
+    Args:
+        token_ids: >= 0 a token; -1 - j is what sample j of the previous step chose.
+        previous: [samples of the previous step]; -1 where the choice failed.
+
+    Returns:
+        `token_ids` itself if it refers to nothing, else a copy without references.
+
+    Raises:
+        WorkerError: A reference names a sample that the previous step did not have.
+    """
+    references = np.flatnonzero(token_ids < 0)
+    if not references.size:
+        return token_ids
+    samples = -1 - token_ids[references]
+    if samples.max() >= len(previous):
+        raise WorkerError(
+            f"token_ids refers to sample {samples.max()} of the previous step, which chose {len(previous)} tokens"
+        )
+    resolved = token_ids.copy()
+    resolved[references] = np.where(previous[samples] < 0, _STAND_IN_TOKEN, previous[samples])
+    return resolved
+
+
+def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimits) -> ModelInputs:
+    """The network's arguments for `step`.
+
+    Args:
+        step: The step as the master sent it.
+        previous: [samples of the previous step] the tokens it chose.
+        limits: Sizes of what the arrays index into.
+
+    Raises:
+        WorkerError: The step contradicts itself or reaches outside vocabulary, positions or cache. Nothing of it has
+            been computed.
+    """
+    num_tokens, num_rows = step.num_tokens, step.num_rows
+    query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
+    _check_rows(step, limits)
+    token_ids = resolve_token_ids(step.token_ids, previous)
+    if token_ids.max() >= limits.vocab_size:
+        raise WorkerError(f"token_ids must be below {limits.vocab_size}. Given: {token_ids.max()}")
+    context_lens = num_computed + query_lens
+    longest = int(context_lens.max())
+    if longest > limits.max_positions:
+        raise WorkerError(f"a row must have at most {limits.max_positions} tokens. Given: {longest}")
+    block_size = limits.block_size
+    if longest > block_tables.shape[1] * block_size:
+        raise WorkerError(
+            f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens; a row of this step has {longest}"
+        )
+    if block_tables.min() < 0 or block_tables.max() >= limits.num_blocks:
+        raise WorkerError(
+            f"block_tables must hold ids from 0 to {limits.num_blocks - 1}. "
+            f"Given: {block_tables.min()} to {block_tables.max()}"
+        )
+
+    if num_tokens == num_rows:  # one token a row: the usual step once the prompts are in
+        rows = last_tokens = np.arange(num_rows, dtype=np.int32)
+        positions = num_computed
+    else:
+        row_ends = np.cumsum(query_lens, dtype=np.int32)
+        rows = np.repeat(np.arange(num_rows, dtype=np.int32), query_lens)
+        # Token t of row b stands at num_computed[b] + (t - first token of b).
+        positions = np.arange(num_tokens, dtype=np.int32) + (context_lens - row_ends)[rows]
+        last_tokens = row_ends - np.int32(1)
+    logical_blocks, offsets = np.divmod(positions, np.int32(block_size))
+    slot_mapping = block_tables[rows, logical_blocks] * np.int32(block_size) + offsets
+    return ModelInputs(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        sample_indices=last_tokens[step.sample_rows],
+    )
+
+
+def _check_rows(step: StepInput, limits: ModelLimits) -> None:
+    num_rows = step.num_rows
+    if not num_rows:
+        raise WorkerError("a step must have at least one row")
+    if len(step.num_computed) != num_rows or len(step.block_tables) != num_rows:
+        raise WorkerError(
+            f"query_lens, num_computed and block_tables must have one entry a row. "
+            f"Given: {num_rows}, {len(step.num_computed)}, {len(step.block_tables)}"
+        )
+    if step.query_lens.min() < 1 or step.query_lens.sum() != step.num_tokens:
+        raise WorkerError(
+            f"query_lens must be at least 1 each and {step.num_tokens} together. "
+            f"Given: least {step.query_lens.min()}, sum {step.query_lens.sum()}"
+        )
+    if step.num_computed.min() < 0 or step.num_computed.max() > limits.max_positions:
+        raise WorkerError(
+            f"num_computed must be from 0 to {limits.max_positions}. "
+            f"Given: {step.num_computed.min()} to {step.num_computed.max()}"
+        )
+    rows = step.sample_rows
+    if rows.size and (rows[0] < 0 or rows[-1] >= num_rows or (rows[1:] <= rows[:-1]).any()):
+        raise WorkerError(f"sample_rows must ascend from 0 to at most {num_rows - 1}. Given: {rows.tolist()[:8]}")
+    if step.sampling.num_samples != rows.size:
+        raise WorkerError(f"sampling must describe {rows.size} samples. Given: {step.sampling.num_samples}")

@@ -1,0 +1,99 @@
+"""One step after another through the network: arrays in, tokens out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+
+from llm_serving.backends.base import Backend
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.errors import StepMismatchError
+from llm_serving.models.base import dynamic_inputs
+from llm_serving.models.registry import model_family
+from llm_serving.models.weights import WeightReader
+from llm_serving.worker.kv_tensors import KVTensors
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
+from llm_serving.worker.sampler import check_sampling, sample
+
+
+class ModelRunner:
+    """Owns network and KV cache; must be built and used by one and the same thread.
+
+    Between steps it remembers nothing but the cache, the number of the next step and the tokens of the latest one.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        """Reads the weights and allocates the cache; `warm_up` compiles.
+
+        Args:
+            spec: The model.
+            folder: Its safetensors files.
+            backend: From `worker.device.backend_for`, after `configure_device`.
+            num_blocks: Blocks of the KV cache.
+            block_size: Tokens of a block.
+            max_model_len: Longest context of a row, in tokens.
+
+        Raises:
+            ModelError: The folder does not hold the weights of `spec`.
+            ConfigError: The cache cannot be allocated.
+        """
+        self.spec = spec
+        self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size)
+        max_positions = min(max_model_len, num_blocks * block_size)
+        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
+        self._network = model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
+        self._network.set_train(False)
+        self._network.set_inputs(*dynamic_inputs())
+        self._next_step = 0
+        self._previous: Int32Array = NO_TOKENS
+
+    def warm_up(self) -> None:
+        """Compiles the network and touches what the first steps need; block 0 is written, so no step may have run."""
+        for query_lens in ((1,), (2, 1)):
+            lens = np.array(query_lens, np.int32)
+            num_rows, num_tokens = len(lens), int(lens.sum())
+            self._forward(
+                ModelInputs(
+                    token_ids=np.zeros(num_tokens, np.int32),
+                    positions=np.zeros(num_tokens, np.int32),
+                    slot_mapping=np.zeros(num_tokens, np.int32),
+                    block_tables=np.zeros((num_rows, 1), np.int32),
+                    query_lens=lens,
+                    context_lens=lens,
+                    sample_indices=np.arange(num_rows, dtype=np.int32),
+                )
+            )
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step and chooses its tokens.
+
+        Raises:
+            StepMismatchError: The step is not the one after the latest; nothing was computed.
+            WorkerError: The step contradicts itself or reaches outside model or cache; nothing was computed. The step
+                counts as done, and the next one cannot refer to its tokens.
+        """
+        if step.step != self._next_step:
+            raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
+        previous, self._previous = self._previous, NO_TOKENS
+        self._next_step += 1
+        check_sampling(step.sampling, self._limits.vocab_size)
+        logits = self._forward(build_model_inputs(step, previous, self._limits))
+        output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous)
+        self._previous = output.token_ids
+        return output
+
+    def _forward(self, inputs: ModelInputs) -> Float32Array:
+        """Logits [max(S, 1), V]: a step in which no prompt ends asks for one row all the same.
+
+        An empty tensor is the one shape that not every kernel takes.
+        """
+        arrays = inputs.arrays()
+        if not len(inputs.sample_indices):
+            arrays = (*arrays[:-1], np.zeros(1, np.int32))
+        logits: Float32Array = self._network(*[ms.Tensor.from_numpy(array) for array in arrays]).asnumpy()
+        return logits
