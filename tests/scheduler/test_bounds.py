@@ -1,8 +1,9 @@
 """Random arrivals, aborts and ends: every request ends, blocks are conserved, bounds hold."""
 
-from factories import create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 
 arrivals = st.lists(
@@ -54,6 +55,7 @@ def test_every_request_ends_with_what_it_asked_for(
         if schedule is not None:
             in_flight.append(schedule)
             assert schedule.num_tokens <= budget
+            assert schedule.num_bound_violations == 0
             assert len({id(row.request) for row in schedule.rows}) == len(schedule.rows)
         if in_flight and (schedule is None or len(in_flight) > ahead):
             done = in_flight.pop(0)
@@ -61,7 +63,6 @@ def test_every_request_ends_with_what_it_asked_for(
         scheduler.check_integrity()
         if step > 50 and not scheduler.has_unfinished_requests and not in_flight:
             break
-    assert scheduler.num_bound_violations == 0
     assert scheduler.blocks.pool.num_used_blocks == 0
     for request in requests:
         assert request.is_finished

@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
 MAX_SEED = 2**64 - 1
 
 
@@ -78,6 +79,9 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             _check_int("logit_bias", token_id, 0, 2**31 - 1)
             _check_float("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            rule = f"must hold at most {MAX_STOP_TOKEN_IDS} ids"
+            raise RequestError("stop_token_ids", rule, len(self.stop_token_ids))
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
 

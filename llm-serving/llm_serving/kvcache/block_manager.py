@@ -22,6 +22,11 @@ class BlockManager:
         """Used share of the blocks, 0.0 to 1.0."""
         return self.pool.num_used_blocks / self.pool.num_blocks
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the whole cache can hold."""
+        return self.pool.num_blocks * self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

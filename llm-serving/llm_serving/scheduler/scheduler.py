@@ -50,6 +50,8 @@ class Schedule:
     step: int
     rows: list[ScheduledRow]
     num_preempted: int
+    num_bound_violations: int
+    """Decoding requests left out for longer than the bound allows; 0 unless the scheduler has a fault."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,8 +65,8 @@ class Scheduler:
     `num_computed_tokens` up to `num_tokens`. The policy decides who gets the step's token budget first.
 
     `schedule` may run one step ahead of the results: it counts the tokens that submitted steps will sample
-    (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a block freed here may be given away at
-    once: whatever a submitted step still does with it happens before the next owner's first write.
+    (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a block freed here may be given away
+    at once: whatever a submitted step still does with it happens before the next owner's first write.
     """
 
     def __init__(self, limits: SchedulerLimits, policy: Policy, blocks: BlockManager) -> None:
@@ -74,7 +76,6 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
-        self.num_bound_violations = 0
         self._step = 0
         self._sequence = 0
 
@@ -102,8 +103,8 @@ class Scheduler:
         for row in step.rows.values():
             self._advance(row, now)
         self._step += 1
-        self.num_bound_violations += self._decode_gap() > self.limits.max_decode_gap
-        return Schedule(step.number, list(step.rows.values()), step.num_preempted)
+        violations = int(self._decode_gap() > self.limits.max_decode_gap)
+        return Schedule(step.number, list(step.rows.values()), step.num_preempted, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
@@ -160,9 +161,10 @@ class Scheduler:
         for request in list(self.running):
             if step.budget == 0:
                 return
-            if request.status is RequestStatus.RUNNING and request.is_decoding and not request.reached_max_tokens:
-                if self._make_room(request, step):
-                    step.add(request, 1)
+            if request.status is not RequestStatus.RUNNING or not request.is_decoding or request.reached_max_tokens:
+                continue
+            if self._make_room(request, step):
+                step.add(request, 1)
 
     def _schedule_prefills(self, step: _Step, now: float) -> None:
         for request in self.running:

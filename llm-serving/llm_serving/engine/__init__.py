@@ -1,0 +1,1 @@
+"""The loop that joins scheduler and WorkAgent, and what surrounds it."""

@@ -1,0 +1,51 @@
+"""The checks at the door: a request that can never be served is refused at once, with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llm_serving.config.schema import ModelConfig
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.kvcache import BlockManager
+
+MAX_PRIORITY = 1_000_000
+
+
+def check_request(
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    priority: int,
+    vocab_size: int,
+    limits: ModelConfig,
+    blocks: BlockManager,
+) -> None:
+    """Raises RequestError unless an empty server could serve the request."""
+    num_prompt = len(prompt_token_ids)
+    if num_prompt == 0:
+        raise RequestError("prompt", "must hold at least one token", num_prompt)
+    if num_prompt > limits.max_input_len:
+        raise ContextLengthError("prompt", f"must be at most {limits.max_input_len} tokens long", num_prompt)
+    total = num_prompt + sampling.max_tokens
+    if total > limits.max_generate_length:
+        rule = f"with the prompt of {num_prompt} tokens must be at most {limits.max_generate_length} tokens"
+        raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
+    if not blocks.can_ever_hold(total):
+        rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.num_slots} tokens"
+        raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
+    _check_ids("prompt", prompt_token_ids, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+
+
+def stop_token_ids(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """All ids that end the request's output."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+
+
+def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(field, f"must hold token ids from 0 to {vocab_size - 1}", token_id)

@@ -1,0 +1,224 @@
+"""The engine as the server sees it: submit a request, read a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.admission import check_request, stop_token_ids
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import CapacityError, UnavailableError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
+"""(index, publish, on_progress) -> the engine of that replica. Entering may take minutes; leaving ends its WorkAgent."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    ready: bool
+    """Whether at least one WorkAgent serves."""
+    detail: str
+    """For people: "ready", "loading the model", "no WorkAgent lives: ..."."""
+
+
+class RequestStream:
+    """The pieces of one answer, in order. Close it early to abort the request."""
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._pieces: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._finished = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        piece = await self._pieces.get()
+        self._finished = piece.finished
+        return piece
+
+    async def aclose(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._abort(self.request_id)
+
+    def put(self, piece: RequestOutput) -> None:
+        self._pieces.put_nowait(piece)
+
+
+class AsyncEngine:
+    """Joins the event loop with the engine threads, one for each WorkAgent.
+
+    A request goes to the living replica with the fewest unfinished requests and stays there.
+    """
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        model_spec: ModelSpec,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        open_replica: OpenReplica,
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.config = config
+        self.model_spec = model_spec
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self._open_replica = open_replica
+        self._clock = clock
+        self._engines: dict[int, Engine] = {}
+        self._failures: dict[int, str] = {}
+        self._threads: list[threading.Thread] = []
+        self._streams: dict[str, RequestStream] = {}
+        self._owners: dict[str, Engine] = {}
+        self._counter = itertools.count()
+        self._progress = "starting"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to load every replica; call it on the event loop. `health` tells how far it is."""
+        self._loop = asyncio.get_running_loop()
+        for index in range(len(self.config.serving.agent_ports)):
+            thread = threading.Thread(target=self._run_replica, args=(index,), name=f"engine-{index}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    async def stop(self) -> None:
+        """Ends every replica that serves; unfinished requests end with an error. One that still loads ends later."""
+        self._stopping = True
+        for index, engine in list(self._engines.items()):
+            engine.stop()
+            await asyncio.to_thread(self._threads[index].join)
+
+    def health(self) -> EngineHealth:
+        living = self._living()
+        if living:
+            detail = "ready" if not self._failures else f"ready; {'; '.join(self._failures.values())}"
+            return EngineHealth(True, detail)
+        if len(self._failures) == len(self._threads) > 0:
+            return EngineHealth(False, f"no WorkAgent lives: {'; '.join(self._failures.values())}")
+        return EngineHealth(False, self._progress)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.config.model.max_generate_length
+
+    @property
+    def num_running(self) -> int:
+        return sum(engine.num_running for engine in self._living())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(engine.num_waiting for engine in self._living())
+
+    def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> RequestStream:
+        """Submits one request; call it on the event loop. The stream ends after the piece with a `finish_reason`.
+
+        Raises:
+            RequestError: The request can never be served: too long, a token id out of range, ...
+            CapacityError: The waiting queue is full.
+            UnavailableError: No WorkAgent is ready.
+        """
+        engine = min(self._living(), key=lambda e: e.num_running + e.num_waiting, default=None)
+        if engine is None:
+            raise UnavailableError(self.health().detail)
+        check_request(
+            prompt_token_ids, sampling, priority, self.model_spec.vocab_size, self.config.model, engine.scheduler.blocks
+        )
+        if engine.num_waiting >= self.config.scheduler.max_waiting_queue:
+            limit = self.config.scheduler.max_waiting_queue
+            raise CapacityError(f"{limit} requests are waiting already (scheduler_config.max_waiting_queue)", 1.0)
+        request = Request(
+            # A client may send the same id twice; inside, every request has its own.
+            request_id=f"{request_id}-{next(self._counter)}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            stop_token_ids=stop_token_ids(sampling, self.tokenizer.eos_token_ids),
+            priority=priority,
+            arrival_time=self._clock(),
+        )
+        stream = RequestStream(request.request_id, self._abort)
+        self._streams[request.request_id] = stream
+        self._owners[request.request_id] = engine
+        try:
+            engine.submit(request)
+        except BaseException:
+            self._forget(request.request_id)
+            raise
+        return stream
+
+    def _abort(self, request_id: str) -> None:
+        engine = self._owners.get(request_id)
+        self._forget(request_id)
+        if engine is not None:
+            engine.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._owners.pop(request_id, None)
+
+    def _living(self) -> list[Engine]:
+        return [engine for engine in list(self._engines.values()) if engine.dead is None]
+
+    # --- between the threads ----------------------------------------------------------------------------------------
+
+    def _run_replica(self, index: int) -> None:
+        """Body of an engine thread: load, serve, and tell why it ended."""
+        try:
+            with self._open_replica(index, self._publish, self._set_progress) as engine:
+                self._engines[index] = engine
+                if not self._stopping:
+                    logger.info("WorkAgent %d is ready", index)
+                    engine.run()
+                self._failures[index] = engine.dead or "stopped"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
+            self._failures[index] = str(error)
+            logger.error("WorkAgent %d cannot serve: %s", index, error)
+
+    def _set_progress(self, text: str) -> None:
+        self._progress = text
+        logger.info("%s", text)
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        """Called by engine threads, once a step."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
+            self._loop.call_soon_threadsafe(self._dispatch, pieces)
+
+    def _dispatch(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            stream = self._streams.get(piece.request_id)
+            if stream is None:
+                continue
+            if piece.finished:
+                self._forget(piece.request_id)
+            stream.put(piece)

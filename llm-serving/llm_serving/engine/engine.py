@@ -1,0 +1,228 @@
+"""The loop of one replica: sole owner of its scheduler, blocks and requests."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.step import StepOutput
+from llm_serving.engine.executor import Executor, StepFailedError
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.step_builder import StepBuilder
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import LLMServingError, WorkerDiedError
+from llm_serving.log import get_logger
+from llm_serving.scheduler import Schedule, Scheduler
+
+logger = get_logger(__name__)
+
+Publish = Callable[[list[RequestOutput]], None]
+
+
+class Engine:
+    """Schedules, submits, collects, publishes; one step ahead of the WorkAgent where the executor allows it.
+
+    Everything but `submit`, `abort`, `stop` and the counts belongs to the thread that calls `run` (or `step`). Those
+    four put a message into the inbox and may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        publish: Publish,
+        *,
+        index: int = 0,
+        max_steps_in_flight: int = 2,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.dead: str | None = None
+        """Why the engine ended, once it has."""
+        self._executor = executor
+        self._builder = StepBuilder(scheduler.blocks)
+        self._processor = OutputProcessor(tokenizer, metrics, clock)
+        self._index = index
+        self._metrics = metrics
+        self._publish = publish
+        self._clock = clock
+        self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
+        self._in_flight: deque[Schedule] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox_lock = threading.Lock()
+        self._outputs: list[RequestOutput] = []
+        self._stopping = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    # --- from any thread --------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queues a request that passed the checks at the door.
+
+        Raises:
+            WorkerDiedError: The engine has ended.
+        """
+        self._post(lambda: self._add(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at the next step; one that has ended already is left alone."""
+        with self._inbox_lock:
+            if self.dead is not None:
+                return
+        self._post(lambda: self._abort(request_id))
+
+    def stop(self) -> None:
+        """Ends the loop after the steps in flight; unfinished requests end with an error."""
+        with self._inbox_lock:
+            self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, those still in the inbox included."""
+        return len(self.scheduler.waiting) + len(self._inbox)
+
+    # --- the engine's own thread ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Steps until stopped or the WorkAgent is gone; every request has got its last piece when it returns."""
+        reason = "the server is shutting down"
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._wait()
+            while self._in_flight:
+                self._collect()
+        except LLMServingError as error:
+            reason = f"the WorkAgent is gone: {error}"
+            logger.error("engine loop ends: %s", reason)
+        except Exception as error:
+            reason = f"internal error: {error}"
+            logger.exception("engine loop ends")
+        self._end(reason)
+
+    def step(self) -> bool:
+        """Submits the next step, then collects the oldest one; False when there was nothing to do."""
+        self._take_inbox()
+        schedule = self.scheduler.schedule(self._clock())
+        if schedule is not None:
+            self._executor.submit(self._builder.build(schedule))
+            self._in_flight.append(schedule)
+        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
+        if collects:
+            self._collect()
+        self._flush()
+        # What was collected may let something be scheduled that could not be before.
+        return schedule is not None or collects
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests or bool(self._inbox)
+
+    def _collect(self) -> None:
+        schedule = self._in_flight.popleft()
+        try:
+            output = self._executor.collect()
+        except StepFailedError as error:
+            self._fail(schedule, str(error))
+            return
+        updated = self.scheduler.update(schedule, output.token_ids.tolist())
+        self._deliver(schedule, updated, output)
+        self._record(schedule)
+
+    def _record(self, schedule: Schedule) -> None:
+        scheduler = self.scheduler
+        load = (len(scheduler.running), len(scheduler.waiting), scheduler.blocks.usage)
+        self._metrics.step(*load, schedule.num_tokens, replica=self._index)
+        if schedule.num_preempted:
+            self._metrics.preempted(schedule.num_preempted)
+        if schedule.num_bound_violations:
+            self._metrics.bound_violated(schedule.num_bound_violations)
+
+    def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
+        """Turns the step's tokens into pieces of text; a stop string found there ends its request."""
+        live = {request.request_id for request in updated}
+        samples = [row.request for row in schedule.rows if row.samples]
+        for sample, request in enumerate(samples):
+            if request.request_id not in live:
+                continue
+            if sample in output.row_errors:
+                self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
+                continue
+            stop_string = self._processor.take(request, sample, output)
+            if stop_string is not None:
+                # The text ends here, whatever limit the same token reached.
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
+                self.scheduler.finish(request, FinishReason.STOP, stop_string)
+            self._outputs.append(self._processor.piece(request))
+
+    def _fail(self, schedule: Schedule, error: str) -> None:
+        logger.error("step %d failed: %s", schedule.step, error)
+        for row in schedule.rows:
+            self._end_request(row.request, FinishReason.ERROR, error)
+
+    def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        if not self._processor.knows(request):
+            return
+        self.scheduler.finish(request, reason)
+        request.finish_reason = reason
+        self._outputs.append(self._processor.piece(request, error))
+
+    def _add(self, request: Request) -> None:
+        self._processor.start(request)
+        self.scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._processor.find(request_id)
+        if request is not None:
+            self._end_request(request, FinishReason.ABORT)
+
+    def _end(self, reason: str) -> None:
+        with self._inbox_lock:
+            self.dead = reason
+        self._take_inbox()
+        for request in self._processor.unfinished():
+            self._end_request(request, FinishReason.ERROR, reason)
+        self._flush()
+
+    # --- inbox and outbox -------------------------------------------------------------------------------------------
+
+    def _post(self, message: Callable[[], None]) -> None:
+        with self._inbox_lock:
+            if self.dead is not None:
+                raise WorkerDiedError(self.dead)
+            self._inbox.append(message)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _flush(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._publish(outputs)
+
+    def _wait(self) -> None:
+        """Sleeps until a message comes, the WorkAgent dies or a batch has waited long enough to be formed."""
+        executor_fd = self._executor.fileno()
+        watched = [self._wake_fd] if executor_fd is None else [self._wake_fd, executor_fd]
+        timeout = self.scheduler.limits.batch_waiting_time if len(self.scheduler.waiting) else None
+        readable, _, _ = select.select(watched, [], [], timeout)
+        if self._wake_fd in readable:
+            os.eventfd_read(self._wake_fd)
+        elif executor_fd in readable:
+            self._executor.collect()  # nothing is in flight, so only bad news can have come

@@ -1,0 +1,100 @@
+"""Where steps go: a WorkAgent behind a socket, or a runner in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.errors import ChannelClosedError, LLMServingError, ProtocolError, StepMismatchError, WorkerDiedError
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.codec import decode_output, step_arrays
+from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepFailed
+from llm_serving.transport.shared_arrays import SharedBuffers
+
+
+class StepFailedError(LLMServingError):
+    """The WorkAgent could not run one step; it lives on, the cache of the step's requests is lost."""
+
+
+class Executor(Protocol):
+    """Runs steps strictly in the order they are submitted."""
+
+    max_steps_in_flight: int
+    """How many steps may be submitted before one is collected."""
+
+    def submit(self, step: StepInput) -> None: ...
+
+    def collect(self) -> StepOutput:
+        """Waits for the oldest submitted step.
+
+        Raises:
+            StepFailedError: That step failed.
+            WorkerError: The WorkAgent is gone or answers nonsense; nothing further will come.
+        """
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when an idle WorkAgent dies; None where that cannot happen."""
+
+
+class Runner(Protocol):
+    def execute(self, step: StepInput) -> StepOutput: ...
+
+
+class LocalExecutor:
+    """Runs each step in this process, when it is collected."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._submitted: deque[StepInput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        self._submitted.append(step)
+
+    def collect(self) -> StepOutput:
+        return self._runner.execute(self._submitted.popleft())
+
+    def fileno(self) -> int | None:
+        return None
+
+
+class RemoteExecutor:
+    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer.
+
+    Each buffer belongs to the step written last, until that step's reply has come: with as many buffers as steps in
+    flight none is ever rewritten while it is read.
+    """
+
+    def __init__(self, channel: Channel[AgentMessage], buffers: SharedBuffers) -> None:
+        self._channel = channel
+        self._buffers = buffers
+        self._in_flight: deque[RunStep] = deque()
+        self.max_steps_in_flight = buffers.num_buffers
+
+    def submit(self, step: StepInput) -> None:
+        buffer = step.step % self._buffers.num_buffers
+        owners = [owner.step for owner in self._in_flight if owner.buffer == buffer]
+        assert not owners, f"buffer {buffer} still belongs to step {owners}"
+        message = RunStep(step.step, buffer, self._buffers.write(buffer, step_arrays(step)))
+        try:
+            self._channel.send(message)
+        except ChannelClosedError as error:
+            raise WorkerDiedError(str(error)) from error
+        self._in_flight.append(message)
+
+    def collect(self) -> StepOutput:
+        try:
+            reply = self._channel.receive()
+        except (ChannelClosedError, ProtocolError) as error:
+            raise WorkerDiedError(str(error)) from error
+        expected = self._in_flight.popleft()
+        if not isinstance(reply, StepDone | StepFailed) or reply.step != expected.step:
+            raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
+        if isinstance(reply, StepFailed):
+            raise StepFailedError(reply.error)
+        return decode_output(reply)
+
+    def fileno(self) -> int | None:
+        return self._channel.fileno()

@@ -1,0 +1,122 @@
+"""From sampled tokens to the pieces a client gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm_serving.core.clock import Clock
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.step import StepOutput
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(slots=True)
+class _State:
+    request: Request
+    detokenizer: IncrementalDetokenizer
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_token_time: float | None = None
+    last_token_time: float = 0.0
+
+
+class OutputProcessor:
+    """Keeps what each live request has produced and not yet sent."""
+
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._states: dict[str, _State] = {}
+
+    def start(self, request: Request) -> None:
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
+            stop=request.sampling.stop,
+            include_stop_str_in_output=request.sampling.include_stop_str_in_output,
+            skip_special_tokens=request.sampling.skip_special_tokens,
+        )
+        self._states[request.request_id] = _State(request, detokenizer)
+
+    def knows(self, request: Request) -> bool:
+        """Whether the request still waits for its last piece."""
+        return request.request_id in self._states
+
+    def find(self, request_id: str) -> Request | None:
+        state = self._states.get(request_id)
+        return None if state is None else state.request
+
+    def unfinished(self) -> list[Request]:
+        return [state.request for state in self._states.values()]
+
+    def take(self, request: Request, sample: int, output: StepOutput) -> str | None:
+        """Adds the token that `output` has for the request; returns the stop string it completed, if any."""
+        state = self._states[request.request_id]
+        token_id = int(output.token_ids[sample])
+        state.token_ids.append(token_id)
+        if (count := request.sampling.logprobs) is not None:
+            state.logprobs.append(
+                TokenLogprobs(
+                    token_id,
+                    float(output.logprobs[sample]),
+                    tuple(output.top_token_ids[sample, :count].tolist()),
+                    tuple(output.top_logprobs[sample, :count].tolist()),
+                )
+            )
+        self._record_time(state)
+        # The end-of-sequence token ends the text; it is not part of it.
+        if not (request.is_finished and token_id in request.stop_token_ids):
+            state.text += state.detokenizer.add([token_id])
+        return state.detokenizer.stop_string
+
+    def piece(self, request: Request, error: str | None = None) -> RequestOutput:
+        """What has come since the last piece; of a finished request it is the last one."""
+        state = self._states[request.request_id]
+        if request.is_finished:
+            del self._states[request.request_id]
+            state.text += state.detokenizer.flush()
+            self._record_end(state)
+        first = request.first_scheduled_time
+        piece = RequestOutput(
+            request_id=request.request_id,
+            text=state.text,
+            token_ids=tuple(state.token_ids),
+            logprobs=tuple(state.logprobs),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=0,
+            num_output_tokens=len(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=error,
+            queued_s=0.0 if first is None else first - request.arrival_time,
+        )
+        state.text, state.token_ids, state.logprobs = "", [], []
+        return piece
+
+    def _record_time(self, state: _State) -> None:
+        now = self._clock()
+        if state.first_token_time is None:
+            state.first_token_time = now
+            self._metrics.first_token(now - state.request.arrival_time)
+        else:
+            self._metrics.inter_token(now - state.last_token_time)
+        state.last_token_time = now
+
+    def _record_end(self, state: _State) -> None:
+        request = state.request
+        now = self._clock()
+        first_token = now if state.first_token_time is None else state.first_token_time
+        scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
+        assert request.finish_reason is not None
+        self._metrics.finished(
+            request.finish_reason.value,
+            e2e_s=now - request.arrival_time,
+            ttft_s=first_token - request.arrival_time,
+            num_prompt=request.num_prompt_tokens,
+            num_output=len(request.output_token_ids),
+            queued_s=scheduled - request.arrival_time,
+        )

@@ -1,0 +1,165 @@
+"""Starts a WorkAgent process, hands it the model, ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, WorkerDiedError
+from llm_serving.log import get_logger
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.codec import max_step_bytes
+from llm_serving.transport.messages import (
+    PROTOCOL_VERSION,
+    AgentMessage,
+    Failed,
+    Hello,
+    Loaded,
+    LoadModel,
+    Progress,
+    Shutdown,
+    Welcome,
+)
+from llm_serving.transport.shared_arrays import SharedBuffers
+
+logger = get_logger(__name__)
+
+NUM_BUFFERS = 2
+"""One step computed, one ahead."""
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class WorkAgentProcess:
+    """A WorkAgent that has loaded its model.
+
+    The process has three ties to the master: the socket on its port (steps), the memory file (their arrays) and its
+    standard input, a pipe whose end tells it that the master is gone, however the master ended.
+    """
+
+    index: int
+    process: subprocess.Popen[bytes]
+    channel: Channel[AgentMessage]
+    buffers: SharedBuffers
+    loaded: Loaded
+
+    def stop(self) -> None:
+        """Asks the WorkAgent to end, insists after a few seconds, and gives its memory back."""
+        with contextlib.suppress(ChannelClosedError):
+            self.channel.send(Shutdown())
+        _end(self.process)
+        self.channel.close()
+        self.buffers.close()
+        os.close(self.buffers.fd)
+
+
+def start_work_agent(config: ServingConfig, index: int, on_progress: Callable[[str], None]) -> WorkAgentProcess:
+    """Starts WorkAgent `index` on its port and returns when its model is loaded.
+
+    Raises:
+        ConfigError: The port is in use, or the model cannot be loaded.
+        WorkerDiedError: The process ended before it was ready.
+    """
+    port = config.serving.agent_ports[index]
+    listener = _listen(port)
+    settings = _load_model(config, index)
+    buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
+    token = secrets.token_hex(16)
+    with listener:
+        process = _spawn(index, listener.fileno(), buffers.fd, config.serving.log_level, token)
+    channel: Channel[AgentMessage] | None = None
+    try:
+        channel = Channel(socket.create_connection(("127.0.0.1", port)), AgentMessage)  # type: ignore[arg-type]
+        channel.send(Hello(PROTOCOL_VERSION, token))
+        welcome = channel.receive()
+        if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
+        channel.send(settings)
+        while isinstance(answer := channel.receive(), Progress):
+            on_progress(f"WorkAgent {index}: {answer.text}")
+        if isinstance(answer, Failed):
+            raise ModelError(answer.error)
+        if not isinstance(answer, Loaded):
+            raise ProtocolError(f"WorkAgent {index} answered {type(answer).__name__} to LoadModel")
+    except BaseException as error:
+        if channel is not None:
+            channel.close()
+        process.kill()
+        returncode = process.wait()
+        buffers.close()
+        os.close(buffers.fd)
+        if isinstance(error, ChannelClosedError | OSError):
+            raise WorkerDiedError(f"WorkAgent {index} ended (code {returncode}) before it was ready") from error
+        raise
+    return WorkAgentProcess(index, process, channel, buffers, answer)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        rule = "is in use by another process; end that one or choose other ports"
+        raise ConfigError(f"serving_config.agent_ports: port {port} {rule} ({error.strerror})") from error
+    listener.listen(1)
+    return listener
+
+
+def _spawn(index: int, listen_fd: int, memory_fd: int, log_level: str, token: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
+    command += ["--listen-fd", str(listen_fd), "--memory-fd", str(memory_fd)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listen_fd, memory_fd))  # noqa: S603
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # if it ended at once, the connection tells
+        process.stdin.write(token.encode() + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _load_model(config: ServingConfig, index: int) -> LoadModel:
+    max_model_len = config.model.max_generate_length
+    max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    num_threads = config.device.num_threads
+    if num_threads is None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // len(config.serving.agent_ports))
+    return LoadModel(
+        model_path=str(config.model.model_path),
+        dtype=config.model.model_dtype,
+        kernels=config.device.kernels,
+        block_size=config.pa.block_size,
+        num_blocks=config.pa.num_blocks,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_rows,
+        device_target=config.device.device_target,
+        device_id=config.serving.start_device_id + index,
+        num_threads=num_threads,
+        max_device_memory=config.device.max_device_memory,
+        enable_graph_kernel=config.device.enable_graph_kernel,
+        graph_kernel_flags=config.device.graph_kernel_flags,
+        save_graphs=config.device.save_graphs,
+        save_graphs_path=str(config.device.save_graphs_path),
+        jit_level=config.device.jit_level,
+        num_buffers=NUM_BUFFERS,
+        buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

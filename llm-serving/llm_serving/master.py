@@ -1,0 +1,43 @@
+"""The serving process put together: tokenizer, replicas, HTTP server. No logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.engine.supervisor import start_work_agent
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server.app import serve
+
+
+def run(config: ServingConfig) -> int:
+    """Serves until told to stop by SIGINT or SIGTERM.
+
+    Returns:
+        The exit code: 0 after an orderly end.
+
+    Raises:
+        ConfigError: The model, its tokenizer or the port cannot be used.
+    """
+    assert config.model.model_path is not None
+    spec = ModelSpec.from_folder(config.model.model_path)
+    tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+    metrics = Metrics(config.model.model_name)
+
+    @contextmanager
+    def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        agent = start_work_agent(config, index, on_progress)
+        try:
+            executor = RemoteExecutor(agent.channel, agent.buffers)
+            yield build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, publish, index)
+        finally:
+            agent.stop()
+
+    return serve(AsyncEngine(config, spec, tokenizer, metrics, open_replica))

@@ -1,0 +1,96 @@
+"""Length-prefixed frames on a stream socket, with deadlines."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Generic, TypeVar
+
+import msgspec
+
+from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
+
+MAX_FRAME_BYTES = 16 * 2**20
+_LENGTH = struct.Struct("<I")
+
+Incoming = TypeVar("Incoming")
+
+
+class Channel(Generic[Incoming]):
+    """One end of a connection: sends any message, receives those of one union.
+
+    A frame is a little-endian uint32 length and that many bytes of msgpack. A frame is read whole or not at all: a
+    deadline that passes in the middle of one leaves the read part in place for the next call.
+
+    Args:
+        sock: A connected stream socket; the channel owns it.
+        incoming: The union of message types that may arrive.
+    """
+
+    def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends one frame; returns when the kernel has taken it.
+
+        Raises:
+            ProtocolError: The message is longer than a frame may be.
+            ChannelClosedError: The other side is gone.
+        """
+        payload = self._encoder.encode(message)
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        except OSError as error:
+            raise ChannelClosedError(f"the other side is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> Incoming:
+        """Returns the next message.
+
+        Raises:
+            DeadlineExceededError: Nothing complete arrived within `timeout_s` seconds.
+            ChannelClosedError: The other side closed the connection or died.
+            ProtocolError: The frame is too long or is no message that may arrive here.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._fill(_LENGTH.size, deadline)
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+        self._fill(_LENGTH.size + length, deadline)
+        payload = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
+        del self._received[: _LENGTH.size + length]
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a frame of {length} bytes is no known message: {error}") from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fill(self, num_bytes: int, deadline: float | None) -> None:
+        while len(self._received) < num_bytes:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise DeadlineExceededError("no complete frame arrived in time")
+            try:
+                self._socket.settimeout(remaining)
+                chunk = self._socket.recv(65536)
+            except TimeoutError as error:
+                raise DeadlineExceededError("no complete frame arrived in time") from error
+            except OSError as error:
+                raise ChannelClosedError(f"the other side is gone: {error}") from error
+            if not chunk:
+                raise ChannelClosedError("the other side closed the connection")
+            self._received += chunk

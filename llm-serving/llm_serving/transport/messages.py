@@ -1,0 +1,107 @@
+"""Everything that master and WorkAgent say to each other.
+
+master                                 WorkAgent
+  |  -- Hello(version, token) -------->  |   one master holds the lease; others are refused
+  |  <- Welcome(version, pid) ---------  |
+  |  -- LoadModel(settings) ---------->  |
+  |  <- Progress(text) ... ------------  |
+  |  <- Loaded(num_blocks, ...) -------  |
+  |  -- RunStep(step, buffer, layout) ->  |   strictly in order, at most `num_buffers` unanswered
+  |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
+  |  -- Shutdown ---------------------->  |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
+    """Where one array lies in a buffer; the offset follows from those before it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    version: int
+    token: str
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    version: int
+    pid: int
+
+
+class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
+    """What a WorkAgent needs to know to load its model; all of it from the operator's configuration."""
+
+    model_path: str
+    dtype: str
+    kernels: str
+    block_size: int
+    num_blocks: int | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    device_target: str
+    device_id: int
+    num_threads: int | None
+    max_device_memory: int | None
+    enable_graph_kernel: bool
+    graph_kernel_flags: str
+    save_graphs: bool
+    save_graphs_path: str
+    jit_level: str
+    num_buffers: int
+    buffer_bytes: int
+
+
+class Progress(msgspec.Struct, tag="progress", frozen=True):
+    text: str
+
+
+class Loaded(msgspec.Struct, tag="loaded", frozen=True):
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    backend: str
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The model cannot be loaded or the handshake is refused; the WorkAgent ends."""
+
+    error: str
+
+
+class RunStep(msgspec.Struct, tag="run_step", frozen=True):
+    step: int
+    buffer: int
+    layout: tuple[ArrayLayout, ...]
+
+
+class StepDone(msgspec.Struct, tag="step_done", frozen=True):
+    """Arrays as raw little-endian bytes: they are small, and a reply that owns its data cannot be overwritten."""
+
+    step: int
+    token_ids: bytes
+    logprobs: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    num_top: int
+    row_errors: dict[int, str]
+
+
+class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
+    step: int
+    error: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    pass
+
+
+MasterMessage = Hello | LoadModel | RunStep | Shutdown
+AgentMessage = Welcome | Progress | Loaded | Failed | StepDone | StepFailed

@@ -1,0 +1,124 @@
+"""A process that owns one device: loads the model, runs steps strictly in the order they arrive.
+
+Started by the master with `python -m llm_serving.work_agent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hmac
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+
+from llm_serving.errors import ChannelClosedError, LLMServingError, TransportError
+from llm_serving.log import configure_logging, get_logger
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.codec import encode_output, step_from_arrays
+from llm_serving.transport.messages import (
+    PROTOCOL_VERSION,
+    Failed,
+    Hello,
+    Loaded,
+    LoadModel,
+    MasterMessage,
+    Progress,
+    RunStep,
+    StepFailed,
+    Welcome,
+)
+from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.worker.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    configure_logging(args.log_level, f"work_agent {args.index}")
+    # Ctrl-C reaches the whole process group; the master decides when its WorkAgents end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    token = sys.stdin.readline().strip()
+    threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
+    channel = _accept(socket.socket(fileno=args.listen_fd), token)
+    try:
+        serve(channel, args.memory_fd)
+    except ChannelClosedError:
+        logger.info("the master is gone")
+    except TransportError as error:
+        logger.error("the channel broke: %s", error)
+        return 1
+    return 0
+
+
+def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
+    """Loads the model that the master names, then answers its steps until it says Shutdown."""
+    settings = channel.receive()
+    if not isinstance(settings, LoadModel):
+        channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
+        return
+    try:
+        runner = ModelRunner.load(settings, on_progress=lambda text: channel.send(Progress(text)))
+        runner.warm_up()
+    except LLMServingError as error:
+        channel.send(Failed(str(error)))
+        return
+    except Exception as error:
+        logger.exception("the model cannot be loaded")
+        channel.send(Failed(f"the model cannot be loaded: {error}"))
+        return
+    channel.send(Loaded(runner.num_blocks, runner.block_size, runner.vocab_size, runner.backend_name))
+    buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
+    for message in _steps(channel):
+        try:
+            step = step_from_arrays(message.step, buffers.read(message.buffer, message.layout))
+            channel.send(encode_output(runner.execute(step)))
+        except TransportError:
+            raise
+        except Exception as error:
+            logger.exception("step %d failed", message.step)
+            channel.send(StepFailed(message.step, f"{type(error).__name__}: {error}"[:2000]))
+
+
+def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:
+    while isinstance(message := channel.receive(), RunStep):
+        yield message
+
+
+def _accept(listener: socket.socket, token: str) -> Channel[MasterMessage]:
+    """Waits for the master. Whoever connects without its token is turned away; with it, nobody else gets in."""
+    with listener:
+        while True:
+            connection, _ = listener.accept()
+            channel: Channel[MasterMessage] = Channel(connection, MasterMessage)  # type: ignore[arg-type]
+            with contextlib.suppress(TransportError):
+                hello = channel.receive(timeout_s=5.0)
+                if isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+                    channel.send(Welcome(PROTOCOL_VERSION, os.getpid()))
+                    return channel
+                channel.send(Failed("this WorkAgent belongs to another master"))
+            channel.close()
+
+
+def _end_with_the_master() -> None:
+    """Standard input is a pipe from the master: its end means that the master is gone, even by SIGKILL."""
+    while sys.stdin.read(1):
+        pass
+    os._exit(0)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m llm_serving.work_agent", description=__doc__)
+    parser.add_argument("--index", type=int, required=True, help="index of this WorkAgent, for its log lines")
+    parser.add_argument("--listen-fd", type=int, required=True, help="listening socket inherited from the master")
+    parser.add_argument("--memory-fd", type=int, required=True, help="memory file of the step buffers, inherited too")
+    parser.add_argument("--log-level", default="INFO")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

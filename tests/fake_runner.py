@@ -1,0 +1,62 @@
+"""A model without arithmetic: its cache holds token ids, its next token is a hash of what it reads there.
+
+It reads and writes only through block tables, as a real model does, so a block given to two requests, a token computed
+twice or not at all, or a step out of order changes the answer.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from llm_serving.core.step import StepInput, StepOutput
+
+VOCAB_SIZE = 1000
+
+
+class FakeRunner:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.steps: list[StepInput] = []
+        self._cache = np.full(num_blocks * block_size, -1, np.int64)
+        self._previous: list[int] = []
+
+    def execute(self, step: StepInput) -> StepOutput:
+        assert step.step == len(self.steps)
+        self.steps.append(step)
+        start, sampled = 0, []
+        for row, query_len in enumerate(step.query_lens.tolist()):
+            computed = int(step.num_computed[row])
+            slots = [self._slot(step.block_tables[row], position) for position in range(computed + query_len)]
+            for offset, token_id in enumerate(step.token_ids[start : start + query_len].tolist()):
+                resolved = token_id if token_id >= 0 else self._previous[-1 - token_id]
+                self._cache[slots[computed + offset]] = resolved
+            start += query_len
+            if row in step.sample_rows:
+                sample = len(sampled)
+                assert step.sampling.position[sample] == computed + query_len
+                sampled.append(next_token(self._cache[slots].tolist(), int(step.sampling.seed[sample])))
+        self._previous = sampled
+        count = len(sampled)
+        empty = np.zeros((count, 0), np.float32)
+        return StepOutput(
+            step.step, np.array(sampled, np.int32), np.zeros(count, np.float32), empty.astype(np.int32), empty
+        )
+
+    def _slot(self, table: np.ndarray, position: int) -> int:
+        return int(table[position // self.block_size]) * self.block_size + position % self.block_size
+
+
+def next_token(token_ids: list[int], seed: int) -> int:
+    """What the fake model says after `token_ids`."""
+    return zlib.crc32(repr((token_ids, seed)).encode()) % VOCAB_SIZE
+
+
+def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0) -> list[int]:
+    """The fake model's answer of `count` tokens, computed without any cache."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(count):
+        token_ids.append(next_token(token_ids, seed))
+    return token_ids[len(prompt_token_ids) :]

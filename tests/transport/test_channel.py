@@ -1,0 +1,99 @@
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
+from llm_serving.transport.messages import Hello, MasterMessage, Progress, RunStep, Shutdown
+
+
+@pytest.fixture
+def ends():
+    left, right = socket.socketpair()
+    yield left, Channel(right, MasterMessage)
+    left.close()
+    right.close()
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def test_messages_arrive_in_order_and_with_their_types(ends) -> None:
+    left, channel = ends
+    sender = Channel(left, MasterMessage)
+    sent = [Hello(1, "t"), RunStep(3, 1, ()), Shutdown()]
+    for message in sent:
+        sender.send(message)
+    assert [channel.receive() for _ in sent] == sent
+
+
+@given(cuts=st.lists(st.integers(1, 40), max_size=6))
+def test_frames_survive_any_split_of_the_stream(cuts: list[int]) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        sender, channel = Channel(left, MasterMessage), Channel(right, MasterMessage)
+        encoded = sender._encoder.encode(Hello(1, "x" * 50))
+        data = frame(encoded) + frame(encoded)
+        for cut in cuts:
+            left.send(data[:cut])
+            data = data[cut:]
+        if data:
+            left.send(data)
+        assert channel.receive(1.0) == channel.receive(1.0) == Hello(1, "x" * 50)
+
+
+def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
+    left, channel = ends
+    data = frame(Channel(left, MasterMessage)._encoder.encode(Hello(1, "t")))
+    left.send(data[:7])
+    with pytest.raises(DeadlineExceededError):
+        channel.receive(0.0)
+    left.send(data[7:])
+    assert channel.receive(1.0) == Hello(1, "t")
+
+
+def test_end_of_stream_is_an_error(ends) -> None:
+    left, channel = ends
+    left.send(frame(b"abc")[:5])
+    left.close()
+    with pytest.raises(ChannelClosedError, match="closed the connection"):
+        channel.receive()
+
+
+def test_a_frame_that_announces_too_much_is_refused_before_it_is_read(ends) -> None:
+    left, channel = ends
+    left.send(struct.pack("<I", MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+        channel.receive()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa3foo", b"not msgpack at all"])
+def test_garbage_is_refused(ends, payload: bytes) -> None:
+    left, channel = ends
+    left.send(frame(payload))
+    with pytest.raises(ProtocolError, match="no known message"):
+        channel.receive()
+
+
+def test_a_message_of_the_other_direction_is_refused(ends) -> None:
+    left, channel = ends
+    Channel(left, MasterMessage).send(Progress("x"))
+    with pytest.raises(ProtocolError, match="no known message"):
+        channel.receive()
+
+
+def test_sending_to_a_closed_channel_is_an_error(ends) -> None:
+    left, channel = ends
+    left.close()
+    with pytest.raises(ChannelClosedError):
+        channel.send(Hello(1, "t"))
+
+
+def test_a_message_longer_than_a_frame_is_not_sent(ends) -> None:
+    _, channel = ends
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        channel.send(Progress("x" * (MAX_FRAME_BYTES + 1)))

@@ -1,0 +1,78 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from factories import create_request, create_scheduler
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.step_builder import StepBuilder
+from llm_serving.errors import ProtocolError
+from llm_serving.transport.codec import (
+    decode_output,
+    encode_output,
+    max_step_bytes,
+    step_arrays,
+    step_from_arrays,
+)
+
+
+def a_step() -> StepInput:
+    scheduler = create_scheduler()
+    scheduler.add(create_request(5, temperature=0.5, seed=2**64 - 1, repetition_penalty=1.5, logit_bias=((3, -1.0),)))
+    scheduler.add(create_request(3, min_tokens=2, stop_token_ids=frozenset({2})))
+    schedule = scheduler.schedule(0.0)
+    assert schedule is not None
+    return StepBuilder(scheduler.blocks).build(schedule)
+
+
+def test_a_step_survives_the_way_through_arrays() -> None:
+    step = a_step()
+    copy = step_from_arrays(step.step, step_arrays(step))
+    for owner, other in ((step, copy), (step.sampling, copy.sampling)):
+        for field in fields(owner):
+            if field.name != "sampling":
+                np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
+
+
+def test_a_missing_array_is_an_error() -> None:
+    step = a_step()
+    with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; \d+ arrived"):
+        step_from_arrays(0, step_arrays(step)[:-1])
+
+
+def test_the_largest_step_fits_its_buffer() -> None:
+    scheduler = create_scheduler(num_blocks=1000, max_num_batched_tokens=64)
+    bias = tuple((token_id, 1.0) for token_id in range(1024))
+    for _ in range(8):
+        scheduler.add(create_request(7, repetition_penalty=1.5, logit_bias=bias))
+    schedule = scheduler.schedule(0.0)
+    assert schedule is not None
+    arrays = step_arrays(StepBuilder(scheduler.blocks).build(schedule))
+    assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
+
+
+def test_output_survives_the_way() -> None:
+    output = StepOutput(
+        5,
+        np.array([3, -1], np.int32),
+        np.array([-0.5, 0], np.float32),
+        np.array([[3, 4], [0, 0]], np.int32),
+        np.array([[-0.5, -2], [0, 0]], np.float32),
+        {1: "all logits are NaN"},
+    )
+    copy = decode_output(encode_output(output))
+    for field in fields(output):
+        np.testing.assert_array_equal(getattr(copy, field.name), getattr(output, field.name))
+
+
+def test_an_output_whose_lengths_differ_is_refused() -> None:
+    empty = np.zeros((1, 0), np.float32)
+    message = encode_output(
+        StepOutput(0, np.zeros(1, np.int32), np.zeros(1, np.float32), empty.astype(np.int32), empty)
+    )
+    with pytest.raises(ProtocolError, match="different lengths"):
+        decode_output(replace_field(message, logprobs=b""))
+
+
+def replace_field(message, **changes):
+    return type(message)(**{name: changes.get(name, getattr(message, name)) for name in message.__struct_fields__})
