@@ -51,7 +51,7 @@ class _Load(NamedTuple):
 class Metrics(Collector):
     """What the engine did. Names starting with `vllm:` are those that existing dashboards read.
 
-    Several engine loops may count; a scrape reads numbers that may be one step apart. Seconds are on the engine's clock.
+    Several engine loops may count; a scrape reads numbers that may be a step apart. Seconds are on the engine's clock.
 
     Args:
         model_name: Value of the label `model_name` of every metric.
@@ -157,13 +157,11 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
         loads = list(self._loads.values())
+        num_running, num_waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
         usage = sum(load.kv_usage for load in loads) / max(len(loads), 1)
         gauges = {
-            "vllm:num_requests_running": ("Requests that are running.", sum(load.num_running for load in loads)),
-            "vllm:num_requests_waiting": (
-                "Requests that wait to be scheduled.",
-                sum(load.num_waiting for load in loads),
-            ),
+            "vllm:num_requests_running": ("Requests that are running.", num_running),
+            "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", num_waiting),
             "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", usage),
         }
         for name, (text, value) in gauges.items():
