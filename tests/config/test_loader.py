@@ -418,6 +418,7 @@ def test_existing_vocab_file_is_the_tokenizer(tmp_path):
     [
         ("pa_config.num_blocks=10", "holds 10 x 16 = 160 tokens"),
         ("pa_config.decode_seq_length=100", "100 is less than max_generate_length 4096"),
+        ("model_config.backend=ge", "ge is served as kbk"),
         ("model_config.page_attention=False", "the KV cache is always paged"),
         ("model_config.prefill_batch_size=[1]", "lets only one prompt into a step"),
         ("model_config.model_type=dyn", "model_config.model_type is accepted and has no meaning here"),

@@ -91,7 +91,7 @@ class ModelConfig:
     """Type of weights, activations and KV cache: bfloat16, float16 or float32 (also `DataType.FLOAT16`)."""
 
     backend: str = option("kbk", choice(("kbk", "ge")))
-    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`: MindIR through mindspore_lite."""
+    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`, MindIR in older servers, is served as kbk with a notice."""
 
     @property
     def max_input_len(self) -> int:
