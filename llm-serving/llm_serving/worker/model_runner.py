@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.errors import StepMismatchError
-from llm_serving.models.base import dynamic_inputs
 from llm_serving.models.registry import model_family
 from llm_serving.models.weights import WeightReader
+from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.sampler import check_sampling, sample
@@ -46,11 +45,16 @@ class ModelRunner:
         self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size)
         max_positions = min(max_model_len, num_blocks * block_size)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
-        self._network = model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
-        self._network.set_train(False)
-        self._network.set_inputs(*dynamic_inputs())
+        self._network = CompiledNetwork(
+            model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
+        )
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
+
+    @property
+    def num_compilations(self) -> int:
+        """Graphs compiled so far; 1 after `warm_up`, whatever the batches."""
+        return self._network.num_compilations
 
     def warm_up(self) -> None:
         """Compiles the network and touches what the first steps need; block 0 is written, so no step may have run."""
@@ -95,5 +99,4 @@ class ModelRunner:
         arrays = inputs.arrays()
         if not len(inputs.sample_indices):
             arrays = (*arrays[:-1], np.zeros(1, np.int32))
-        logits: Float32Array = self._network(*[ms.Tensor.from_numpy(array) for array in arrays]).asnumpy()
-        return logits
+        return self._network(arrays)
