@@ -1,0 +1,68 @@
+"""The application, and running it until it is told to stop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from msgspec import json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.error_responses import json_response
+from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.openapi import openapi_document
+from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.schemas import ErrorDetail, ErrorResponse
+
+
+def create_app(engine: AsyncEngine) -> Starlette:
+    """The ASGI application of an engine; it neither starts nor stops the engine."""
+    document = json.encode(openapi_document(ENDPOINTS))
+
+    async def show_openapi(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    return Starlette(
+        routes=[*(endpoint.route(engine) for endpoint in ENDPOINTS), Route("/openapi.json", show_openapi)],
+        exception_handlers={HTTPException: _no_such_route},
+    )
+
+
+def serve(engine: AsyncEngine) -> int:
+    """Serves an engine on the address of its configuration; starts it and stops it.
+
+    The port is taken first, and `/health` answers 503 while the engine loads. The first SIGINT or SIGTERM lets running
+    requests finish within `shutdown_timeout_s`, the second one ends them.
+
+    Returns:
+        The exit code: 0 after an orderly end.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    serving = engine.config.serving
+    with bind(serving.server_ip, serving.server_port) as listener:
+        HttpServer(create_app(engine), listener, serving.shutdown_timeout_s).run_within(_running(engine))
+    return 0
+
+
+@asynccontextmanager
+async def _running(engine: AsyncEngine) -> AsyncIterator[None]:
+    engine.start()
+    try:
+        yield
+    finally:
+        await engine.stop()
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase.lower()
+    detail = ErrorDetail(f"{phrase}: this server has no such route and method", "invalid_request_error", None, None)
+    return json_response(ErrorResponse(detail), error.status_code, dict(error.headers or {}))

@@ -1,0 +1,49 @@
+"""One route as one line of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError
+from llm_serving.log import get_logger
+from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.streaming import ClientGoneError, internal_error
+
+logger = get_logger(__name__)
+
+Handler = Callable[[AsyncEngine, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A method and path, who answers it, and what its OpenAPI entry says."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type | None = None
+    """Struct of the request body."""
+    answer: type | None = None
+    """Struct of the answer with status 200; None: not JSON, or of the protocol's own form."""
+    error_response: Callable[[LLMServingError], Response] = openai_error_response
+
+    def route(self, engine: AsyncEngine) -> Route:
+        async def respond(request: Request) -> Response:
+            try:
+                return await self.handler(engine, request)
+            except LLMServingError as error:
+                return self.error_response(error)
+            except (ClientGoneError, ClientDisconnect):
+                return Response(status_code=499)  # never read: the connection is gone
+            except Exception:
+                logger.exception("%s %s failed", self.method, self.path)
+                return self.error_response(internal_error())
+
+        return Route(self.path, respond, methods=[self.method])

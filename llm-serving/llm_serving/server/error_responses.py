@@ -1,0 +1,79 @@
+"""Errors as clients of each protocol expect them."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+from msgspec import json
+from starlette.responses import Response
+
+from llm_serving.errors import (
+    CapacityError,
+    ContextLengthError,
+    LLMServingError,
+    ModelNotFoundError,
+    RequestError,
+    UnavailableError,
+)
+from llm_serving.server.schemas import ErrorDetail, ErrorResponse
+
+_CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
+    (ModelNotFoundError, "not_found_error", "model_not_found"),
+    (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
+    (RequestError, "invalid_request_error", None),
+    (CapacityError, "rate_limit_error", "queue_full"),
+    (UnavailableError, "service_unavailable_error", "unavailable"),
+)
+"""(error, type, code) of the OpenAI body; the first that fits."""
+
+UNAVAILABLE_RETRY_AFTER_S = 5.0
+
+
+def json_response(content: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.encode(content), status, headers, media_type="application/json")
+
+
+def openai_error(error: LLMServingError) -> ErrorResponse:
+    kind, code = next(((kind, code) for cls, kind, code in _CODES if isinstance(error, cls)), ("server_error", None))
+    return ErrorResponse(ErrorDetail(str(error), kind, error.field if isinstance(error, RequestError) else None, code))
+
+
+def openai_error_response(error: LLMServingError) -> Response:
+    """`{"error": {"message", "type", "param", "code"}}` with the status of the error."""
+    return json_response(openai_error(error), error.http_status, error_headers(error))
+
+
+def tgi_error_content(error: LLMServingError) -> dict[str, str]:
+    """`{"error", "error_type"}` as text-generation-inference words it."""
+    if isinstance(error, RequestError):
+        kind = "validation"
+    elif isinstance(error, CapacityError | UnavailableError):
+        kind = "overloaded"
+    else:
+        kind = "generation"
+    return {"error": str(error), "error_type": kind}
+
+
+def tgi_error_response(error: LLMServingError) -> Response:
+    status = HTTPStatus.UNPROCESSABLE_ENTITY if error.http_status == HTTPStatus.BAD_REQUEST else error.http_status
+    return json_response(tgi_error_content(error), status, error_headers(error))
+
+
+def legacy_error_response(error: LLMServingError) -> Response:
+    """Malformed requests get 422 and `{"detail": [...]}`; the texts with status 200 are the legacy routes' own."""
+    if isinstance(error, RequestError) and error.http_status == HTTPStatus.BAD_REQUEST:
+        detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
+        return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
+    return openai_error_response(error)
+
+
+def error_headers(error: LLMServingError) -> dict[str, str]:
+    """`Retry-After` where waiting helps; the connection is closed where its body was not read to the end."""
+    headers = {}
+    if isinstance(error, CapacityError | UnavailableError):
+        seconds = getattr(error, "retry_after", None)
+        headers["retry-after"] = str(max(1, math.ceil(UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)))
+    if error.http_status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        headers["connection"] = "close"
+    return headers

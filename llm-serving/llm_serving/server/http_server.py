@@ -1,0 +1,115 @@
+"""Running an ASGI application on a port: binding early, ending in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+import uvloop
+
+from llm_serving.errors import ConfigError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+BACKLOG: Final = 2048
+"""Connections the kernel keeps until they are accepted."""
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address; connections wait until the server accepts them.
+
+    Raises:
+        ConfigError: The port is taken, or the address is not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # with SO_REUSEADDR a taken port may show here only
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            rule = "is in use by another program; stop that, or choose another port with --port"
+            raise ConfigError(f"serving_config.server_port: {host}:{port} {rule}") from None
+        raise ConfigError(f"serving_config.server_ip: cannot bind to {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """A server whose signals end it in order and do not end the process.
+
+    Args:
+        app: ASGI application.
+        listener: From `bind`.
+        shutdown_timeout_s: Seconds running requests get after the first signal.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, shutdown_timeout_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=math.ceil(shutdown_timeout_s),
+            )
+        )
+        self._listener = listener
+
+    def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
+        """Serves until told to stop by SIGINT or SIGTERM; call it in the main thread.
+
+        The first signal lets running requests finish, the second ends them, the third ends the process as it would
+        without us.
+
+        Args:
+            surroundings: Entered on the event loop before the first request and left after the last one, whichever
+                signal ended it.
+        """
+        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve_within(surroundings))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def _serve_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
+        host, port = self._listener.getsockname()[:2]
+        async with surroundings:
+            logger.info("serving on http://%s:%d", host, port)
+            await self.serve(sockets=[self._listener])
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to `run_within`."""
+        yield
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            logger.info("%s: finishing %d requests", signal.Signals(number).name, len(self.server_state.tasks))
+            self.should_exit = True
+            return
+        self.force_exit = True
+        for stop_signal in STOP_SIGNALS:
+            signal.signal(stop_signal, signal.SIG_DFL)

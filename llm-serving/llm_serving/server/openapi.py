@@ -1,0 +1,52 @@
+"""The OpenAPI document, made from the table of endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from llm_serving import __version__
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.schemas import ErrorResponse
+
+JsonObject = dict[str, Any]
+
+
+def openapi_document(endpoints: Sequence[Endpoint]) -> JsonObject:
+    """OpenAPI 3.1; schemas come from the structs that read and write the bodies."""
+    kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
+    ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    references = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, JsonObject] = {}
+    for endpoint in endpoints:
+        path = re.sub(r":path\}", "}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llm-serving", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(endpoint: Endpoint, path: str, references: dict[type, JsonObject]) -> JsonObject:
+    answer: JsonObject = {"description": "The answer"}
+    if endpoint.answer is not None:
+        answer["content"] = {"application/json": {"schema": references[endpoint.answer]}}
+    operation: JsonObject = {
+        "summary": endpoint.summary,
+        "operationId": f"{endpoint.method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}".rstrip("_"),
+        "responses": {"200": answer, "default": {"description": "An error"}},
+    }
+    if names := re.findall(r"\{(\w+)\}", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if endpoint.body is not None:
+        content = {"application/json": {"schema": references[endpoint.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation

@@ -1,0 +1,83 @@
+"""Reading a request body: size limited while it arrives, JSON strict, errors that name field, rule and value."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from llm_serving.errors import RequestError, RequestTooLargeError
+
+READ_TIMEOUT_S: Final = 60.0
+"""A client that needs longer to send its body holds a connection for nothing."""
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestTooLargeError: It is longer than `max_bytes`; noticed before it is all read.
+        RequestError: It did not arrive in time.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise RequestError("body", f"must arrive within {READ_TIMEOUT_S:g} seconds") from None
+    return b"".join(chunks)
+
+
+def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:
+    """The body as a `kind`.
+
+    Args:
+        body: JSON. NaN, Infinity, invalid UTF-8, lone surrogates and deep nesting are refused.
+        kind: A msgspec Struct.
+        strict: Do not read numbers and booleans out of strings.
+
+    Raises:
+        RequestError: Names the field that is wrong and the value it has.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise _field_error(body, str(error)) from None
+    except RecursionError:
+        raise RequestError("body", "must not be nested so deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError("body", f"must be valid JSON: {error}") from None
+
+
+def _field_error(body: bytes, message: str) -> RequestError:
+    """`Expected `int`, got `str` - at `$.messages[0].role`` as an error of that field."""
+    rule, _, place = message.partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    rule = rule[0].lower() + rule[1:]
+    if missing := re.fullmatch(r"object missing required field `(.+)`", rule):
+        return RequestError(".".join(filter(None, [place, missing[1]])), "is required")
+    found, value = _value_at(body, place)
+    return RequestError(place or "body", f"is not valid: {rule}", *([value] if found else []))
+
+
+def _value_at(body: bytes, place: str) -> tuple[bool, Any]:
+    """The value at a path such as `messages[0].role`; False where the path cannot be followed."""
+    try:
+        value = msgspec.json.decode(body)
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+            value = value[name] if name else value[int(index)]
+    except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
+        return False, None
+    return bool(place), value

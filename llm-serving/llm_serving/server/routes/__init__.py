@@ -1,0 +1,18 @@
+"""Who answers which path: one module a protocol, each with a table of endpoints."""
+
+from typing import Final
+
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.routes import chat, completions, health, legacy, metrics, models, tgi
+
+__all__ = ["ENDPOINTS"]
+
+ENDPOINTS: Final[tuple[Endpoint, ...]] = (
+    *completions.ENDPOINTS,
+    *chat.ENDPOINTS,
+    *models.ENDPOINTS,
+    *health.ENDPOINTS,
+    *metrics.ENDPOINTS,
+    *tgi.ENDPOINTS,
+    *legacy.ENDPOINTS,
+)

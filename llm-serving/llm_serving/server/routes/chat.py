@@ -1,0 +1,262 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_output import TokenLogprobs
+from llm_serving.core.sampling_params import MAX_LOGPROBS
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response, openai_error
+from llm_serving.server.generation import (
+    INLINE_CHARS,
+    MIN_LOGPROB,
+    Generation,
+    check_choices,
+    encode_text,
+    raise_on_error,
+    start_generation,
+)
+from llm_serving.server.openai_requests import (
+    Identity,
+    UsageCounter,
+    check_model,
+    check_stream_options,
+    identify,
+    usage_so_far,
+)
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.sampling import refuse_unsupported, sampling_params
+from llm_serving.server.schemas import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from llm_serving.server.streaming import DONE, StreamResponse, complete, event
+
+MAX_MESSAGES: Final = 4096
+
+
+async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
+    """Answers a conversation, `n` times."""
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, ChatCompletionRequest)
+    check_model(engine, request.model)
+    refuse_unsupported(request)
+    _refuse_unsupported_chat(request)
+    include_usage, continuous_usage = check_stream_options(request)
+    identity = identify(engine, http_request, request, "chatcmpl")
+    n = 1 if request.n is None else request.n
+    check_choices(1, n)
+    logprobs = _num_logprobs(request)
+    sampling_params(request, _max_tokens(request, 1), logprobs)  # refuse before the text is rendered and tokenized
+    text = await render_chat(
+        engine, request.messages, request.add_generation_prompt is not False, request.chat_template_kwargs
+    )
+    prompt = await encode_text(engine, text, "messages", add_special_tokens=False)
+    sampling = sampling_params(request, _max_tokens(request, engine.max_model_len - len(prompt)), logprobs)
+    generation = await start_generation(
+        engine, [prompt], [sampling], n=n, request_id=identity.request_id, priority=request.priority or 0
+    )
+    answer = _Answer(engine.tokenizer, request, identity, prompt, n)
+    if request.stream:
+        pieces = answer.stream(generation, include_usage, continuous_usage)
+        return StreamResponse(
+            pieces, generation, lambda error: event(openai_error(error)) + DONE, headers=identity.headers
+        )
+    result = await complete(http_request, generation, answer.whole(generation))
+    return json_response(result, headers=identity.headers)
+
+
+async def render_chat(
+    engine: AsyncEngine,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    variables: dict[str, Any] | None = None,
+) -> str:
+    """The prompt text of a conversation; long ones are rendered off the event loop.
+
+    Raises:
+        RequestError: A message has no text, or the model's chat template refuses them.
+    """
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
+    plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+    reserved = {"messages", "add_generation_prompt"}
+    extra = {name: value for name, value in (variables or {}).items() if name not in reserved}
+
+    def render() -> str:
+        return engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
+
+    long = sum(len(message["content"]) for message in plain) > INLINE_CHARS
+    return await asyncio.to_thread(render) if long else render()
+
+
+def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
+        content = "\n".join(part.text for part in content if part.text is not None)
+    plain = {"role": message.role, "content": content or ""}
+    return plain if message.name is None else plain | {"name": message.name}
+
+
+def _refuse_unsupported_chat(request: ChatCompletionRequest) -> None:
+    for name in ("tools", "functions", "chat_template"):
+        if getattr(request, name):
+            raise RequestError(name, "is not supported")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice", "is not supported")
+
+
+def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:
+    """`max_completion_tokens`, its older name, or what fits."""
+    for given in (request.max_completion_tokens, request.max_tokens):
+        if given is not None:
+            return given
+    return max(remaining, 1)
+
+
+def _num_logprobs(request: ChatCompletionRequest) -> int | None:
+    top = request.top_logprobs
+    if not request.logprobs:
+        if top:
+            raise RequestError("top_logprobs", "must be given with logprobs: true only", top)
+        return None
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError("top_logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}", top)
+    return top or 0
+
+
+class _Answer:
+    """Puts the pieces of a generation into the form of the protocol."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, request: ChatCompletionRequest, identity: Identity, prompt: list[int], n: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self._identity = identity
+        self._prompt = prompt
+        self._n = n
+        self._usage = UsageCounter(n)
+
+    async def whole(self, generation: Generation) -> ChatCompletion:
+        request = self._request
+        choices = [
+            ChatChoice(
+                index=index,
+                message=ChatAnswer(content=""),
+                logprobs=ChatLogprobs([]) if request.logprobs else None,
+                token_ids=[] if request.return_token_ids else UNSET,
+            )
+            for index in range(self._n)
+        ]
+        texts: list[list[str]] = [[] for _ in choices]
+        async for index, output in generation.outputs():
+            raise_on_error(output)
+            choice = choices[index]
+            texts[index].append(output.text)
+            if choice.token_ids is not UNSET:
+                choice.token_ids.extend(output.token_ids)
+            if choice.logprobs is not None:
+                choice.logprobs.content.extend(self._logprobs(output.logprobs))
+            if output.finished:
+                choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._usage.add(index, output)
+        for choice in choices:
+            choice.message.content = "".join(texts[choice.index])
+        identity = self._identity
+        return ChatCompletion(
+            id=identity.id,
+            created=identity.created,
+            model=identity.model,
+            choices=choices,
+            usage=self._usage.total(),
+            prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
+        )
+
+    async def stream(self, generation: Generation, include_usage: bool, continuous_usage: bool) -> AsyncIterator[bytes]:
+        request = self._request
+        started: set[int] = set()
+        silent_pieces = request.logprobs or request.return_token_ids or continuous_usage
+        async for index, output in generation.outputs():
+            raise_on_error(output)
+            self._usage.add(index, output)
+            usage = usage_so_far(output) if continuous_usage else UNSET
+            if index not in started:
+                started.add(index)
+                role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
+                if request.return_token_ids:
+                    role.prompt_token_ids = self._prompt
+                yield event(role)
+            if not (output.text or silent_pieces or output.finished):
+                continue
+            choice = ChatChunkChoice(
+                index=index,
+                delta=ChatDelta(content=output.text),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+            )
+            if request.logprobs:
+                choice.logprobs = ChatLogprobs(self._logprobs(output.logprobs))
+            if request.return_token_ids:
+                choice.token_ids = list(output.token_ids)
+            yield event(self._chunk([choice], usage))
+        if include_usage:
+            yield event(self._chunk([], self._usage.total()))
+        yield DONE
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
+        identity = self._identity
+        return ChatCompletionChunk(
+            id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage
+        )
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
+        return [
+            TokenLogprob(
+                *self._token(token.token_id, token.logprob),
+                top_logprobs=[
+                    TopLogprob(*self._token(token_id, value))
+                    for token_id, value in zip(token.top_token_ids, token.top_logprobs, strict=True)
+                ],
+            )
+            for token in logprobs
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        tokenizer = self._tokenizer
+        return tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        "Answer a conversation",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+    ),
+)

@@ -1,0 +1,206 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request_output import TokenLogprobs
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response, openai_error
+from llm_serving.server.generation import (
+    MAX_CHOICES,
+    MIN_LOGPROB,
+    Generation,
+    check_choices,
+    encode_text,
+    raise_on_error,
+    start_generation,
+)
+from llm_serving.server.openai_requests import (
+    Identity,
+    UsageCounter,
+    check_model,
+    check_stream_options,
+    identify,
+    usage_so_far,
+)
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.sampling import refuse_unsupported, sampling_params
+from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from llm_serving.server.streaming import DONE, StreamResponse, complete, event
+
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
+    """Continues one or several prompts, `n` times each."""
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, CompletionRequest)
+    check_model(engine, request.model)
+    refuse_unsupported(request)
+    if request.suffix:
+        raise RequestError("suffix", "is not supported")
+    if request.echo and request.logprobs is not None:
+        raise RequestError("echo", "is not supported together with logprobs")
+    include_usage, continuous_usage = check_stream_options(request)
+    identity = identify(engine, http_request, request, "cmpl")
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    sampling = sampling_params(request, max_tokens, request.logprobs)
+    n = 1 if request.n is None else request.n
+    items = prompt_items(request.prompt)
+    check_choices(len(items), n)
+    prompts = [await encode_text(engine, item, "prompt") if isinstance(item, str) else item for item in items]
+    generation = await start_generation(
+        engine,
+        prompts,
+        [sampling] * len(prompts),
+        n=n,
+        request_id=identity.request_id,
+        priority=request.priority or 0,
+    )
+    answer = _Answer(engine.tokenizer, request, identity, items, prompts, n)
+    if request.stream:
+        pieces = answer.stream(generation, include_usage, continuous_usage)
+        return StreamResponse(
+            pieces, generation, lambda error: event(openai_error(error)) + DONE, headers=identity.headers
+        )
+    result = await complete(http_request, generation, answer.whole(generation))
+    return json_response(result, headers=identity.headers)
+
+
+def prompt_items(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request, each a text or token ids.
+
+    Raises:
+        RequestError: The list is empty, mixes kinds or holds too many prompts.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt) > 0:
+        return [ids]
+    items = [item for item in prompt if isinstance(item, str | list)]
+    if ids or not items or len({type(item) for item in items}) > 1:
+        raise RequestError("prompt", "must be a text, a list of texts, token ids or a list of lists of token ids")
+    if len(items) > MAX_CHOICES:
+        raise RequestError("prompt", f"must hold at most {MAX_CHOICES} prompts", len(items))
+    return items
+
+
+class _Answer:
+    """Puts the pieces of a generation into the form of the protocol."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: CompletionRequest,
+        identity: Identity,
+        items: Sequence[str | list[int]],
+        prompts: Sequence[list[int]],
+        n: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self._identity = identity
+        self._items = items
+        self._prompts = prompts
+        self._n = n
+        self._usage = UsageCounter(n)
+        self._text_offsets: dict[int, int] = {}
+
+    def _echo(self, index: int) -> str:
+        """The text of the prompt, where the answer shall begin with it."""
+        if not self._request.echo:
+            return ""
+        item = self._items[index // self._n]
+        return item if isinstance(item, str) else self._tokenizer.decode(item)
+
+    async def whole(self, generation: Generation) -> Completion:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text="",
+                logprobs=None if self._request.logprobs is None else CompletionLogprobs([], [], [], []),
+                token_ids=[] if self._request.return_token_ids else UNSET,
+                prompt_token_ids=self._prompts[index // self._n] if self._request.return_token_ids else UNSET,
+            )
+            for index in range(len(self._prompts) * self._n)
+        ]
+        texts = [[self._echo(choice.index)] for choice in choices]
+        async for index, output in generation.outputs():
+            raise_on_error(output)
+            choice = choices[index]
+            texts[index].append(output.text)
+            if choice.token_ids is not UNSET:
+                choice.token_ids.extend(output.token_ids)
+            if choice.logprobs is not None:
+                self._add_logprobs(choice.logprobs, index, output.logprobs)
+            if output.finished:
+                choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+            self._usage.add(index, output)
+        for choice in choices:
+            choice.text = "".join(texts[choice.index])
+        return self._completion(choices, usage=self._usage.total())
+
+    async def stream(self, generation: Generation, include_usage: bool, continuous_usage: bool) -> AsyncIterator[bytes]:
+        started: set[int] = set()
+        request = self._request
+        silent_pieces = request.logprobs is not None or request.return_token_ids or continuous_usage
+        async for index, output in generation.outputs():
+            raise_on_error(output)
+            self._usage.add(index, output)
+            first = index not in started
+            text = self._echo(index) + output.text if first else output.text
+            if not (text or silent_pieces or output.finished):
+                continue
+            started.add(index)
+            choice = CompletionChoice(
+                index=index, text=text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+            )
+            if request.logprobs is not None:
+                choice.logprobs = CompletionLogprobs([], [], [], [])
+                self._add_logprobs(choice.logprobs, index, output.logprobs)
+            if request.return_token_ids:
+                choice.token_ids = list(output.token_ids)
+                if first:
+                    choice.prompt_token_ids = self._prompts[index // self._n]
+            yield event(self._completion([choice], usage_so_far(output) if continuous_usage else UNSET))
+        if include_usage:
+            yield event(self._completion([], usage=self._usage.total()))
+        yield DONE
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:
+        identity = self._identity
+        return Completion(id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage)
+
+    def _add_logprobs(self, target: CompletionLogprobs, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        text_of = self._tokenizer.token_text
+        offset = self._text_offsets.get(index, 0)
+        for token in logprobs:
+            text = text_of(token.token_id)
+            logprob = max(token.logprob, MIN_LOGPROB)
+            top = {
+                text_of(token_id): max(value, MIN_LOGPROB)
+                for token_id, value in zip(token.top_token_ids, token.top_logprobs, strict=True)
+            }
+            target.tokens.append(text)
+            target.token_logprobs.append(logprob)
+            target.top_logprobs.append(top | {text: logprob})
+            target.text_offset.append(offset)
+            offset += len(text)
+        self._text_offsets[index] = offset
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST", "/v1/completions", create_completion, "Continue a prompt", body=CompletionRequest, answer=Completion
+    ),
+)

@@ -1,0 +1,87 @@
+"""GET /v1/models, the tokenizer routes, GET /version."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving import __version__
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response
+from llm_serving.server.generation import encode_text
+from llm_serving.server.openai_requests import check_model
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.routes.chat import render_chat
+from llm_serving.server.schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    VersionResponse,
+)
+
+_STARTED: Final = int(time.time())
+
+
+async def list_models(engine: AsyncEngine, http_request: Request) -> Response:
+    """The one model that is served."""
+    return json_response(ModelList(data=[_card(engine)]))
+
+
+async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
+    """One model by its id."""
+    check_model(engine, http_request.path_params["model"])
+    return json_response(_card(engine))
+
+
+async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
+    """Token ids of a prompt or of a rendered conversation."""
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, TokenizeRequest)
+    check_model(engine, request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("prompt", "or `messages` must be given, and not both")
+    if request.messages is not None:
+        text = await render_chat(engine, request.messages, request.add_generation_prompt is not False)
+        tokens = await encode_text(engine, text, "messages", bool(request.add_special_tokens))
+    else:
+        assert request.prompt is not None
+        tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
+    return json_response(TokenizeResponse(len(tokens), engine.max_model_len, tokens))
+
+
+async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
+    """The text of token ids."""
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, DetokenizeRequest)
+    check_model(engine, request.model)
+    vocab_size = engine.model_spec.vocab_size
+    for token_id in request.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError("tokens", f"must hold token ids from 0 to {vocab_size - 1}", token_id)
+    return json_response(DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False)))
+
+
+async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
+    return json_response(VersionResponse(__version__))
+
+
+def _card(engine: AsyncEngine) -> ModelCard:
+    name = engine.config.model.model_name
+    return ModelCard(id=name, created=_STARTED, root=name, max_model_len=engine.max_model_len)
+
+
+ENDPOINTS: Final = (
+    Endpoint("GET", "/v1/models", list_models, "List the served models", answer=ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=ModelCard),
+    Endpoint("POST", "/tokenize", tokenize, "Text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
+    Endpoint("POST", "/detokenize", detokenize, "Token ids to text", body=DetokenizeRequest, answer=DetokenizeResponse),
+    Endpoint("GET", "/version", show_version, "Version of the server", answer=VersionResponse),
+)

@@ -1,0 +1,250 @@
+"""The routes of text-generation-inference (TGI): POST / , /generate and /generate_stream, GET /info.
+
+As there, sampling starts with `do_sample` or with any parameter that only makes sense with it; otherwise the most
+likely token is taken. Events are `data:` and one token each; the last one has the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving import __version__
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import RequestError
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response, tgi_error_content, tgi_error_response
+from llm_serving.server.generation import (
+    MAX_CHOICES,
+    Generation,
+    encode_text,
+    raise_on_error,
+    start_generation,
+    token_pieces,
+)
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.sampling import seed_or_random, stop_strings
+from llm_serving.server.streaming import StreamResponse, complete
+
+DEFAULT_MAX_NEW_TOKENS: Final = 100
+
+JsonObject = dict[str, Any]
+
+
+class TGIParameters(msgspec.Struct):
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_new_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    truncate: int | None = None
+    """Keep this many tokens from the end of the prompt."""
+    return_full_text: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    top_n_tokens: int | None = None
+    best_of: int | None = None
+    watermark: bool | None = None
+    grammar: Any = None
+
+
+class TGIRequest(msgspec.Struct):
+    inputs: str
+    parameters: TGIParameters | None = None
+    stream: bool | None = None
+
+
+async def generate_compatible(engine: AsyncEngine, http_request: Request) -> Response:
+    """`POST /`: a stream, or a list with one answer."""
+    return await _generate(engine, http_request, None)
+
+
+async def generate(engine: AsyncEngine, http_request: Request) -> Response:
+    return await _generate(engine, http_request, stream=False)
+
+
+async def generate_stream(engine: AsyncEngine, http_request: Request) -> Response:
+    return await _generate(engine, http_request, stream=True)
+
+
+async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, TGIRequest)
+    parameters = request.parameters or TGIParameters()
+    _refuse_unsupported(parameters)
+    sampling = _sampling(parameters)
+    prompt = await encode_text(engine, request.inputs, "inputs")
+    if parameters.truncate is not None:
+        if parameters.truncate < 1:
+            raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
+        prompt = prompt[-parameters.truncate :]
+    generation = await start_generation(engine, [prompt], [sampling], request_id="tgi")
+    answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
+    if stream or (stream is None and request.stream):
+        return StreamResponse(answer.stream(generation), generation, lambda error: _event(tgi_error_content(error)))
+    result = await complete(http_request, generation, answer.whole(generation))
+    return json_response([result] if stream is None else result)
+
+
+def _refuse_unsupported(parameters: TGIParameters) -> None:
+    if parameters.best_of not in (None, 1):
+        raise RequestError("best_of", "is not supported", parameters.best_of)
+    if parameters.typical_p not in (None, 1.0):
+        raise RequestError("typical_p", "is not supported", parameters.typical_p)
+    for name in ("grammar", "watermark", "decoder_input_details"):
+        if getattr(parameters, name):
+            raise RequestError(name, "is not supported")
+
+
+def _sampling(parameters: TGIParameters) -> SamplingParams:
+    if parameters.temperature is not None and parameters.temperature <= 0.0:
+        raise RequestError("temperature", "must be above 0", parameters.temperature)
+    max_new_tokens = DEFAULT_MAX_NEW_TOKENS if parameters.max_new_tokens is None else parameters.max_new_tokens
+    if not 1 <= max_new_tokens < 2**31:
+        raise RequestError("max_new_tokens", f"must be an integer from 1 to {2**31 - 1}", max_new_tokens)
+    samples = (
+        parameters.do_sample
+        or parameters.temperature not in (None, 1.0)
+        or parameters.top_k not in (None, 0)
+        or parameters.top_p not in (None, 1.0)
+    )
+    return SamplingParams(
+        max_tokens=max_new_tokens,
+        temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
+        top_k=parameters.top_k or 0,
+        top_p=1.0 if parameters.top_p is None else parameters.top_p,
+        repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
+        frequency_penalty=parameters.frequency_penalty or 0.0,
+        seed=seed_or_random(parameters.seed),
+        stop=stop_strings(parameters.stop),
+        include_stop_str_in_output=True,
+        logprobs=parameters.top_n_tokens or 0,
+    )
+
+
+class _Answer:
+    """Puts the pieces of a generation into the form of the protocol."""
+
+    def __init__(self, tokenizer: Tokenizer, inputs: str, parameters: TGIParameters, sampling: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._parameters = parameters
+        self._sampling = sampling
+        self._text = inputs if parameters.return_full_text else ""
+
+    async def whole(self, generation: Generation) -> JsonObject:
+        tokens: list[JsonObject] = []
+        top_tokens: list[list[JsonObject]] = []
+        details: JsonObject = {}
+        async for _, output in generation.outputs():
+            raise_on_error(output)
+            self._text += output.text
+            tokens += [self._token(*piece) for piece in token_pieces(output)]
+            top_tokens += self._top_tokens(output)
+            if output.finished:
+                details = self._details(output)
+        answer: JsonObject = {"generated_text": self._text}
+        if self._parameters.details:
+            answer["details"] = details | {"prefill": [], "tokens": tokens, "best_of_sequences": None}
+            if self._parameters.top_n_tokens:
+                answer["details"]["top_tokens"] = top_tokens
+        return answer
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        index = 0
+        async for _, output in generation.outputs():
+            raise_on_error(output)
+            self._text += output.text
+            pieces = token_pieces(output)
+            top_tokens = self._top_tokens(output)
+            for i, piece in enumerate(pieces):
+                index += 1
+                content: JsonObject = {"index": index, "token": self._token(*piece)}
+                if self._parameters.top_n_tokens:
+                    content["top_tokens"] = top_tokens[i]
+                last = output.finished and i == len(pieces) - 1
+                content["generated_text"] = self._text if last else None
+                content["details"] = self._details(output) if last and self._parameters.details else None
+                yield _event(content)
+
+    def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
+        special = token_id in self._tokenizer.special_token_ids
+        return {
+            "id": token_id,
+            "text": text or (self._tokenizer.token_text(token_id) if special else ""),
+            "logprob": logprob,
+            "special": special,
+        }
+
+    def _top_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
+        return [
+            [
+                self._token(token_id, logprob, self._tokenizer.token_text(token_id))
+                for token_id, logprob in zip(token.top_token_ids, token.top_logprobs, strict=True)
+            ]
+            for token in output.logprobs
+        ]
+
+    def _details(self, output: RequestOutput) -> JsonObject:
+        if output.finish_reason is not FinishReason.STOP:
+            reason = "length"
+        else:
+            reason = "eos_token" if output.stop_reason is None else "stop_sequence"
+        return {
+            "finish_reason": reason,
+            "generated_tokens": output.num_output_tokens,
+            "seed": None if self._sampling.greedy else self._sampling.seed,
+            "input_length": output.num_prompt_tokens,
+        }
+
+
+async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
+    """What the server serves, and its limits."""
+    config = engine.config
+    return json_response(
+        {
+            "model_id": config.model.model_name,
+            "model_sha": None,
+            "model_dtype": config.model.model_dtype,
+            "model_device_type": config.device.device_target.lower(),
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": config.model.decode_batch_size + config.scheduler.max_waiting_queue,
+            "max_best_of": 1,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_input_tokens": config.model.max_input_len,
+            "max_total_tokens": engine.max_model_len,
+            "max_client_batch_size": MAX_CHOICES,
+            "router": "llm-serving",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+    )
+
+
+def _event(content: JsonObject) -> bytes:
+    return b"data:" + msgspec.json.encode(content) + b"\n\n"
+
+
+def _generation_endpoint(path: str, handler: Any, summary: str) -> Endpoint:
+    return Endpoint("POST", path, handler, summary, body=TGIRequest, error_response=tgi_error_response)
+
+
+ENDPOINTS: Final = (
+    _generation_endpoint("/", generate_compatible, "Continue a prompt (TGI), as a stream or as a list"),
+    _generation_endpoint("/generate", generate, "Continue a prompt (TGI)"),
+    _generation_endpoint("/generate_stream", generate_stream, "Stream a continuation (TGI)"),
+    Endpoint("GET", "/info", show_info, "Describe the served model (TGI)", error_response=tgi_error_response),
+)
