@@ -27,6 +27,7 @@ arrivals = st.lists(
     num_blocks=st.integers(13, 40),
     ahead=st.booleans(),
     static=st.booleans(),
+    max_preemptions=st.integers(0, 2),
 )
 def test_every_request_ends_with_what_it_asked_for(
     arrivals: list[tuple[int, int, int, int, int | None]],
@@ -35,9 +36,14 @@ def test_every_request_ends_with_what_it_asked_for(
     num_blocks: int,
     ahead: bool,
     static: bool,
+    max_preemptions: int,
 ) -> None:
     scheduler = create_scheduler(
-        policy=policy, num_blocks=num_blocks, max_num_batched_tokens=budget, static_batching=static
+        policy=policy,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        static_batching=static,
+        max_preemptions=max_preemptions,
     )
     pending = [
         (step, abort, create_request(prompt, max_tokens=output, priority=priority))
@@ -66,5 +72,6 @@ def test_every_request_ends_with_what_it_asked_for(
     assert scheduler.blocks.pool.num_used_blocks == 0
     for request in requests:
         assert request.is_finished
+        assert request.num_preemptions <= max_preemptions
         if request.finish_reason is FinishReason.LENGTH:
             assert len(request.output_token_ids) == request.sampling.max_tokens

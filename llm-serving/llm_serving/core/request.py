@@ -87,6 +87,11 @@ class Request:
         return self.num_tokens_known + self.num_tokens_in_flight
 
     @property
+    def max_num_tokens(self) -> int:
+        """Most tokens it can ever have."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 

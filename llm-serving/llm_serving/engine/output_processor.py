@@ -10,6 +10,9 @@ from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._clock = clock
         self._states: dict[str, _State] = {}
+        self._max_token_len = 0
 
     def start(self, request: Request) -> None:
         detokenizer = IncrementalDetokenizer(
@@ -112,11 +116,15 @@ class OutputProcessor:
         first_token = now if state.first_token_time is None else state.first_token_time
         scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
         assert request.finish_reason is not None
+        num_output = len(request.output_token_ids)
+        if num_output > self._max_token_len:
+            self._max_token_len = num_output
+            logger.info("{'max_token_len': %d}", num_output)  # the longest output so far; operators search for it
         self._metrics.finished(
             request.finish_reason.value,
             e2e_s=now - request.arrival_time,
             ttft_s=first_token - request.arrival_time,
             num_prompt=request.num_prompt_tokens,
-            num_output=len(request.output_token_ids),
+            num_output=num_output,
             queued_s=scheduled - request.arrival_time,
         )

@@ -19,6 +19,7 @@ def build_scheduler(config: ServingConfig, num_blocks: int) -> Scheduler:
         max_num_seqs=config.model.decode_batch_size,
         max_prefill_seqs=config.model.prefill_batch_size or config.model.decode_batch_size,
         max_decode_gap=config.scheduler.max_consecutive_prefill_steps,
+        max_preemptions=config.scheduler.max_preemptions_per_request,
         static_batching=config.model.batching_strategy == "static",
         batch_waiting_time=config.model.batch_waiting_time,
     )

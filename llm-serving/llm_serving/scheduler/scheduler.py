@@ -25,6 +25,8 @@ class SchedulerLimits:
     """Most prompts (or parts of prompts) in one step."""
     max_decode_gap: int
     """Most steps in a row that may leave a decoding request out."""
+    max_preemptions: int = 8
+    """Times a request may lose its blocks; after that it is admitted with all it can ever need, and keeps it."""
     static_batching: bool = False
     """Admit a new batch only when the one before it has ended: the baseline for comparisons."""
     batch_waiting_time: float = 0.0
@@ -180,13 +182,14 @@ class Scheduler:
         while (request := self.waiting.peek()) is not None:
             # A preempted request whose newest token is still on the device cannot be computed yet.
             fits = len(self.running) < self.limits.max_num_seqs and request.num_tokens_in_flight == 0
-            if not fits or not self.blocks.can_admit(request.num_tokens, reserve=len(self.running)):
+            num_tokens = request.max_num_tokens if self._is_protected(request) else request.num_tokens
+            if not fits or not self.blocks.can_admit(num_tokens, reserve=len(self.running)):
                 return
             has_room = step.has_room_for_prefill(self.limits)
             if not has_room and not self.limits.static_batching:
                 return
             self.waiting.pop()
-            self.blocks.grow(request.request_id, request.num_tokens)
+            self.blocks.grow(request.request_id, num_tokens)
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=_queue_key)
             if has_room:
@@ -202,9 +205,12 @@ class Scheduler:
         return len(self.waiting) >= full or now - oldest >= self.limits.batch_waiting_time
 
     def _make_room(self, request: Request, step: _Step) -> bool:
-        """Makes the request's table hold its newest token; the worst running requests give way, itself at last."""
+        """Makes the request's table hold its newest token; the worst running requests give way, itself at last.
+
+        Protected requests hold all their blocks from the start: they never come here for more, and never give way.
+        """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
-            victim = self.running[-1]
+            victim = next(other for other in reversed(self.running) if not self._is_protected(other))
             self._preempt(victim, step)
             if victim is request:
                 return False
@@ -220,6 +226,9 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.waiting.push(request)
+
+    def _is_protected(self, request: Request) -> bool:
+        return request.num_preemptions >= self.limits.max_preemptions
 
     def _advance(self, row: ScheduledRow, now: float) -> None:
         request = row.request
