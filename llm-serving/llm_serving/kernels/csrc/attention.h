@@ -1,0 +1,251 @@
+// Causal attention over a paged cache, FlashAttention style: keys in chunks of fixed places, softmax along the way.
+//
+// A row's chunks begin at absolute positions 0, 64, 128, ... of its own context, so its operations, and its bits, are
+// the same whether it is decoded, prefilled whole or in chunks, and wherever its blocks lie. Rows that share a head of
+// keys and are neighbours in position form a tile, which reads each key once. T. Dao et al., FlashAttention (2022),
+// algorithm 1; GQA: J. Ainslie et al. (2023).
+#pragma once
+
+#include "kernels.h"
+#include "kv_layout.h"
+#include "simd.h"
+#include "thread_pool.h"
+#include "tile.h"
+
+namespace llm::LLM_ISA {
+
+constexpr size_t kChunkTokens = 64;
+constexpr size_t kChunkGroups = kChunkTokens / kGroupTokens;
+// Rows of a tile: their scores, weights and sums stay in the first-level cache.
+constexpr size_t kAttentionRows = 48;
+
+// Work of one tile: `count` query positions of one request, all heads that share head `kv_head`.
+struct AttentionItem {
+  uint32_t request, kv_head;
+  size_t first_row;   // row of q of the first position
+  size_t first_seen;  // index of the last key that this position sees; the next sees one more
+  size_t count;
+};
+
+template <class Element>
+class AttentionTile {
+ public:
+  using Activation = ActivationOf<Element>;
+
+  AttentionTile(const AttentionArgs& args, const AttentionItem& item)
+      : args_(args),
+        item_(item),
+        shared_(args.num_heads / args.num_kv_heads),
+        rows_(item.count * shared_),
+        dim_(args.head_dim),
+        last_seen_(item.first_seen + item.count - 1) {
+    char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
+    q_ = take<Activation>(memory, rows_ * dim_);
+    scores_ = take<float>(memory, rows_ * kChunkTokens);
+    weights_ = take<Activation>(memory, rows_ * kChunkTokens);
+    sums_ = take<float>(memory, rows_ * dim_);
+    max_ = take<float>(memory, rows_);
+    total_ = take<float>(memory, rows_);
+    cleaned_ = take<Element>(memory, kGroupTokens * dim_);
+  }
+
+  void run() {
+    load_queries();
+    for (size_t chunk = 0; chunk * kChunkTokens <= last_seen_; chunk++) {
+      const size_t first_row = first_row_seeing(chunk * kChunkTokens);
+      compute_scores(chunk, first_row);
+      for (size_t row = first_row; row < rows_; row++) soften(chunk, row);
+      add_values(chunk, first_row);
+    }
+    store_result();
+  }
+
+ private:
+  template <class Type>
+  static Type* take(char*& memory, size_t count) {
+    Type* result = reinterpret_cast<Type*>(memory);
+    memory += (count * sizeof(Type) + 63) / 64 * 64;
+    return result;
+  }
+
+  size_t bytes() const {
+    return rows_ * (dim_ * (sizeof(Activation) + sizeof(float)) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
+                    2 * sizeof(float)) +
+           kGroupTokens * dim_ * sizeof(Element) + 7 * 64;
+  }
+
+  // Rows are ordered by position, so those that see a token are the last ones.
+  size_t first_row_seeing(size_t token) const {
+    return token <= item_.first_seen ? 0 : (token - item_.first_seen) * shared_;
+  }
+
+  size_t seen_by(size_t row) const { return item_.first_seen + row / shared_; }
+
+  size_t query_offset(size_t row) const {
+    const size_t head = item_.kv_head * shared_ + row % shared_;
+    return ((item_.first_row + row / shared_) * args_.num_heads + head) * dim_;
+  }
+
+  // Number of groups of this chunk that any row of the tile sees.
+  size_t groups_of(size_t chunk) const {
+    const size_t left = last_seen_ + 1 - chunk * kChunkTokens;
+    return left >= kChunkTokens ? kChunkGroups : (left + kGroupTokens - 1) / kGroupTokens;
+  }
+
+  const Element* group(const void* cache, size_t token) const {
+    const int64_t block = args_.block_tables[item_.request * args_.table_width + token / args_.block_size];
+    return static_cast<const Element*>(cache) + group_offset(static_cast<size_t>(block),
+                                                             token % args_.block_size / kGroupTokens, item_.kv_head,
+                                                             args_.block_size, args_.num_kv_heads, dim_);
+  }
+
+  void load_queries() {
+    for (size_t row = 0; row < rows_; row++) {
+      to_activations(static_cast<const Element*>(args_.q) + query_offset(row), dim_, q_ + row * dim_);
+      max_[row] = -__builtin_inff();
+      total_[row] = 0.0f;
+    }
+    __builtin_memset(sums_, 0, rows_ * dim_ * sizeof(float));
+  }
+
+  void compute_scores(size_t chunk, size_t first_row) {
+    const Element* panels[kChunkGroups];
+    const size_t groups = groups_of(chunk);
+    for (size_t g = 0; g < groups; g++) panels[g] = group(args_.key_cache, chunk * kChunkTokens + g * kGroupTokens);
+    multiply(rows_ - first_row, q_ + first_row * dim_, dim_, panels, groups, dim_, scores_ + first_row * kChunkTokens,
+             kChunkTokens, false);
+  }
+
+  // Turns the scores of a row into weights relative to its largest score so far, and rescales what is summed already.
+  void soften(size_t chunk, size_t row) {
+    const size_t seen = seen_by(row) + 1 - chunk * kChunkTokens;
+    const size_t lanes = seen < kChunkTokens ? seen : kChunkTokens;
+    const float* scores = scores_ + row * kChunkTokens;
+    Activation* weights = weights_ + row * kChunkTokens;
+    Floats scaled[kChunkGroups];
+    Floats largest = broadcast(-__builtin_inff());
+    for (size_t g = 0; g * kLanes < lanes; g++) {
+      scaled[g] = keep_first(load(scores + g * kLanes) * broadcast(args_.scale), lanes - g * kLanes, -__builtin_inff());
+      largest = maximum(largest, scaled[g]);
+    }
+    const float found = max_lane(largest);
+    const float next = found > max_[row] ? found : max_[row];
+    // A row of nothing but -inf so far: any finite reference makes all its weights zero.
+    const float reference = next == -__builtin_inff() ? 0.0f : next;
+    const float factor = load_lane(exp(broadcast(max_[row] - reference)));
+    Floats sum = zeros();
+    for (size_t g = 0; g * kLanes < lanes; g++) {
+      store(weights + g * kLanes, exp(scaled[g] - broadcast(reference)));
+      sum = sum + load(weights + g * kLanes);
+    }
+    total_[row] = total_[row] * factor + sum_lanes(sum);
+    max_[row] = next;
+    if (factor != 1.0f) {
+      float* sums = sums_ + row * dim_;
+      for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor));
+    }
+  }
+
+  static float load_lane(Floats value) { return value.part[0][0]; }
+
+  void add_values(size_t chunk, size_t first_row) {
+    for (size_t g = 0; g < groups_of(chunk); g++) {
+      const size_t token = chunk * kChunkTokens + g * kGroupTokens;
+      const Element* values = group(args_.value_cache, token);
+      size_t row = first_row_seeing(token) > first_row ? first_row_seeing(token) : first_row;
+      // Rows that see a part of the group: weights of zero do not hide an infinity or NaN behind it.
+      if (seen_by(row) < token + kGroupTokens - 1 && !all_finite(values)) {
+        for (; row < rows_ && seen_by(row) < token + kGroupTokens - 1; row++) {
+          add_group(g, clean(values, seen_by(row) + 1 - token), row, row + 1);
+        }
+      }
+      if (row < rows_) add_group(g, values, row, rows_);
+    }
+  }
+
+  void add_group(size_t g, const Element* values, size_t first, size_t last) {
+    for (size_t dim = 0; dim < dim_; dim += kPassDims) {
+      const Element* panels[kPassDims / kPanelWidth];
+      const size_t count = (dim_ - dim < kPassDims ? dim_ - dim : kPassDims) / kPanelWidth;
+      for (size_t p = 0; p < count; p++) panels[p] = values + (dim + p * kPanelWidth) * kGroupTokens;
+      multiply(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, kChunkTokens, panels, count,
+               kGroupTokens, sums_ + first * dim_ + dim, dim_, true);
+    }
+  }
+
+  bool all_finite(const Element* values) const {
+    // Zero times a number is zero or, for infinity and NaN, NaN.
+    Floats product = zeros();
+    for (size_t i = 0; i < kGroupTokens * dim_; i += kLanes) product = product + load(values + i) * zeros();
+    const float sum = sum_lanes(product);
+    return sum == sum;
+  }
+
+  // A copy of a group of values with zeros for the tokens from `count` on.
+  const Element* clean(const Element* values, size_t count) {
+    constexpr bool kPairs = Operand<Element>::kInputs == 2;
+    for (size_t token = 0; token < kGroupTokens; token++) {
+      for (size_t dim = 0; dim < dim_; dim++) {
+        const size_t at = value_offset(token, dim, kPairs);
+        cleaned_[at] = token < count ? values[at] : Element{};
+      }
+    }
+    return cleaned_;
+  }
+
+  void store_result() {
+    for (size_t row = 0; row < rows_; row++) {
+      const float* sums = sums_ + row * dim_;
+      Element* y = static_cast<Element*>(args_.y) + query_offset(row);
+      const float divisor = total_[row] == 0.0f ? 1.0f : total_[row];
+      for (size_t i = 0; i < dim_; i += kLanes) store(y + i, load(sums + i) / broadcast(divisor));
+    }
+  }
+
+  static constexpr size_t kPassDims = 128;
+
+  const AttentionArgs& args_;
+  const AttentionItem& item_;
+  const size_t shared_, rows_, dim_;
+  const size_t last_seen_;
+  Activation* q_;        // [rows, dim]
+  float* scores_;        // [rows, kChunkTokens]
+  Activation* weights_;  // [rows, kChunkTokens]
+  float* sums_;          // [rows, dim]
+  float* max_;           // [rows]
+  float* total_;         // [rows]
+  Element* cleaned_;
+};
+
+inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
+  const size_t shared = args.num_heads / args.num_kv_heads;
+  const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
+  size_t count = 0;
+  size_t row = 0;
+  for (size_t request = 0; request < args.batch; request++) {
+    const size_t queries = static_cast<size_t>(args.query_lens[request]);
+    const size_t before = static_cast<size_t>(args.context_lens[request]) - queries;
+    for (size_t at = 0; at < queries; at += positions) {
+      for (size_t head = 0; head < args.num_kv_heads; head++, count++) {
+        if (items == nullptr) continue;
+        items[count] = {static_cast<uint32_t>(request), static_cast<uint32_t>(head), row + at, before + at,
+                        queries - at < positions ? queries - at : positions};
+      }
+    }
+    row += queries;
+  }
+  return count;
+}
+
+inline void attention(const AttentionArgs& args) {
+  const size_t count = list_items(args, nullptr);
+  auto* items = static_cast<AttentionItem*>(scratch(Scratch::kItems, count * sizeof(AttentionItem) + 1));
+  list_items(args, items);
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    auto body = [&](size_t i) { AttentionTile<Element>(args, items[i]).run(); };
+    parallel_for(count, body);
+  });
+}
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,61 @@
+// One call of an operator by MindSpore: inputs, outputs and workspace as they arrive.
+#pragma once
+
+#include "dtype.h"
+
+namespace llm {
+
+// Absent optional inputs are null with dtype "none"; scalar arguments are tensors of rank 0.
+class Call {
+ public:
+  Call(const char* op, int count, void** data, int* ranks, int64_t** shapes, const char** dtypes)
+      : op_(op), count_(count), data_(data), ranks_(ranks), shapes_(shapes), dtypes_(dtypes) {}
+
+  int count() const { return count_; }
+  bool present(int i) const { return data_[i] != nullptr && dtype(i) != DType::kNone; }
+  DType dtype(int i) const { return parse_dtype(dtypes_[i]); }
+  size_t element_bytes(int i) const { return element_size(dtype(i), dtypes_[i]); }
+  int rank(int i) const { return ranks_[i]; }
+  // Size of axis `axis`; negative axes count from the end.
+  size_t dim(int i, int axis) const { return static_cast<size_t>(shapes_[i][axis < 0 ? ranks_[i] + axis : axis]); }
+  size_t elements(int i) const;
+
+  template <class T>
+  T* data(int i) const {
+    return static_cast<T*>(data_[i]);
+  }
+
+  // Element `index` of an int32 or int64 tensor.
+  int64_t integer(int i, size_t index = 0) const {
+    return dtype(i) == DType::kInt32 ? data<const int32_t>(i)[index] : data<const int64_t>(i)[index];
+  }
+  bool boolean(int i) const { return *data<const bool>(i); }
+  float number(int i) const { return *data<const float>(i); }
+  bool is_integer(int i) const { return dtype(i) == DType::kInt32 || dtype(i) == DType::kInt64; }
+
+  // Records and logs the reason; returns the non-zero status that MindSpore turns into an error.
+  int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
+
+ private:
+  const char* op_;
+  int count_;
+  void** data_;
+  int* ranks_;
+  int64_t** shapes_;
+  const char** dtypes_;
+};
+
+// The latest reason given to `Call::fail` in this process.
+const char* last_error();
+
+}  // namespace llm
+
+#define LLM_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Declares and opens an operator under the name MindSpore looks up.
+#define LLM_OPERATOR(name)                                                                                       \
+  static int run_##name(const llm::Call& call);                                                                  \
+  LLM_EXPORT int name(int count, void** data, int* ranks, int64_t** shapes, const char** dtypes, void*, void*) { \
+    return run_##name(llm::Call(#name, count, data, ranks, shapes, dtypes));                                     \
+  }                                                                                                              \
+  static int run_##name(const llm::Call& call)

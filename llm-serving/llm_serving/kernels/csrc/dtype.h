@@ -1,0 +1,35 @@
+// Element types of the operators and their exact conversions, one number at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace llm {
+
+enum class DType : uint8_t { kNone, kBool, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kOther };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+DType parse_dtype(const char* name);
+
+// Bytes of one element; 0 for a type the library does not know.
+size_t element_size(DType dtype, const char* name);
+
+inline bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
+// Value of element `index`; slow, for general paths and checks only.
+float load_element(const void* data, DType dtype, size_t index);
+
+// Stores with one rounding to nearest, ties to even.
+void store_element(void* data, DType dtype, size_t index, float value);
+
+}  // namespace llm

@@ -1,0 +1,86 @@
+#include "kernels.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+
+namespace llm {
+
+#if defined(__x86_64__)
+namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+#endif
+namespace plain {
+extern const Kernels kKernels;
+}
+
+namespace {
+
+constexpr size_t kMaxSets = 8;
+
+struct Supported {
+  const Kernels* sets[kMaxSets] = {};
+
+  Supported() {
+    size_t count = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) sets[count++] = &avx512_bf16::kKernels;
+    if (avx512) sets[count++] = &avx512::kKernels;
+    if (avx2) sets[count++] = &avx2::kKernels;
+#endif
+    sets[count++] = &plain::kKernels;
+  }
+
+  const Kernels* find(const char* isa) const {
+    for (const Kernels* const* set = sets; *set != nullptr; set++) {
+      if (std::strcmp((*set)->isa, isa) == 0) return *set;
+    }
+    return nullptr;
+  }
+};
+
+const Supported& supported() {
+  static const Supported instance;
+  return instance;
+}
+
+const Kernels* choose() {
+  const char* wanted = std::getenv("LLM_SERVING_ISA");
+  if (wanted == nullptr || *wanted == '\0') return supported().sets[0];
+  if (const Kernels* set = supported().find(wanted)) return set;
+  std::fprintf(stderr, "llm_serving: LLM_SERVING_ISA=%s is not available on this CPU, using %s\n", wanted,
+               supported().sets[0]->isa);
+  return supported().sets[0];
+}
+
+std::atomic<const Kernels*>& current() {
+  static std::atomic<const Kernels*> instance{choose()};
+  return instance;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
+
+bool select_kernels(const char* isa) {
+  const Kernels* set = supported().find(isa);
+  if (set != nullptr) current().store(set);
+  return set != nullptr;
+}
+
+const char* supported_isa(size_t i) {
+  return i < kMaxSets && supported().sets[i] != nullptr ? supported().sets[i]->isa : nullptr;
+}
+
+}  // namespace llm

@@ -1,0 +1,96 @@
+// The kernels one instruction set offers, and the choice among them. Sizes are in elements; rows are contiguous.
+#pragma once
+
+#include "dtype.h"
+
+namespace llm {
+
+// Columns of a packed panel: one AVX-512 register of float32, one AMX tile.
+constexpr size_t kPanelWidth = 16;
+
+// y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
+// float32.
+struct LinearArgs {
+  const void* x;
+  const void* weight;
+  void* y;
+  DType dtype;
+  DType y_dtype;
+  size_t m, n, k;
+};
+
+// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null.
+struct RmsNormArgs {
+  const void* x;
+  const void* gamma;
+  void* y;
+  float* rstd;
+  DType dtype;
+  size_t rows, size;
+  float eps;
+};
+
+// Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
+struct RotaryArgs {
+  const void* x;
+  const void* cos;
+  const void* sin;
+  void* y;
+  const int64_t* positions;  // null: row t uses row t
+  DType dtype;
+  DType table_dtype;
+  size_t rows, heads, head_dim;
+};
+
+// y [rows, size] = silu(gate) * up, where a row of x is gate, then up.
+struct SwigluArgs {
+  const void* x;
+  void* y;
+  DType dtype;
+  size_t rows, size;
+};
+
+// y = a + b, element by element.
+struct AddArgs {
+  const void* a;
+  const void* b;
+  void* y;
+  DType dtype;
+  size_t size;
+};
+
+// Causal attention of packed query rows over a paged cache (kv_layout.h).
+struct AttentionArgs {
+  const void* q;  // [rows, num_heads * head_dim]
+  const void* key_cache;
+  const void* value_cache;
+  void* y;                      // as q
+  const int64_t* block_tables;  // [batch, table_width]
+  const int64_t* query_lens;    // [batch]
+  const int64_t* context_lens;  // [batch]
+  DType dtype;
+  size_t batch, table_width, block_size;
+  size_t num_heads, num_kv_heads, head_dim;
+  float scale;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*linear)(const LinearArgs&);
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*swiglu)(const SwigluArgs&);
+  void (*add)(const AddArgs&);
+  void (*attention)(const AttentionArgs&);
+};
+
+// The kernels in use: the best this CPU runs, or what LLM_SERVING_ISA names.
+const Kernels& kernels();
+
+// Selects by name; false when the name is unknown or this CPU cannot run it.
+bool select_kernels(const char* isa);
+
+// Name of the i-th set this CPU can run, best first; null behind the last.
+const char* supported_isa(size_t i);
+
+}  // namespace llm

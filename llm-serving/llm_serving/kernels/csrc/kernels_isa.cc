@@ -1,0 +1,40 @@
+// The kernels of one instruction set: compiled once for each, with LLM_ISA its name and the compiler flags it needs.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+#define LLM_TEXT_OF(name) #name
+#define LLM_TEXT(name) LLM_TEXT_OF(name)
+
+namespace llm::LLM_ISA {
+namespace {
+
+void rms_norm(const RmsNormArgs& args) {
+  with_element(args.dtype, [&](auto tag) { rms_norm_rows<typename decltype(tag)::Element>(args); });
+}
+
+void rotary(const RotaryArgs& args) {
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    if (args.table_dtype == DType::kFloat32) {
+      rotate_rows<Element, float>(args);
+    } else {
+      rotate_rows<Element, Element>(args);
+    }
+  });
+}
+
+void swiglu(const SwigluArgs& args) {
+  with_element(args.dtype, [&](auto tag) { swiglu_rows<typename decltype(tag)::Element>(args); });
+}
+
+void add(const AddArgs& args) {
+  with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
+}
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = {LLM_TEXT(LLM_ISA), linear, rms_norm, rotary, swiglu, add, attention};
+
+}  // namespace llm::LLM_ISA

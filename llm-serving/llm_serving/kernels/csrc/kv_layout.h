@@ -1,0 +1,32 @@
+// Order of keys and values inside a cache [num_blocks, block_size, num_kv_heads, head_dim].
+//
+// A block is contiguous and holds its heads one after another; a head holds groups of 16 tokens; a group is laid out as
+// packed panels (packed_weights.h), so that scores and sums are products with packed weights:
+//   keys     one panel: 16 tokens are the columns, head_dim the inputs
+//   values   head_dim / 16 panels: 16 dims are the columns, 16 tokens the inputs
+// block_size and head_dim are multiples of 16.
+#pragma once
+
+#include "kernels.h"
+
+namespace llm {
+
+constexpr size_t kGroupTokens = 16;
+
+// First element of a group of tokens of one head.
+inline size_t group_offset(size_t block, size_t group, size_t head, size_t block_size, size_t heads, size_t head_dim) {
+  return (block * heads + head) * block_size * head_dim + group * kGroupTokens * head_dim;
+}
+
+// Element (token, dim) inside a group.
+inline size_t key_offset(size_t token, size_t dim, bool pairs) {
+  return pairs ? (dim / 2 * kGroupTokens + token) * 2 + dim % 2 : dim * kGroupTokens + token;
+}
+
+inline size_t value_offset(size_t token, size_t dim, bool pairs) {
+  const size_t panel = dim / kPanelWidth * kPanelWidth * kGroupTokens;
+  const size_t column = dim % kPanelWidth;
+  return panel + (pairs ? (token / 2 * kPanelWidth + column) * 2 + token % 2 : token * kPanelWidth + column);
+}
+
+}  // namespace llm

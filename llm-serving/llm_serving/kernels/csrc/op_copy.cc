@@ -1,0 +1,97 @@
+// Gather and SplitWithSize: rows moved, nothing computed.
+#include "call.h"
+#include "packed_weights.h"
+#include "thread_pool.h"
+
+namespace llm {
+namespace {
+
+// Copies below which one thread is quicker than waking another.
+constexpr size_t kBytesPerTask = 65536;
+
+template <class Body>
+void for_copies(size_t count, size_t bytes_each, Body body) {
+  const size_t each = bytes_each >= kBytesPerTask ? 1 : kBytesPerTask / (bytes_each + 1) + 1;
+  auto task = [&](size_t i) {
+    for (size_t j = i * each; j < (i + 1) * each && j < count; j++) body(j);
+  };
+  parallel_for((count + each - 1) / each, task);
+}
+
+}  // namespace
+}  // namespace llm
+
+// table, indices, axis, batch_dims | y; the table may be a packed weight, whose rows are then unpacked
+LLM_OPERATOR(Gather) {
+  using namespace llm;
+  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
+  if (call.integer(3) != 0) return call.fail("batch_dims must be 0");
+  if (!call.is_integer(1)) return call.fail("indices must be int32 or int64");
+  const int64_t given = call.integer(2);
+  const int axis = static_cast<int>(given < 0 ? given + call.rank(0) : given);
+  if (axis < 0 || axis >= call.rank(0)) return call.fail("axis %lld is out of range", static_cast<long long>(given));
+  const size_t bytes = call.element_bytes(0);
+  if (bytes == 0) return call.fail("the type of the table is not supported");
+  size_t outer = 1;
+  size_t inner = bytes;
+  for (int i = 0; i < axis; i++) outer *= call.dim(0, i);
+  for (int i = axis + 1; i < call.rank(0); i++) inner *= call.dim(0, i);
+  const size_t rows = call.dim(0, axis);
+  const size_t count = call.elements(1);
+  for (size_t i = 0; i < count; i++) {
+    const int64_t index = call.integer(1, i);
+    if (index < 0 || static_cast<size_t>(index) >= rows) {
+      return call.fail("index %lld is outside the %zu rows of the table", static_cast<long long>(index), rows);
+    }
+  }
+  const char* table = call.data<const char>(0);
+  char* y = call.data<char>(4);
+  const bool packed = call.rank(0) == 2 && is_packed(table, call.dtype(0), rows, call.dim(0, 1));
+  if (packed && axis != 0) return call.fail("a packed weight is gathered by rows only");
+  for_copies(outer * count, inner, [&](size_t i) {
+    const size_t row = static_cast<size_t>(call.integer(1, i % count));
+    if (packed) {
+      unpack_row(table, y + i * inner, call.dtype(0), rows, call.dim(0, 1), row);
+    } else {
+      std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
+    }
+  });
+  return 0;
+}
+
+// x, sizes, axis | one output for each size
+LLM_OPERATOR(SplitWithSize) {
+  using namespace llm;
+  if (call.count() < 4) return call.fail("expects at least 4 parameters, got %d", call.count());
+  const int64_t given = call.integer(2);
+  const int axis = static_cast<int>(given < 0 ? given + call.rank(0) : given);
+  if (axis < 0 || axis >= call.rank(0)) return call.fail("axis %lld is out of range", static_cast<long long>(given));
+  const size_t bytes = call.element_bytes(0);
+  if (bytes == 0) return call.fail("the type of the input is not supported");
+  const size_t parts = call.elements(1);
+  if (static_cast<size_t>(call.count()) < 3 + parts) return call.fail("has fewer outputs than sizes");
+  size_t outer = 1;
+  size_t inner = bytes;
+  for (int i = 0; i < axis; i++) outer *= call.dim(0, i);
+  for (int i = axis + 1; i < call.rank(0); i++) inner *= call.dim(0, i);
+  size_t total = 0;
+  for (size_t part = 0; part < parts; part++) {
+    const int64_t size = call.integer(1, part);
+    const int y = 3 + static_cast<int>(part);
+    if (size < 0 || call.elements(y) * bytes != outer * static_cast<size_t>(size) * inner) {
+      return call.fail("size %lld of part %zu does not fit its output", static_cast<long long>(size), part);
+    }
+    total += static_cast<size_t>(size);
+  }
+  const size_t row = call.dim(0, axis) * inner;
+  if (total * inner != row) return call.fail("sizes add up to %zu of %zu", total, call.dim(0, axis));
+  for_copies(outer, row, [&](size_t i) {
+    const char* x = call.data<const char>(0) + i * row;
+    for (size_t part = 0; part < parts; part++) {
+      const size_t width = static_cast<size_t>(call.integer(1, part)) * inner;
+      std::memcpy(call.data<char>(3 + static_cast<int>(part)) + i * width, x, width);
+      x += width;
+    }
+  });
+  return 0;
+}

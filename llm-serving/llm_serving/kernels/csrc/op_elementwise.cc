@@ -1,0 +1,112 @@
+// RmsNorm, Swiglu, AddExt and the two rotary primitives.
+#include <vector>
+
+#include "call.h"
+#include "kernels.h"
+
+// x, gamma, eps | y, rstd (float32)
+LLM_OPERATOR(RmsNorm) {
+  using namespace llm;
+  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
+  const DType dtype = call.dtype(0);
+  if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("x and gamma must be floats of one type");
+  const size_t size = call.elements(1);
+  if (call.rank(1) != 1 || call.rank(0) < 1 || call.dim(0, -1) != size) {
+    return call.fail("gamma of %zu elements does not fit rows of x", size);
+  }
+  const size_t rows = size == 0 ? 0 : call.elements(0) / size;
+  kernels().rms_norm({call.data<void>(0), call.data<void>(1), call.data<void>(3),
+                      call.present(4) ? call.data<float>(4) : nullptr, dtype, rows, size, call.number(2)});
+  return 0;
+}
+
+// x, axis | y
+LLM_OPERATOR(Swiglu) {
+  using namespace llm;
+  if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
+  if (!is_float(call.dtype(0))) return call.fail("x must be float32, float16 or bfloat16");
+  const int64_t axis = call.integer(1);
+  if (axis != -1 && axis != call.rank(0) - 1) return call.fail("only the last axis can be halved");
+  const size_t width = call.dim(0, -1);
+  if (width % 2 != 0) return call.fail("the last axis must be even, is %zu", width);
+  const size_t rows = width == 0 ? 0 : call.elements(0) / width;
+  kernels().swiglu({call.data<void>(0), call.data<void>(2), call.dtype(0), rows, width / 2});
+  return 0;
+}
+
+// a, b, alpha | a + alpha * b
+LLM_OPERATOR(AddExt) {
+  using namespace llm;
+  if (call.count() < 4) return call.fail("expects 4 parameters, got %d", call.count());
+  const bool same_shape = call.elements(0) == call.elements(1) && call.elements(0) == call.elements(3);
+  if (!is_float(call.dtype(0)) || call.dtype(0) != call.dtype(1) || call.dtype(0) != call.dtype(3) || !same_shape) {
+    return call.fail("both inputs must be floats of one type and shape");
+  }
+  const bool one =
+      call.is_integer(2) ? call.integer(2) == 1 : call.dtype(2) == DType::kFloat32 && call.number(2) == 1.0f;
+  if (!one) return call.fail("alpha must be 1");
+  kernels().add({call.data<void>(0), call.data<void>(1), call.data<void>(3), call.dtype(0), call.elements(0)});
+  return 0;
+}
+
+namespace llm {
+namespace {
+
+constexpr int64_t kRotateHalf = 2;
+
+// Rotates tensor `x` into `y`; null positions mean that row t uses row t of the tables.
+int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* positions) {
+  const DType dtype = call.dtype(x);
+  const DType table = call.dtype(cos);
+  const size_t head_dim = call.dim(cos, -1);
+  if (!is_float(dtype) || call.dtype(sin) != table || (table != dtype && table != DType::kFloat32)) {
+    return call.fail("cos and sin must be of the type of x, or float32");
+  }
+  if (head_dim == 0 || head_dim % 2 != 0) return call.fail("head_dim must be even, is %zu", head_dim);
+  const size_t rows = call.dim(x, 0);
+  if (call.elements(x) % (rows * head_dim + (rows == 0)) != 0) {
+    return call.fail("rows of x are not whole heads of %zu elements", head_dim);
+  }
+  const size_t heads = rows == 0 ? 0 : call.elements(x) / rows / head_dim;
+  kernels().rotary({call.data<void>(x), call.data<void>(cos), call.data<void>(sin), call.data<void>(y), positions,
+                    dtype, table, rows, heads, head_dim});
+  return 0;
+}
+
+}  // namespace
+}  // namespace llm
+
+// q, k, cos, sin, lengths, cos_format | q, k. The tables have a row for each token, or for each position, which then
+// follows from the lengths of the packed prompts.
+LLM_OPERATOR(ApplyRotaryPosEmb) {
+  using namespace llm;
+  if (call.count() < 8) return call.fail("expects 8 parameters, got %d", call.count());
+  if (call.integer(5) != kRotateHalf) return call.fail("cos_format must be 2 (rotate half)");
+  const size_t rows = call.dim(0, 0);
+  const size_t table_rows = call.elements(2) / (call.dim(2, -1) + (call.dim(2, -1) == 0));
+  if (call.elements(3) != call.elements(2)) return call.fail("cos and sin must have one shape");
+  if (call.dim(1, 0) != rows) return call.fail("q and k must have the same number of rows");
+  std::vector<int64_t> positions;
+  if (table_rows != rows) {
+    for (size_t i = 0; i < call.elements(4); i++) {
+      for (int64_t position = 0; position < call.integer(4, i); position++) positions.push_back(position);
+      if (call.integer(4, i) > static_cast<int64_t>(table_rows)) return call.fail("a length exceeds the tables");
+    }
+    if (positions.size() != rows) return call.fail("%zu rows fit neither the tables nor the lengths", rows);
+  }
+  const int64_t* at = positions.empty() ? nullptr : positions.data();
+  const int status = rotate(call, 0, 2, 3, 6, at);
+  return status != 0 ? status : rotate(call, 1, 2, 3, 7, at);
+}
+
+// x, cos, sin, mode | y; cos and sin have a row for each row of x
+LLM_OPERATOR(RotaryPositionEmbedding) {
+  using namespace llm;
+  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
+  if (call.integer(3) != 0) return call.fail("mode must be 0 (rotate half)");
+  const size_t head_dim = call.dim(1, -1);
+  if (call.elements(1) != call.dim(0, 0) * head_dim || call.elements(2) != call.elements(1)) {
+    return call.fail("cos and sin must have one row for each row of x");
+  }
+  return rotate(call, 0, 1, 2, 4, nullptr);
+}

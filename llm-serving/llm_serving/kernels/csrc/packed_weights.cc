@@ -1,0 +1,95 @@
+#include "packed_weights.h"
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace llm {
+namespace {
+
+struct Packed {
+  DType dtype;
+  size_t n, k;
+};
+
+std::shared_mutex registry_mutex;
+
+std::unordered_map<const void*, Packed>& registry() {
+  static auto* const instance = new std::unordered_map<const void*, Packed>;
+  return *instance;
+}
+
+// Position of input k of a feature inside its panel of `width` columns.
+size_t position(size_t k, size_t column, size_t inputs, size_t width, bool pairs) {
+  if (!pairs || (k + 1 == inputs && inputs % 2 == 1)) return k * width + column;
+  return (k / 2 * width + column) * 2 + k % 2;
+}
+
+template <class Element>
+void pack_panel(const Element* source, Element* target, size_t width, size_t k, bool pairs) {
+  for (size_t i = 0; i < k; i++) {
+    for (size_t column = 0; column < width; column++) {
+      target[position(i, column, k, width, pairs)] = source[column * k + i];
+    }
+  }
+}
+
+template <class Element>
+void pack_panels(const void* source, void* target, size_t n, size_t k, bool pairs) {
+  auto body = [&](size_t panel) {
+    const size_t first = panel * kPanelWidth;
+    pack_panel(static_cast<const Element*>(source) + first * k, static_cast<Element*>(target) + first * k,
+               std::min(kPanelWidth, n - first), k, pairs);
+  };
+  parallel_for((n + kPanelWidth - 1) / kPanelWidth, body);
+}
+
+template <class Element>
+void unpack(const void* packed, void* target, size_t n, size_t k, size_t row, bool pairs) {
+  const size_t first = row / kPanelWidth * kPanelWidth;
+  const Element* panel = static_cast<const Element*>(packed) + first * k;
+  const size_t width = std::min(kPanelWidth, n - first);
+  for (size_t i = 0; i < k; i++) {
+    static_cast<Element*>(target)[i] = panel[position(i, row - first, k, width, pairs)];
+  }
+}
+
+}  // namespace
+
+void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k) {
+  if (dtype == DType::kFloat32) {
+    pack_panels<uint32_t>(source, target, n, k, false);
+  } else {
+    pack_panels<uint16_t>(source, target, n, k, dtype == DType::kBFloat16);
+  }
+}
+
+void unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) {
+  if (dtype == DType::kFloat32) {
+    unpack<uint32_t>(packed, target, n, k, row, false);
+  } else {
+    unpack<uint16_t>(packed, target, n, k, row, dtype == DType::kBFloat16);
+  }
+}
+
+void register_packed(const void* data, DType dtype, size_t n, size_t k) {
+  const std::unique_lock<std::shared_mutex> lock(registry_mutex);
+  registry()[data] = {dtype, n, k};
+}
+
+void release_packed(const void* data) {
+  const std::unique_lock<std::shared_mutex> lock(registry_mutex);
+  registry().erase(data);
+}
+
+bool is_packed(const void* data, DType dtype, size_t n, size_t k) {
+  const std::shared_lock<std::shared_mutex> lock(registry_mutex);
+  const auto found = registry().find(data);
+  return found != registry().end() && found->second.dtype == dtype && found->second.n == n && found->second.k == k;
+}
+
+}  // namespace llm

@@ -1,0 +1,50 @@
+// What MindSpore and Python look up in the library: the list of operators, and a few functions beside them.
+#include <cstring>
+
+#include "call.h"
+#include "kernels.h"
+#include "packed_weights.h"
+#include "thread_pool.h"
+
+namespace {
+
+const char* kOperators[] = {"MatMul",          "Gather",        "SplitWithSize",     "RmsNorm",
+                            "Swiglu",          "AddExt",        "ApplyRotaryPosEmb", "RotaryPositionEmbedding",
+                            "ReshapeAndCache", "PagedAttention"};
+constexpr int kNumOperators = static_cast<int>(sizeof(kOperators) / sizeof(kOperators[0]));
+const char* kNone[] = {nullptr};
+
+}  // namespace
+
+LLM_EXPORT bool IsKernelRegistered(const char* name) {
+  for (const char* known : kOperators) {
+    if (std::strcmp(known, name) == 0) return true;
+  }
+  return false;
+}
+
+LLM_EXPORT int GetRegisteredOpCount() { return kNumOperators; }
+LLM_EXPORT const char** GetAllRegisteredOps() { return kOperators; }
+
+// Operators whose output shape depends on values: none.
+LLM_EXPORT int GetComputeDependOpCount() { return 0; }
+LLM_EXPORT const char** GetAllComputeDependOps() { return kNone; }
+
+// Packs a row-major weight [n, k] into `target` and remembers that `target` is packed. Non-zero: unknown type.
+LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dtype, int64_t n, int64_t k) {
+  const llm::DType type = llm::parse_dtype(dtype);
+  if (!llm::is_float(type) || n < 0 || k < 0) return 1;
+  llm::pack_weight(source, target, type, static_cast<size_t>(n), static_cast<size_t>(k));
+  llm::register_packed(target, type, static_cast<size_t>(n), static_cast<size_t>(k));
+  return 0;
+}
+
+// To be called before the memory of a packed weight is freed.
+LLM_EXPORT void llm_release_weight(const void* target) { llm::release_packed(target); }
+
+LLM_EXPORT const char* llm_isa() { return llm::kernels().isa; }
+LLM_EXPORT const char* llm_supported_isa(int64_t i) { return llm::supported_isa(static_cast<size_t>(i)); }
+LLM_EXPORT int llm_select_isa(const char* isa) { return llm::select_kernels(isa) ? 0 : 1; }
+LLM_EXPORT int64_t llm_num_threads() { return static_cast<int64_t>(llm::num_threads()); }
+LLM_EXPORT void llm_set_num_threads(int64_t count) { llm::set_num_threads(static_cast<size_t>(count < 1 ? 1 : count)); }
+LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }

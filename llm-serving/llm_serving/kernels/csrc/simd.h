@@ -1,0 +1,261 @@
+// Sixteen float32 lanes on any instruction set: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
+//
+// Compiled once for each instruction set, in a namespace of its own (LLM_ISA), and without contraction of a * b + c: a
+// sum is fused exactly where `multiply_add` is written, so that every instance of a template rounds alike. Templates of
+// the standard library stay out of these files: the linker could pick an instance another CPU cannot run.
+#pragma once
+
+#include "dtype.h"
+
+#if defined(__x86_64__)
+// gcc 12 warns of the deliberately undefined registers in its own header.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#endif
+
+#define LLM_INLINE inline __attribute__((always_inline))
+
+namespace llm::LLM_ISA {
+
+constexpr size_t kLanes = 16;
+
+#if defined(__AVX512F__)
+constexpr size_t kNative = 16;
+#elif defined(__AVX2__)
+constexpr size_t kNative = 8;
+#else
+constexpr size_t kNative = 4;
+#endif
+constexpr size_t kParts = kLanes / kNative;
+
+typedef float NativeFloat __attribute__((vector_size(kNative * 4)));
+typedef int32_t NativeInt __attribute__((vector_size(kNative * 4)));
+typedef uint32_t NativeUint __attribute__((vector_size(kNative * 4)));
+typedef uint16_t NativeShort __attribute__((vector_size(kNative * 2)));
+
+struct Floats {
+  NativeFloat part[kParts];
+};
+
+#define LLM_FOR_PARTS _Pragma("GCC unroll 4") for (size_t i = 0; i < kParts; i++)
+
+LLM_INLINE NativeFloat native_broadcast(float value) { return NativeFloat{} + value; }
+
+LLM_INLINE Floats broadcast(float value) {
+  Floats result;
+  LLM_FOR_PARTS result.part[i] = native_broadcast(value);
+  return result;
+}
+
+LLM_INLINE Floats zeros() { return broadcast(0.0f); }
+
+LLM_INLINE NativeFloat native_multiply_add(NativeFloat a, NativeFloat b, NativeFloat c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// a * b + c; fused where the instruction set has it, rounded twice where not.
+LLM_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  LLM_FOR_PARTS c.part[i] = native_multiply_add(a.part[i], b.part[i], c.part[i]);
+  return c;
+}
+
+LLM_INLINE Floats operator+(Floats a, Floats b) {
+  LLM_FOR_PARTS a.part[i] += b.part[i];
+  return a;
+}
+
+LLM_INLINE Floats operator-(Floats a, Floats b) {
+  LLM_FOR_PARTS a.part[i] -= b.part[i];
+  return a;
+}
+
+LLM_INLINE Floats operator*(Floats a, Floats b) {
+  LLM_FOR_PARTS a.part[i] *= b.part[i];
+  return a;
+}
+
+LLM_INLINE Floats operator/(Floats a, Floats b) {
+  LLM_FOR_PARTS a.part[i] /= b.part[i];
+  return a;
+}
+
+// The larger of each pair; b where either is NaN.
+LLM_INLINE Floats maximum(Floats a, Floats b) {
+  LLM_FOR_PARTS a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  return a;
+}
+
+// Lanes of `value` below `count`, `other` in the rest.
+LLM_INLINE Floats keep_first(Floats value, size_t count, float other) {
+  const int32_t limit = static_cast<int32_t>(count < kLanes ? count : kLanes);
+  LLM_FOR_PARTS {
+    NativeInt index;
+    for (size_t j = 0; j < kNative; j++) index[j] = static_cast<int32_t>(i * kNative + j);
+    value.part[i] = index < limit ? value.part[i] : native_broadcast(other);
+  }
+  return value;
+}
+
+// The lanes summed in a fixed tree: lane j with lane j + 8, then + 4, + 2, + 1.
+LLM_INLINE float sum_lanes(Floats value) {
+  alignas(64) float lane[kLanes];
+  __builtin_memcpy(lane, &value, sizeof(lane));
+  for (size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (size_t j = 0; j < half; j++) lane[j] += lane[j + half];
+  }
+  return lane[0];
+}
+
+LLM_INLINE float max_lane(Floats value) {
+  alignas(64) float lane[kLanes];
+  __builtin_memcpy(lane, &value, sizeof(lane));
+  for (size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (size_t j = 0; j < half; j++) lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+  }
+  return lane[0];
+}
+
+// ---- Memory --------------------------------------------------------------------------------------------------------
+
+LLM_INLINE NativeFloat native_load(const float* source) {
+  NativeFloat result;
+  __builtin_memcpy(&result, source, sizeof(result));
+  return result;
+}
+
+LLM_INLINE NativeFloat native_load(const BFloat16* source) {
+  NativeShort bits;
+  __builtin_memcpy(&bits, source, sizeof(bits));
+  return (NativeFloat)(__builtin_convertvector(bits, NativeUint) << 16);
+}
+
+LLM_INLINE NativeFloat native_load(const Float16* source) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#else
+  NativeFloat result;
+  for (size_t j = 0; j < kNative; j++) result[j] = load_element(source, DType::kFloat16, j);
+  return result;
+#endif
+}
+
+LLM_INLINE void native_store(float* target, NativeFloat value) { __builtin_memcpy(target, &value, sizeof(value)); }
+
+LLM_INLINE void native_store(BFloat16* target, NativeFloat value) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(value);  // subnormals become zero
+  __builtin_memcpy(target, &rounded, sizeof(rounded));
+#else
+  const NativeUint bits = (NativeUint)value;
+  const NativeUint rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const NativeUint quiet = bits >> 16 | 0x40;
+  const NativeUint chosen = (bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
+  const NativeShort narrow = __builtin_convertvector(chosen, NativeShort);
+  __builtin_memcpy(target, &narrow, sizeof(narrow));
+#endif
+}
+
+LLM_INLINE void native_store(Float16* target, NativeFloat value) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (size_t j = 0; j < kNative; j++) store_element(target, DType::kFloat16, j, value[j]);
+#endif
+}
+
+template <class Element>
+LLM_INLINE Floats load(const Element* source) {
+  Floats result;
+  LLM_FOR_PARTS result.part[i] = native_load(source + i * kNative);
+  return result;
+}
+
+template <class Element>
+LLM_INLINE void store(Element* target, Floats value) {
+  LLM_FOR_PARTS native_store(target + i * kNative, value.part[i]);
+}
+
+// The first `count` (at most 16) elements, zeros behind them.
+template <class Element>
+LLM_INLINE Floats load_first(const Element* source, size_t count) {
+  if (count >= kLanes) return load(source);
+  Element padded[kLanes] = {};
+  __builtin_memcpy(padded, source, count * sizeof(Element));
+  return load(padded);
+}
+
+template <class Element>
+LLM_INLINE void store_first(Element* target, Floats value, size_t count) {
+  if (count >= kLanes) return store(target, value);
+  Element padded[kLanes];
+  store(padded, value);
+  __builtin_memcpy(target, padded, count * sizeof(Element));
+}
+
+// ---- Exponential ---------------------------------------------------------------------------------------------------
+
+// e^x within 2 units in the last place; exactly 1 at 0, 0 below -87.3, infinity above 88.7, NaN for NaN.
+// x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7 (remainder below 2^-27).
+LLM_INLINE NativeFloat native_exp(NativeFloat x) {
+  const NativeFloat round = native_broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const NativeFloat low = native_broadcast(-87.3f);
+  const NativeFloat high = native_broadcast(88.7f);
+  NativeFloat bounded = x > low ? x : low;
+  bounded = bounded < high ? bounded : high;
+  const NativeFloat n = native_multiply_add(bounded, native_broadcast(1.44269504f), round) - round;
+  NativeFloat r = native_multiply_add(n, native_broadcast(-0.693359375f), bounded);
+  r = native_multiply_add(n, native_broadcast(2.12194440e-4f), r);
+  NativeFloat p = native_broadcast(1.0f / 5040);
+  p = native_multiply_add(p, r, native_broadcast(1.0f / 720));
+  p = native_multiply_add(p, r, native_broadcast(1.0f / 120));
+  p = native_multiply_add(p, r, native_broadcast(1.0f / 24));
+  p = native_multiply_add(p, r, native_broadcast(1.0f / 6));
+  p = native_multiply_add(p, r, native_broadcast(0.5f));
+  p = native_multiply_add(p, r, native_broadcast(1.0f));
+  p = native_multiply_add(p, r, native_broadcast(1.0f));
+  // n reaches 128 where 2^n alone would overflow: two factors.
+  const NativeInt whole = __builtin_convertvector(n, NativeInt);
+  const NativeInt part = whole >> 1;
+  const NativeFloat scaled = p * (NativeFloat)((part + 127) << 23) * (NativeFloat)((whole - part + 127) << 23);
+  const NativeFloat infinity = native_broadcast(__builtin_inff());
+  NativeFloat result = x < low ? NativeFloat{} : scaled;
+  result = x > high ? infinity : result;
+  return x == x ? result : x;
+}
+
+LLM_INLINE Floats exp(Floats x) {
+  LLM_FOR_PARTS x.part[i] = native_exp(x.part[i]);
+  return x;
+}
+
+// ---- Element types -------------------------------------------------------------------------------------------------
+
+template <class Type>
+struct Tag {
+  using Element = Type;
+};
+
+// Calls body with the tag of the float type that `dtype` names.
+template <class Body>
+LLM_INLINE void with_element(DType dtype, Body body) {
+  if (dtype == DType::kFloat32) {
+    body(Tag<float>{});
+  } else if (dtype == DType::kFloat16) {
+    body(Tag<Float16>{});
+  } else {
+    body(Tag<BFloat16>{});
+  }
+}
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,204 @@
+"""Find, build and load the operator library (csrc/) that MindSpore's operator plugin calls on a CPU.
+
+The library is built once for a set of sources, a compiler and its flags, and kept in a cache folder. It carries every
+instruction set and chooses when it is loaded, so the folder may be shared between machines.
+
+Environment:
+    CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
+    LLM_SERVING_CACHE: The cache folder; otherwise `.kernels` beside this file, or ~/.cache/llm_serving.
+    LLM_SERVING_ISA: Instruction set to use in place of the best one: avx512_bf16, avx512, avx2 or plain.
+    LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.errors import KernelError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+_SOURCES = Path(__file__).parent / "csrc"
+_ISA_SOURCE = "kernels_isa.cc"
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # products are fused where the source says so, nowhere else: bits depend on it
+    "-Wall",
+    "-Wextra",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+_ISA_FLAGS = {"avx512_bf16": (*_AVX512, "-mavx512bf16"), "avx512": _AVX512, "avx2": _AVX2, "plain": ()}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler and what `--version` says of it."""
+
+    path: str
+    version: str
+
+
+def find_compiler() -> Compiler:
+    """The C++ compiler to build with.
+
+    Raises:
+        KernelError: There is none, or it does not run.
+    """
+    wanted = os.environ.get("CXX")
+    candidates = [wanted] if wanted else ["g++", "c++", "clang++"]
+    path = next((found for name in candidates if (found := shutil.which(name))), None)
+    if path is None:
+        raise KernelError(f"no C++ compiler found (looked for {', '.join(candidates)}); install g++ or set CXX")
+    try:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelError(f"the C++ compiler {path} does not run: {error}") from error
+    return Compiler(path, version.partition("\n")[0])
+
+
+def library_path() -> Path:
+    """Path of the library for this package and compiler; built first if it is not there.
+
+    Raises:
+        KernelError: No compiler, no folder to write to, or a source does not compile.
+    """
+    compiler = find_compiler()
+    folder = _cache_folder()
+    path = folder / f"libllm_serving_{_fingerprint(compiler)}.so"
+    with _locked(folder / "build.lock"):
+        if not path.exists():
+            _build(compiler, path)
+    return path
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, loaded into this process, with its functions declared.
+
+    Raises:
+        KernelError: It cannot be built or loaded.
+    """
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"the operator library {path} cannot be loaded: {error}") from error
+    library.llm_pack_weight.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+    ]
+    library.llm_release_weight.argtypes = [ctypes.c_void_p]
+    library.llm_release_weight.restype = None
+    library.llm_isa.restype = ctypes.c_char_p
+    library.llm_supported_isa.argtypes = [ctypes.c_int64]
+    library.llm_supported_isa.restype = ctypes.c_char_p
+    library.llm_select_isa.argtypes = [ctypes.c_char_p]
+    library.llm_num_threads.restype = ctypes.c_int64
+    library.llm_set_num_threads.argtypes = [ctypes.c_int64]
+    library.llm_set_num_threads.restype = None
+    library.llm_last_error.restype = ctypes.c_char_p
+    logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
+    return library
+
+
+def supported_isas() -> list[str]:
+    """Instruction sets of the library that this CPU runs, best first."""
+    library = load()
+    names: list[str] = []
+    while (name := library.llm_supported_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def _isas() -> list[str]:
+    return list(_ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+
+
+def _cache_folder() -> Path:
+    """The first cache folder that can be written."""
+    wanted = os.environ.get("LLM_SERVING_CACHE")
+    candidates = [Path(wanted)] if wanted else [_SOURCES.parent / ".kernels", Path.home() / ".cache" / "llm_serving"]
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise KernelError(
+        f"no folder to keep the operator library in (tried {', '.join(map(str, candidates))}); set LLM_SERVING_CACHE"
+    )
+
+
+def _fingerprint(compiler: Compiler) -> str:
+    """Names everything the library follows from."""
+    digest = hashlib.sha256(repr((compiler, _FLAGS, _ISA_FLAGS, platform.machine())).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that other processes respect; the system drops it if this one dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(compiler: Compiler, path: Path) -> None:
+    """Compile the sources side by side and put the library in place in one step."""
+    started = time.monotonic()
+    logger.info("compiling the operator library with %s (once; about half a minute)", compiler.version)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        commands = _compile_commands(compiler, Path(scratch))
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+            for done, _ in enumerate(pool.map(_run, commands.values()), start=1):
+                logger.info("compiling the operator library: %d of %d", done, len(commands))
+        linked = Path(scratch) / path.name
+        _run([compiler.path, "-shared", "-o", str(linked), *map(str, commands), "-pthread"])
+        linked.replace(path)
+    logger.info("compiled the operator library in %.1f s: %s", time.monotonic() - started, path)
+
+
+def _compile_commands(compiler: Compiler, folder: Path) -> dict[Path, list[str]]:
+    """Object file -> command; the slowest first, those for every CPU foremost on the link line."""
+    commands: dict[Path, list[str]] = {}
+    for source in sorted(_SOURCES.glob("*.cc")):
+        if source.name != _ISA_SOURCE:
+            target = folder / f"{source.stem}.o"
+            commands[target] = [compiler.path, *_FLAGS, "-c", str(source), "-o", str(target)]
+    for isa in _isas():
+        target = folder / f"isa_{isa}.o"
+        flags = (*_FLAGS, *_ISA_FLAGS[isa], f"-DLLM_ISA={isa}")
+        commands[target] = [compiler.path, *flags, "-c", str(_SOURCES / _ISA_SOURCE), "-o", str(target)]
+    return commands
+
+
+def _run(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    if finished.returncode != 0:
+        raise KernelError(f"`{' '.join(command)}` failed:\n{finished.stderr[-4000:]}")
