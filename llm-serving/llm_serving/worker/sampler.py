@@ -256,5 +256,5 @@ def _logprobs(
             if count:
                 ids = most_likely(logits[row], count)
                 top_token_ids[row, :count] = ids
-                top_logprobs[row, :count] = logits[row, ids] - normalizer
+                top_logprobs[row, :count] = logits[row, ids].astype(np.float64) - normalizer
     return logprobs, top_token_ids, top_logprobs

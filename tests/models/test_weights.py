@@ -1,0 +1,178 @@
+import json
+
+import numpy as np
+import pytest
+from model_factories import to_bfloat16, write_safetensors
+
+from llm_serving.errors import ModelError
+from llm_serving.models.weights import WeightReader, to_float32
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {"a": A, "b": A[:1].astype(np.float16)})
+    return tmp_path
+
+
+def test_tensors_are_read_only_maps_of_what_is_stored(folder):
+    reader = WeightReader(folder)
+    a, b = reader.take("a", (2, 3)), reader.take("b", (1, 3))
+    assert a.dtype == np.float32
+    assert b.dtype == np.float16
+    assert a.tolist() == A.tolist()
+    assert b.tolist() == A[:1].tolist()
+    assert isinstance(a, np.memmap)
+    assert not a.flags.writeable
+    assert reader.num_bytes == 24 + 6
+    reader.check_all_taken()
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [(1.0, 0x3F80), (-2.0, 0xC000), (3.3895314e38, 0x7F7F), (1e-40, 0x0001), (np.inf, 0x7F80), (-0.0, 0x8000)],
+)
+def test_bfloat16_widens_exactly(tmp_path, value, bits):
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.array([bits], np.uint16)})
+    stored = WeightReader(tmp_path).take("a", (1,))
+    assert stored.tolist() == [bits]
+    assert to_float32(stored).view(np.uint32).tolist() == [bits << 16]
+    # bfloat16 keeps 8 bits of a number; below 1e-38 fewer.
+    np.testing.assert_allclose(to_float32(stored)[0], value, rtol=2**-8, atol=1e-40)
+
+
+def test_every_bfloat16_survives_the_way_through_float32():
+    bits = np.arange(0x7F80, dtype=np.uint16)
+    assert (to_bfloat16(to_float32(bits)) == bits).all()
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder):
+    with pytest.raises(ModelError, match=r"tensor c of shape \[4, 5\] is missing"):
+        WeightReader(folder).take("c", (4, 5))
+
+
+def test_another_shape_is_named_beside_the_expected_one(folder):
+    with pytest.raises(ModelError, match=r"model.safetensors: tensor a must have shape \[3, 2\].* Found: \[2, 3\]"):
+        WeightReader(folder).take("a", (3, 2))
+
+
+def test_a_tensor_nobody_took_is_an_error(folder):
+    reader = WeightReader(folder)
+    reader.take("a", (2, 3))
+    with pytest.raises(ModelError, match=r"has no place for tensor b$"):
+        reader.check_all_taken()
+
+
+def test_derived_tables_need_not_be_taken(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {"model.layers.0.self_attn.rotary_emb.inv_freq": A})
+    WeightReader(tmp_path).check_all_taken()
+
+
+def test_stacked_tensors_keep_their_order(folder):
+    write_safetensors(folder / "second.safetensors", {"c": A + 10})
+    stacked = WeightReader(folder).take_rows([("c", 2), ("a", 2)], 3)
+    assert stacked.tolist() == [*(A + 10).tolist(), *A.tolist()]
+
+
+def test_stacked_tensors_of_different_types_become_float32(folder):
+    write_safetensors(folder / "second.safetensors", {"c": to_bfloat16(A)})
+    stacked = WeightReader(folder).take_rows([("c", 2), ("b", 1)], 3)
+    assert stacked.dtype == np.float32
+    assert stacked.tolist() == [*A.tolist(), *A[:1].tolist()]
+
+
+def test_names_of_mindformers_are_understood(tmp_path):
+    names = {
+        "model.tok_embeddings.embedding_weight": "model.embed_tokens.weight",
+        "model.layers.3.attention.wq.weight": "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.3.attention.wk.weight": "model.layers.3.self_attn.k_proj.weight",
+        "model.layers.3.attention.wv.bias": "model.layers.3.self_attn.v_proj.bias",
+        "model.layers.3.attention.wo.weight": "model.layers.3.self_attn.o_proj.weight",
+        "model.layers.3.feed_forward.w1.weight": "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.3.feed_forward.w2.weight": "model.layers.3.mlp.down_proj.weight",
+        "model.layers.3.feed_forward.w3.weight": "model.layers.3.mlp.up_proj.weight",
+        "model.layers.3.attention_norm.weight": "model.layers.3.input_layernorm.weight",
+        "model.layers.3.ffn_norm.weight": "model.layers.3.post_attention_layernorm.weight",
+        "model.norm_out.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    write_safetensors(tmp_path / "model.safetensors", {name: A + i for i, name in enumerate(names)})
+    reader = WeightReader(tmp_path)
+    for index, name in enumerate(names.values()):
+        assert reader.take(name, (2, 3)).tolist() == (A + index).tolist()
+    reader.check_all_taken()
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_an_index_names_the_files(tmp_path):
+    write_safetensors(tmp_path / "model-1.safetensors", {"a": A})
+    write_safetensors(tmp_path / "model-2.safetensors", {"b": A})
+    write_safetensors(tmp_path / "other.safetensors", {"unrelated": A})
+    write_index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    reader = WeightReader(tmp_path)
+    assert "a" in reader
+    assert "b" in reader
+    assert "unrelated" not in reader
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    write_index(tmp_path, {"a": "model-1.safetensors"})
+    with pytest.raises(ModelError, match=r"model-1\.safetensors is missing"):
+        WeightReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", 7])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    write_index(tmp_path, {"a": name})
+    with pytest.raises(ModelError, match="must name files of its own folder"):
+        WeightReader(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_malformed_index_is_an_error(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="must hold a JSON object with `weight_map`"):
+        WeightReader(tmp_path)
+
+
+def test_a_folder_without_safetensors_says_so(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no \*.safetensors file$"):
+        WeightReader(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin must be converted to safetensors first"):
+        WeightReader(tmp_path)
+
+
+def entry(**changes):
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (entry(dtype="I64"), "tensor a must be F32, F16, BF16. Found: 'I64'"),
+        (entry(shape=[3]), "tensor a of 12 bytes must lie within"),
+        (entry(data_offsets=[8, 16]), "Found: bytes 8 to 16"),
+        (entry(data_offsets=[-8, 0]), "Found: bytes -8 to 0"),
+        (entry(shape=[-1, -2]), "must lie within"),
+        (entry(shape=None), "is not a safetensors file"),
+        ({"a": 3}, "is not a safetensors file"),
+        ([], "is not a safetensors file"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_an_error(tmp_path, header, message):
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ModelError, match=message):
+        WeightReader(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, (100).to_bytes(8, "little") + b"{}"])
+def test_a_file_that_is_cut_short_is_an_error(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="is not a safetensors file or is cut short"):
+        WeightReader(tmp_path)

@@ -1,0 +1,91 @@
+"""Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
+
+import numpy as np
+
+from llm_serving.core.step import SamplingInput, StepInput
+
+_DEFAULTS = {
+    "temperature": (np.float32, 0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "presence_penalty": (np.float32, 0),
+    "frequency_penalty": (np.float32, 0),
+    "seed": (np.uint64, 0),
+    "position": (np.int32, 0),
+    "num_logprobs": (np.int32, -1),
+    "history_prompt_lens": (np.int32, 0),
+}
+
+
+def sampling_input(num_samples, history=None, bias=None, **fields):
+    """Greedy samples; a field is one value for all or a list.
+
+    Args:
+        num_samples: S.
+        history: Sample -> token ids, for samples with penalties.
+        bias: Sample -> {token id: value}.
+        fields: Any per-sample field of `SamplingInput`.
+    """
+    arrays = {
+        name: np.array(np.broadcast_to(np.asarray(fields.pop(name, default), dtype), num_samples))
+        for name, (dtype, default) in _DEFAULTS.items()
+    }
+    assert not fields, fields
+    histories = [list((history or {}).get(row, ())) for row in range(num_samples)]
+    biases = [dict((bias or {}).get(row, {})) for row in range(num_samples)]
+    return SamplingInput(
+        **arrays,
+        history_offsets=_offsets(histories),
+        history_token_ids=np.array([token_id for entry in histories for token_id in entry], np.int32),
+        bias_offsets=_offsets(biases),
+        bias_token_ids=np.array([token_id for entry in biases for token_id in entry], np.int32),
+        bias_values=np.array([value for entry in biases for value in entry.values()], np.float32),
+    )
+
+
+def step_input(rows, step=0, samples=None, sampling=None):
+    """A step of rows (token_ids, num_computed, block_ids).
+
+    Args:
+        rows: One triple for each request.
+        step: Its number.
+        samples: Rows that sample; all by default.
+        sampling: How; greedy by default.
+    """
+    width = max(len(blocks) for _, _, blocks in rows)
+    sample_rows = np.array(range(len(rows)) if samples is None else samples, np.int32)
+    return StepInput(
+        step=step,
+        token_ids=np.array([token_id for token_ids, _, _ in rows for token_id in token_ids], np.int32),
+        query_lens=np.array([len(token_ids) for token_ids, _, _ in rows], np.int32),
+        num_computed=np.array([num_computed for _, num_computed, _ in rows], np.int32),
+        block_tables=np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32),
+        sample_rows=sample_rows,
+        sampling=sampling or sampling_input(len(sample_rows)),
+    )
+
+
+def select_samples(sampling, rows):
+    """The sampling input of some of the samples, in the order of `rows`."""
+    fields = {name: getattr(sampling, name)[rows] for name in _DEFAULTS}
+    histories = [_part(sampling.history_token_ids, sampling.history_offsets, row) for row in rows]
+    bias_ids = [_part(sampling.bias_token_ids, sampling.bias_offsets, row) for row in rows]
+    bias_values = [_part(sampling.bias_values, sampling.bias_offsets, row) for row in rows]
+    return SamplingInput(
+        **fields,
+        history_offsets=_offsets(histories),
+        history_token_ids=np.concatenate(histories),
+        bias_offsets=_offsets(bias_ids),
+        bias_token_ids=np.concatenate(bias_ids),
+        bias_values=np.concatenate(bias_values),
+    )
+
+
+def _part(values, offsets, row):
+    return values[offsets[row] : offsets[row + 1]]
+
+
+def _offsets(parts):
+    return np.cumsum([0, *map(len, parts)]).astype(np.int32)

@@ -1,0 +1,126 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from step_factories import sampling_input, step_input
+
+from llm_serving.errors import WorkerError
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs, resolve_token_ids
+
+LIMITS = ModelLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
+
+
+def build(step, previous=NO_TOKENS, limits=LIMITS):
+    return build_model_inputs(step, previous, limits)
+
+
+def test_a_chunk_of_a_prompt_beside_a_decode_row():
+    inputs = build(step_input([([11, 12, 13], 3, [7, 2]), ([21], 8, [1, 5, 9])]))
+    assert inputs.token_ids.tolist() == [11, 12, 13, 21]
+    assert inputs.positions.tolist() == [3, 4, 5, 8]
+    assert inputs.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1, 9 * 4 + 0]
+    assert inputs.block_tables.tolist() == [[7, 2, 0], [1, 5, 9]]
+    assert inputs.query_lens.tolist() == [3, 1]
+    assert inputs.context_lens.tolist() == [6, 9]
+    assert inputs.sample_indices.tolist() == [2, 3]
+
+
+def test_decode_rows_only():
+    inputs = build(step_input([([1], 0, [3]), ([2], 5, [4, 6])]))
+    assert inputs.positions.tolist() == [0, 5]
+    assert inputs.slot_mapping.tolist() == [12, 25]
+    assert inputs.context_lens.tolist() == [1, 6]
+    assert inputs.sample_indices.tolist() == [0, 1]
+
+
+def test_only_the_last_tokens_of_sampling_rows_are_sampled():
+    rows = [([1, 2], 0, [1]), ([3], 0, [2]), ([4, 5, 6], 0, [3])]
+    assert build(step_input(rows, samples=[0, 2])).sample_indices.tolist() == [1, 5]
+    assert build(step_input(rows, samples=[])).sample_indices.tolist() == []
+
+
+def test_every_array_is_int32_and_contiguous():
+    for rows in ([([1], 0, [3]), ([2], 5, [4, 6])], [([1, 2], 0, [3])]):
+        for array in build(step_input(rows)).arrays():
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+
+
+def test_references_take_the_tokens_of_the_previous_step():
+    inputs = build(step_input([([-2], 3, [1]), ([5], 0, [2]), ([-1], 0, [3])]), previous=np.array([40, 41], np.int32))
+    assert inputs.token_ids.tolist() == [41, 5, 40]
+
+
+def test_a_reference_to_a_failed_sample_stands_for_any_token():
+    assert resolve_token_ids(np.array([-1, -2], np.int32), np.array([-1, 9], np.int32)).tolist() == [0, 9]
+
+
+def test_resolving_leaves_the_step_as_it_was():
+    token_ids = np.array([-1, 3], np.int32)
+    resolve_token_ids(token_ids, np.array([8], np.int32))
+    assert token_ids.tolist() == [-1, 3]
+
+
+def test_a_reference_past_the_previous_step_is_an_error():
+    with pytest.raises(WorkerError, match="refers to sample 2 of the previous step, which chose 2 tokens"):
+        build(step_input([([-3], 0, [1])]), previous=np.array([1, 2], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([([100], 0, [1])], "token_ids must be below 100. Given: 100"),
+        ([([1], 0, [10])], "block_tables must hold ids from 0 to 9. Given: 10 to 10"),
+        ([([1], 0, [-1])], "block_tables must hold ids from 0 to 9. Given: -1 to -1"),
+        ([([1], 4, [1])], "block_tables has 1 columns of 4 tokens; a row of this step has 5"),
+        ([([1], 64, list(range(10)) * 2)], "at most 64 tokens. Given: 65"),
+        ([([1], -1, [1])], "num_computed must be from 0 to 64. Given: -1 to -1"),
+        ([([1], 2**31 - 1, [1])], "num_computed must be from 0 to 64"),
+        ([([], 0, [1]), ([1, 2], 0, [2])], "query_lens must be at least 1 each and 2 together. Given: least 0, sum 2"),
+    ],
+)
+def test_a_step_that_reaches_outside_is_refused(rows, message):
+    with pytest.raises(WorkerError, match=message):
+        build(step_input(rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_lens": np.array([2, 2], np.int32)}, "3 together. Given: least 2, sum 4"),
+        ({"num_computed": np.array([0], np.int32)}, "one entry a row. Given: 2, 1, 2"),
+        ({"sample_rows": np.array([1, 0], np.int32)}, r"sample_rows must ascend from 0 to at most 1. Given: \[1, 0\]"),
+        ({"sample_rows": np.array([0, 2], np.int32)}, "sample_rows must ascend"),
+        ({"sampling": sampling_input(1)}, "sampling must describe 2 samples. Given: 1"),
+        ({"query_lens": np.array([], np.int32)}, "at least one row"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(changes, message):
+    step = step_input([([1, 2], 0, [1]), ([3], 0, [2])])
+    with pytest.raises(WorkerError, match=message):
+        build(dataclasses.replace(step, **changes))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_indices_equal_those_of_a_loop_over_tokens(lengths, block_size, random):
+    limits = ModelLimits(100, 64, 500, block_size)
+    rows = []
+    for query_len, num_computed in lengths:
+        num_blocks = -(-(query_len + num_computed) // block_size)
+        rows.append(
+            ([random.randrange(100) for _ in range(query_len)], num_computed, random.sample(range(500), num_blocks))
+        )
+    positions, slots = [], []
+    for token_ids, num_computed, blocks in rows:
+        for position in range(num_computed, num_computed + len(token_ids)):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+    inputs = build(step_input(rows), limits=limits)
+    assert inputs.positions.tolist() == positions
+    assert inputs.slot_mapping.tolist() == slots

@@ -1,0 +1,288 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_factories import sampling_input, select_samples
+
+from llm_serving.errors import WorkerError
+from llm_serving.worker.model_inputs import NO_TOKENS
+from llm_serving.worker.sampler import _choose_from_all, check_sampling, sample
+
+NAN, INF = math.nan, math.inf
+
+
+def choose(logits, previous=NO_TOKENS, **fields):
+    """The output of step 3 for rows of logits."""
+    logits = np.array(logits, np.float32)
+    sampling = fields.pop("sampling", None) or sampling_input(len(logits), **fields)
+    check_sampling(sampling, logits.shape[1])
+    return sample(3, logits, sampling, np.array(previous, np.int32))
+
+
+def tokens(logits, **fields):
+    return choose(logits, **fields).token_ids.tolist()
+
+
+def frequencies(logits, draws=20_000, **fields):
+    """How often each token of one row of logits is chosen over as many positions."""
+    rows = np.broadcast_to(np.array(logits, np.float32), (draws, len(logits))).copy()
+    chosen = choose(rows, position=np.arange(draws), **{"temperature": 1, **fields}).token_ids
+    return np.bincount(chosen, minlength=len(logits)) / draws
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_lowest_id():
+    output = choose([[0, 5, 5, 1], [-3, -4, -9, -3]])
+    assert output.step == 3
+    assert output.token_ids.tolist() == [1, 0]
+    assert output.token_ids.dtype == np.int32
+    assert output.row_errors == {}
+
+
+def test_no_samples_give_an_empty_output():
+    output = choose(np.zeros((0, 4)))
+    assert output.token_ids.tolist() == []
+    assert output.top_token_ids.shape == (0, 0)
+
+
+def test_logits_are_not_changed():
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    before = logits.copy()
+    logits.flags.writeable = False
+    fields = {"temperature": [0.7, 0, 1], "repetition_penalty": 2, "top_p": 0.5, "num_logprobs": 3}
+    sample(0, logits, sampling_input(3, history={0: [1, 2]}, bias={1: {3: 9.0}}, **fields), NO_TOKENS)
+    assert (logits == before).all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_row_without_a_choice_is_an_error_of_its_own(bad):
+    output = choose([[1, 2], [bad, 2], [3, 2]], num_logprobs=0)
+    assert output.token_ids.tolist() == [1, -1, 0]
+    assert list(output.row_errors) == [1]
+    assert f"allow no choice: the largest is {bad}" in output.row_errors[1]
+    assert output.logprobs[0] == pytest.approx(-math.log1p(math.exp(-1)))
+
+
+def test_a_row_of_minus_infinity_is_an_error():
+    assert list(choose([[-INF, -INF]], temperature=1).row_errors) == [0]
+
+
+def test_a_nan_row_leaves_random_rows_as_they_are_alone():
+    logits = np.random.default_rng(1).normal(size=(3, 40))
+    logits[1, 7] = NAN
+    together = choose(logits, temperature=1, seed=[1, 2, 3])
+    assert together.token_ids[1] == -1
+    assert together.token_ids[[0, 2]].tolist() == tokens(logits[[0, 2]], temperature=1, seed=[1, 3])
+
+
+def test_frequencies_follow_the_softmax_of_logits_over_temperature():
+    logits = np.array([1.0, 0.0, -1.0, 2.5])
+    for temperature in (0.5, 1.0, 2.0):
+        expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+        # Four standard deviations of a share over 20,000 draws are at most 0.0142.
+        np.testing.assert_allclose(frequencies(logits, temperature=temperature), expected, atol=0.0142)
+
+
+def test_frequencies_across_several_sums_of_the_two_level_choice():
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=300)
+    expected = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(frequencies(logits), expected, atol=4 * math.sqrt(expected.max() / 20_000))
+
+
+def test_a_forbidden_token_is_never_drawn():
+    assert frequencies([0, -INF, 0, -INF])[[1, 3]].tolist() == [0, 0]
+
+
+def test_the_largest_draw_takes_the_last_token_with_any_weight():
+    weights = np.zeros((2, 256), np.float32)
+    weights[0, :3] = 1 / 3
+    weights[1, [5, 200]] = 0.1, 1
+    assert _choose_from_all(weights, np.full(2, 1 - 2.0**-53)).tolist() == [2, 200]
+    assert _choose_from_all(weights, np.zeros(2)).tolist() == [0, 5]
+
+
+def test_top_k_keeps_the_k_largest_and_of_equals_the_lowest_ids():
+    assert (frequencies([1, 3, 3, 3, 2], top_k=2) > 0).tolist() == [False, True, True, False, False]
+
+
+def test_top_k_of_one_is_greedy_at_any_temperature():
+    assert tokens([[1, 1.0000001, 0]] * 50, temperature=100, top_k=1, position=np.arange(50)) == [1] * 50
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    logits = np.log([0.4, 0.1, 0.3, 0.2])
+    assert (frequencies(logits, top_p=0.35) > 0).tolist() == [True, False, False, False]
+    assert (frequencies(logits, top_p=0.65) > 0).tolist() == [True, False, True, False]
+    assert (frequencies(logits, top_p=0.75) > 0).tolist() == [True, False, True, True]
+    assert (frequencies(logits, top_p=0.95) > 0).tolist() == [True, True, True, True]
+
+
+def test_top_p_counts_only_what_top_k_left():
+    # Of 0.4 and 0.3 the first alone holds 0.57.
+    logits = np.log([0.4, 0.1, 0.3, 0.2])
+    assert (frequencies(logits, top_k=2, top_p=0.55) > 0).tolist() == [True, False, False, False]
+    np.testing.assert_allclose(frequencies(logits, top_k=2, top_p=0.6), [4 / 7, 0, 3 / 7, 0], atol=0.0142)
+
+
+def test_min_p_drops_what_is_less_likely_than_its_share_of_the_best():
+    logits = np.log([0.5, 0.26, 0.24])
+    assert (frequencies(logits, min_p=0.5) > 0).tolist() == [True, True, False]
+    assert (frequencies(logits, min_p=1.0) > 0).tolist() == [True, False, False]
+
+
+def test_the_smallest_top_p_leaves_the_best_token():
+    assert tokens(np.arange(12.0).reshape(2, 6), temperature=50, top_p=1e-30) == [5, 5]
+
+
+def test_top_p_over_a_flat_vocabulary_needs_more_than_the_first_ranking():
+    share = frequencies(np.zeros(5000), top_p=0.5, draws=2_000)
+    assert share[:2500].sum() == 1
+
+
+def test_the_same_seed_and_position_give_the_same_token():
+    logits = np.zeros((4, 1000))
+    first = tokens(logits, temperature=1, seed=[1, 1, 2, 1], position=[5, 5, 5, 6])
+    assert first[0] == first[1]
+    assert len(set(first)) == 3
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+    # Token 0: 3 / 2 = 1.5. Token 1: -1 * 2 = -2. Tokens once or often in the history are treated alike.
+    assert tokens([[3, -1, 1.6]], repetition_penalty=2, history={0: [0, 0, 1]}) == [2]
+    assert tokens([[3, -1, 1.4]], repetition_penalty=2, history={0: [0, 0, 1]}) == [0]
+    assert tokens([[-9, -1, -1.9]], repetition_penalty=2, history={0: [1]}) == [2]
+
+
+def test_presence_and_frequency_penalties_look_at_the_output_only():
+    history = {0: [0, 0, 1, 1]}
+    assert tokens([[5, 3]], presence_penalty=2.5, history=history, history_prompt_lens=2) == [0]
+    assert tokens([[3, 5]], presence_penalty=2.5, history=history, history_prompt_lens=2) == [0]
+    assert tokens([[3, 5]], presence_penalty=1.5, history=history, history_prompt_lens=2) == [1]
+    assert tokens([[3, 5]], frequency_penalty=1.1, history=history, history_prompt_lens=2) == [0]
+
+
+def test_a_history_may_end_in_a_token_of_the_previous_step():
+    assert tokens([[5, 4]], presence_penalty=2, history={0: [-2]}, previous=[9, 0]) == [1]
+
+
+def test_bias_forbids_and_forces():
+    assert tokens([[5, 4, 3]] * 2, bias={0: {0: -INF}, 1: {2: 100.0, 0: -100.0}}) == [1, 2]
+
+
+def test_bias_that_forbids_everything_is_an_error_of_its_row():
+    output = choose([[5, 4]] * 2, bias={0: {0: -INF, 1: -INF}}, temperature=1)
+    assert output.row_errors == {0: "penalties and bias leave no token to choose"}
+    assert output.token_ids[0] == -1
+
+
+def test_logprobs_are_of_the_model_not_of_the_changed_distribution():
+    logits = np.array([[1.0, 3.0, 2.0]])
+    output = choose(logits, temperature=9, num_logprobs=2, bias={0: {1: -INF, 2: -INF}})
+    exact = logits[0] - np.log(np.exp(logits[0]).sum())
+    assert output.token_ids.tolist() == [0]
+    assert output.logprobs == pytest.approx(exact[[0]], abs=1e-6)
+    assert output.top_token_ids.tolist() == [[1, 2]]
+    assert output.top_logprobs[0] == pytest.approx(exact[[1, 2]], abs=1e-6)
+
+
+def test_places_past_a_rows_own_logprobs_are_empty():
+    output = choose([[1, 2, 3]] * 3, num_logprobs=[-1, 2, 0])
+    assert output.top_token_ids.tolist() == [[-1, -1], [2, 1], [-1, -1]]
+    assert output.top_logprobs[0].tolist() == [-INF, -INF]
+    assert output.logprobs[1] == output.top_logprobs[1, 0] == output.logprobs[2]
+
+
+def test_more_logprobs_than_tokens_give_all_tokens():
+    assert choose([[1, 2]], num_logprobs=5).top_token_ids.tolist() == [[1, 0, -1, -1, -1]]
+
+
+@st.composite
+def batches(draw):
+    """Logits of an odd shape and a mixture of every kind of sampling."""
+    num_samples, vocab_size = draw(st.integers(2, 9)), draw(st.sampled_from([3, 128, 257, 1000]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = rng.normal(scale=rng.choice([0.1, 3.0]), size=(num_samples, vocab_size)).astype(np.float32)
+    pick = lambda *values: rng.choice(values, num_samples)  # noqa: E731
+    sampling = sampling_input(
+        num_samples,
+        temperature=pick(0, 0.5, 1, 3),
+        top_k=pick(0, 0, 1, 2, 40),
+        top_p=pick(1, 1, 0.3, 0.9),
+        min_p=pick(0, 0, 0.1),
+        repetition_penalty=pick(1, 1.3),
+        presence_penalty=pick(0, 0.5),
+        frequency_penalty=pick(0, -0.2),
+        seed=rng.integers(0, 2**63, num_samples).astype(np.uint64),
+        position=rng.integers(0, 4096, num_samples),
+        num_logprobs=pick(-1, 0, 3),
+        history={row: rng.integers(0, vocab_size, 20).tolist() for row in range(0, num_samples, 2)},
+        history_prompt_lens=5,
+        bias={row: {int(rng.integers(vocab_size)): float(rng.normal())} for row in range(0, num_samples, 3)},
+    )
+    return logits, sampling
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
+    logits, sampling = batch
+    together = sample(0, logits, sampling, NO_TOKENS)
+    backwards = np.arange(len(logits))[::-1]
+    turned = sample(0, logits[backwards].copy(), select_samples(sampling, backwards), NO_TOKENS)
+    assert turned.token_ids[backwards].tolist() == together.token_ids.tolist()
+    assert turned.logprobs[backwards].tobytes() == together.logprobs.tobytes()
+    for row in range(len(logits)):
+        alone = sample(0, logits[row : row + 1].copy(), select_samples(sampling, [row]), NO_TOKENS)
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
+        width = alone.top_logprobs.shape[1]
+        assert alone.top_token_ids.tolist() == together.top_token_ids[row : row + 1, :width].tolist()
+        assert alone.top_logprobs.tobytes() == together.top_logprobs[row : row + 1, :width].tobytes()
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches())
+def test_a_random_row_obeys_its_filters(batch):
+    """A slow and obvious twin: sort everything, keep prefixes, invert the cumulative sum in float64."""
+    logits, sampling = batch
+    chosen = sample(0, logits, sampling, NO_TOKENS).token_ids
+    for row in np.flatnonzero(sampling.temperature > 0):
+        values = _adjusted(logits[row].astype(np.float64), sampling, row)
+        order = np.lexsort((np.arange(len(values)), -values))
+        weights = np.exp((values[order] - values[order[0]]) / sampling.temperature[row])
+        # A share of one millionth either way absorbs the float32 arithmetic of the sampler at the borders.
+        keep = max(1, (weights >= sampling.min_p[row] * (1 - 1e-6)).sum())
+        if sampling.top_k[row] > 0:
+            keep = min(keep, sampling.top_k[row])
+        cumulative = weights[:keep].cumsum()
+        keep = min(keep, int((cumulative < sampling.top_p[row] * cumulative[-1] * (1 + 1e-6)).sum()) + 1)
+        floor = values[order[keep - 1]] - 1e-5
+        assert values[chosen[row]] >= floor
+
+
+def _adjusted(values, sampling, row):
+    tokens = sampling.history_token_ids[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
+    for token_id in set(tokens.tolist()):
+        factor = float(sampling.repetition_penalty[row])
+        values[token_id] = values[token_id] / factor if values[token_id] > 0 else values[token_id] * factor
+    output = tokens[sampling.history_prompt_lens[row] :].tolist()
+    for token_id in set(output):
+        values[token_id] -= sampling.presence_penalty[row] + sampling.frequency_penalty[row] * output.count(token_id)
+    for place in range(sampling.bias_offsets[row], sampling.bias_offsets[row + 1]):
+        values[sampling.bias_token_ids[place]] += sampling.bias_values[place]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"history": {0: [4]}}, "history_token_ids must be below 4"),
+        ({"bias": {1: {4: 1.0}}}, "bias_token_ids must be below 4"),
+        ({"bias": {1: {-1: 1.0}}}, "bias_token_ids must be at least 0. Given: -1"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(fields, message):
+    with pytest.raises(WorkerError, match=message):
+        check_sampling(sampling_input(2, **fields), 4)
