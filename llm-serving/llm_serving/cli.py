@@ -1,4 +1,4 @@
-"""The console command `llm-serving`: serve, config check, version."""
+"""The console command `llm-serving`: serve, start, stop, config check, version."""
 
 import argparse
 import contextlib
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_serving import __version__
+from llm_serving import __version__, launcher
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError
@@ -37,10 +37,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="llm-serving", description="LLM serving on MindSpore.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start the master, its WorkAgents and the HTTP server")
-    _add_config_arguments(serve)
-    serve.add_argument("--port", type=int, metavar="N", help="port of the HTTP server (serving_config.server_port)")
+    serve = commands.add_parser("serve", help="run the master, its WorkAgents and the HTTP server until interrupted")
+    _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
+
+    start = commands.add_parser("start", help="serve in the background; returns when requests are answered")
+    _add_serve_arguments(start)
+    _add_run_dir_argument(start)
+    start.set_defaults(run=_start)
+
+    stop = commands.add_parser("stop", help="end what `start` started")
+    stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
+    _add_run_dir_argument(stop)
+    stop.set_defaults(run=_stop)
 
     config = commands.add_parser("config", help="work with a configuration")
     config_commands = config.add_subparsers(required=True, metavar="COMMAND")
@@ -63,6 +72,16 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser)
+    parser.add_argument("--port", type=int, metavar="N", help="port of the HTTP server (serving_config.server_port)")
+
+
+def _add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
+    help_text = "where pids and logs of background servers are kept"
+    parser.add_argument("--run-dir", type=Path, default=Path(".run"), metavar="FOLDER", help=help_text)
+
+
 def _load(arguments: argparse.Namespace) -> ServingConfig:
     overrides = list(arguments.overrides)
     if getattr(arguments, "port", None) is not None:
@@ -70,10 +89,15 @@ def _load(arguments: argparse.Namespace) -> ServingConfig:
     return load_config(arguments.config, overrides, arguments.model)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _load_servable(arguments: argparse.Namespace) -> ServingConfig:
     config = _load(arguments)
     if config.model.model_path is None:
         raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")
+    return config
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = _load_servable(arguments)
     configure_logging(config.serving.log_level, "master")
     for notice in config.notices:
         get_logger(__name__).warning(notice)
@@ -81,6 +105,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     from llm_serving import master
 
     return int(master.run(config))
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    return launcher.start(_load_servable(arguments), _serve_arguments(arguments), arguments.run_dir)
+
+
+def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of `serve` that mean the same."""
+    pairs = [("--config", arguments.config), ("--model", arguments.model), ("--port", arguments.port)]
+    pairs += [("--set", override) for override in arguments.overrides]
+    return [text for name, value in pairs if value is not None for text in (name, str(value))]
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    return launcher.stop(arguments.run_dir, arguments.port)
 
 
 def _check(arguments: argparse.Namespace) -> int:

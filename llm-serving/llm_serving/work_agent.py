@@ -32,7 +32,7 @@ from llm_serving.transport.messages import (
     Welcome,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
-from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.loading import load_runner
 
 logger = get_logger(__name__)
 
@@ -62,8 +62,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
         return
     try:
-        runner = ModelRunner.load(settings, on_progress=lambda text: channel.send(Progress(text)))
-        runner.warm_up()
+        runner = load_runner(settings, on_progress=lambda text: channel.send(Progress(text)))
     except LLMServingError as error:
         channel.send(Failed(str(error)))
         return
@@ -71,7 +70,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         logger.exception("the model cannot be loaded")
         channel.send(Failed(f"the model cannot be loaded: {error}"))
         return
-    channel.send(Loaded(runner.num_blocks, runner.block_size, runner.vocab_size, runner.backend_name))
+    channel.send(Loaded(runner.kv_tensors.num_blocks))
     buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
     for message in _steps(channel):
         try:

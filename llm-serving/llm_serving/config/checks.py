@@ -63,6 +63,10 @@ def check_sections(values: Values) -> None:
             "pa_config.decode_seq_length",
             f"{decode_length} is less than max_generate_length {length}, which counts",
         )
+    budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
+    if budget < seqs:
+        rule = f"must be at least model_config.decode_batch_size {seqs}: a step has room for every running request"
+        raise _error(values, "scheduler_config.max_prefill_tokens", rule, budget)
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is not None and num_blocks * block_size < length:
         _notice(

@@ -6,13 +6,13 @@ from typing import Final
 ALIASES: Final[Mapping[str, str]] = {
     # Every older sample writes the waiting times into model_config; the older loader read them from serving_config.
     "serving_config.batch_waiting_time": "model_config.batch_waiting_time",
-    "serving_config.decode_batch_waiting_time": "model_config.decode_batch_waiting_time",
     "tokenizer.vocab_file": "model_config.tokenizer_path",
 }
 """Key as written -> key that is meant."""
 
 _STEPS_ARE_PACKED: Final = "steps are packed and shapes are dynamic"
 _GRAPH_BUILT_HERE: Final = "the graph is built from the model's folder"
+_JOIN_AT_ONCE: Final = "prefilled requests join the running ones at the next step"
 _INPUTS_BUILT_HERE: Final = "the inputs of a step follow from its requests"
 
 NO_MEANING: Final[Mapping[str, str]] = {
@@ -20,6 +20,8 @@ NO_MEANING: Final[Mapping[str, str]] = {
     "model_config.model_type": _STEPS_ARE_PACKED,
     "model_config.seq_type": _STEPS_ARE_PACKED,
     "model_config.current_index": _STEPS_ARE_PACKED,
+    "model_config.decode_batch_waiting_time": _JOIN_AT_ONCE,
+    "serving_config.decode_batch_waiting_time": _JOIN_AT_ONCE,
     "model_path.prefill_model": _GRAPH_BUILT_HERE,
     "model_path.decode_model": _GRAPH_BUILT_HERE,
     "model_path.argmax_model": _GRAPH_BUILT_HERE,

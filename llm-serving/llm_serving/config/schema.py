@@ -78,9 +78,6 @@ class ModelConfig:
     batch_waiting_time: float = option(0.0, seconds())
     """Seconds an idle server waits for more prompts before it starts a prefill step (static batching: a batch)."""
 
-    decode_batch_waiting_time: float = option(0.0, seconds())
-    """Seconds that newly prefilled requests may wait for others before they join the running ones."""
-
     batching_strategy: str = option("continuous", choice(BATCHING_STRATEGIES))
     """`continuous`: the batch is formed anew at every step. `static`: collect a batch and run it to its end."""
 
@@ -137,9 +134,6 @@ class CacheConfig:
 
     decode_seq_length: int | None = option(None, integer(1))
     """Tokens. Older files repeat `max_generate_length` here; it limits nothing, a smaller value earns a notice."""
-
-    enable_prefix_caching: bool = option(False, boolean())
-    """Reuse full blocks of equal prefixes."""
 
 
 @dataclass(frozen=True, kw_only=True)

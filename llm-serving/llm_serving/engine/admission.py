@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llm_serving.config.schema import ModelConfig
+from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
 
@@ -40,9 +42,15 @@ def check_request(
     _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
 
 
-def stop_token_ids(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer."""
+    configured = () if config.end_token is None else (config.end_token,)
+    return frozenset((*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids))
+
+
+def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
     """All ids that end the request's output."""
-    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
 
 
 def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_request, stop_token_ids
+from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
@@ -92,6 +92,7 @@ class AsyncEngine:
         self._threads: list[threading.Thread] = []
         self._streams: dict[str, RequestStream] = {}
         self._owners: dict[str, Engine] = {}
+        self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
         self._counter = itertools.count()
         self._progress = "starting"
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,7 +163,7 @@ class AsyncEngine:
             request_id=f"{request_id}-{next(self._counter)}",
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
-            stop_token_ids=stop_token_ids(sampling, self.tokenizer.eos_token_ids),
+            stop_token_ids=stop_token_ids(sampling, self._end_ids),
             priority=priority,
             arrival_time=self._clock(),
         )

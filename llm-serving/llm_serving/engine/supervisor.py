@@ -70,7 +70,7 @@ def start_work_agent(config: ServingConfig, index: int, on_progress: Callable[[s
     """
     port = config.serving.agent_ports[index]
     listener = _listen(port)
-    settings = _load_model(config, index)
+    settings = load_settings(config, index)
     buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
     token = secrets.token_hex(16)
     with listener:
@@ -126,7 +126,8 @@ def _spawn(index: int, listen_fd: int, memory_fd: int, log_level: str, token: st
     return process
 
 
-def _load_model(config: ServingConfig, index: int) -> LoadModel:
+def load_settings(config: ServingConfig, index: int) -> LoadModel:
+    """What WorkAgent `index` is told to load."""
     max_model_len = config.model.max_generate_length
     max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_threads = config.device.num_threads
@@ -143,6 +144,7 @@ def _load_model(config: ServingConfig, index: int) -> LoadModel:
         max_num_seqs=max_rows,
         device_target=config.device.device_target,
         device_id=config.serving.start_device_id + index,
+        num_agents=len(config.serving.agent_ports),
         num_threads=num_threads,
         max_device_memory=config.device.max_device_memory,
         enable_graph_kernel=config.device.enable_graph_kernel,

@@ -48,6 +48,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     max_num_seqs: int
     device_target: str
     device_id: int
+    num_agents: int
     num_threads: int | None
     max_device_memory: int | None
     enable_graph_kernel: bool
@@ -65,9 +66,6 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
-    block_size: int
-    vocab_size: int
-    backend: str
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

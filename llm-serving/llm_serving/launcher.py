@@ -1,0 +1,181 @@
+"""Start a server in the background, wait until it serves, stop exactly that one later."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.errors import ConfigError, LLMServingError
+
+POLL_S = 0.1
+STOP_MARGIN_S = 15.0
+"""Seconds beyond `shutdown_timeout_s` that a server gets to end before it is killed."""
+LOG_LINES_SHOWN = 15
+
+
+class StartError(LLMServingError):
+    """The server ended before it was ready."""
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """What is written down about a running server, so that `stop` finds exactly it."""
+
+    pid: int
+    create_time: float
+    """Seconds since the epoch, as the system gives it: a pid that was reused has another."""
+    host: str
+    port: int
+    log: str
+    stop_timeout_s: float
+
+    def process(self) -> psutil.Process | None:
+        """The server's process, if it still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            return process if alive and abs(process.create_time() - self.create_time) < 1.0 else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
+    """Starts `llm-serving serve` in the background and returns when it answers requests.
+
+    Raises:
+        ConfigError: The port is taken, by this server or by another program.
+        StartError: The server ended; the text shows the end of its log.
+    """
+    host, port = config.serving.server_ip, config.serving.server_port
+    if port == 0:
+        raise ConfigError("serving_config.server_port: must be a fixed port to start in the background. Given: 0")
+    folder = run_dir / str(port)
+    running = _read(folder)
+    if running is not None and running.process() is not None:
+        raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); end it with scripts/stop.sh")
+    _check_port(host, port)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "llm_serving", "serve", *serve_arguments]
+        process = subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    timeout = config.serving.shutdown_timeout_s + STOP_MARGIN_S
+    created = psutil.Process(process.pid).create_time()
+    record = ServerRecord(process.pid, created, host, port, str(log), timeout)
+    (folder / "server.json").write_bytes(msgspec.json.encode(record))
+    try:
+        _wait_until_ready(process, record)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        (folder / "server.json").unlink(missing_ok=True)
+        raise
+    _say(f"serving {config.model.model_name} on http://{host}:{port}  (log: {_short(log)})")
+    print(curl_line(config))
+    return 0
+
+
+def stop(run_dir: Path, port: int | None) -> int:
+    """Stops the servers that `start` started: the one on `port`, or all of this folder."""
+    folders = [run_dir / str(port)] if port is not None else sorted(run_dir.glob("*"))
+    count = 0
+    for folder in folders:
+        record = _read(folder)
+        if record is None:
+            continue
+        process = record.process()
+        if process is not None:
+            count += 1
+            _end(process, record.stop_timeout_s)
+            _say(f"stopped the server on port {record.port} (pid {record.pid})")
+        (folder / "server.json").unlink(missing_ok=True)
+    if not count:
+        _say("no server was running" if port is None else f"no server was running on port {port}")
+    return 0
+
+
+def curl_line(config: ServingConfig) -> str:
+    """A command to paste that shows the server at work."""
+    body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
+    url = f"http://{config.serving.server_ip}:{config.serving.server_port}/v1/completions"
+    return f"curl -s {url} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) -> None:
+    shown = ""
+    while True:
+        ready, detail = _health(record.host, record.port)
+        if detail != shown:
+            shown = detail
+            if detail and not ready:
+                _say(detail)
+        if ready:
+            return
+        if process.poll() is not None or detail.startswith("no WorkAgent lives"):
+            tail = Path(record.log).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+            raise StartError("the server did not become ready; its log ends:\n  " + "\n  ".join(tail))
+        time.sleep(POLL_S)
+
+
+def _health(host: str, port: int) -> tuple[bool, str]:
+    """(ready, what it is doing); the text is empty while nothing answers."""
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        content: Any = json.loads(answer.read() or b"{}")
+    except (OSError, http.client.HTTPException, ValueError):
+        return False, ""
+    finally:
+        connection.close()
+    return answer.status == 200, str(content.get("detail", ""))
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            rule = "is in use by another program; end that one or choose another port with --port"
+            raise ConfigError(f"serving_config.server_port: port {port} {rule} ({error.strerror})") from error
+
+
+def _end(process: psutil.Process, timeout_s: float) -> None:
+    """Asks the server to end, insists after `timeout_s`; its WorkAgents follow it."""
+    agents = process.children(recursive=True)
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+    except psutil.TimeoutExpired:
+        process.kill()
+        process.wait()
+    psutil.wait_procs(agents, timeout=STOP_MARGIN_S)
+
+
+def _read(folder: Path) -> ServerRecord | None:
+    try:
+        return msgspec.json.decode((folder / "server.json").read_bytes(), type=ServerRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

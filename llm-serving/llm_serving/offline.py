@@ -1,0 +1,120 @@
+"""Generation without a server: the same engine in one process, its runner in place of a WorkAgent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import monotonic
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.engine.supervisor import load_settings
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.log import get_logger
+from llm_serving.worker.loading import load_runner
+
+logger = get_logger(__name__)
+
+
+class LLM:
+    """A model loaded into this process.
+
+    Only the thread that made it may use it: a network of MindSpore belongs to one thread.
+
+    Example:
+        llm = LLM(load_config(None, [], Path("demo")))
+        print(llm.generate(["Add 17 and 25."], SamplingParams(temperature=0.0))[0].text)
+    """
+
+    def __init__(self, config: ServingConfig) -> None:
+        """Loads the model that `config` names; its `serving_config` has no meaning here.
+
+        Raises:
+            ConfigError: The model or its tokenizer cannot be used.
+        """
+        assert config.model.model_path is not None
+        self.config = config
+        self.model_spec = ModelSpec.from_folder(config.model.model_path)
+        self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+        self.metrics = Metrics(config.model.model_name)
+        runner = load_runner(load_settings(config, 0), logger.info)
+        executor = LocalExecutor(runner)
+        num_blocks = runner.kv_tensors.num_blocks
+        self.engine = build_engine(config, num_blocks, executor, self.tokenizer, self.metrics, self._publish)
+        self._end_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
+        self._counter = itertools.count()
+        self._pieces: dict[str, list[RequestOutput]] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers all prompts, as many at once as the configuration allows.
+
+        Args:
+            prompts: Texts or token ids.
+            sampling: One for all, or one a prompt.
+            priorities: One a prompt, smaller first; None: all the same.
+
+        Returns:
+            One output a prompt, in their order, with the whole text and all tokens.
+
+        Raises:
+            RequestError: A request can never be served; none has been started then.
+        """
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)
+        if priorities is None:
+            priorities = [0] * len(prompts)
+        requests = [self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)]
+        for request in requests:
+            self._pieces[request.request_id] = []
+            self.engine.submit(request)
+        while self.engine.has_unfinished_requests:
+            self.engine.step()
+        return [_joined(self._pieces.pop(request.request_id)) for request in requests]
+
+    def _request(self, prompt: str | list[int], sampling: SamplingParams, priority: int) -> Request:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
+        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks)
+        return Request(
+            request_id=f"offline-{next(self._counter)}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            stop_token_ids=stop_token_ids(sampling, self._end_ids),
+            priority=priority,
+            arrival_time=monotonic(),
+        )
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            self._pieces[piece.request_id].append(piece)
+
+
+def _joined(pieces: list[RequestOutput]) -> RequestOutput:
+    """The pieces of one answer as a single output."""
+    last = pieces[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprobs for piece in pieces for logprobs in piece.logprobs),
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+        num_output_tokens=last.num_output_tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        queued_s=last.queued_s,
+    )

@@ -1,0 +1,65 @@
+"""From the master's settings to a runner that is ready for its first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from llm_serving.backends.base import Backend
+from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.transport.messages import LoadModel
+from llm_serving.worker.device import backend_for, configure_device
+from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
+from llm_serving.worker.model_runner import ModelRunner
+
+RESERVED_BYTES = 2**29
+"""Left of the memory a WorkAgent may take: MindSpore itself, activations, the process."""
+
+SHARE_OF_FREE_MEMORY = 0.5
+"""What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
+
+
+def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> ModelRunner:
+    """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
+
+    Raises:
+        ConfigError: The model cannot be read, or its cache does not fit.
+        KernelError: The kernels asked for cannot be had.
+    """
+    if settings.num_threads is not None:
+        os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
+    device = DeviceConfig(
+        device_target=settings.device_target,
+        kernels=settings.kernels,
+        enable_graph_kernel=settings.enable_graph_kernel,
+        graph_kernel_flags=settings.graph_kernel_flags,
+        save_graphs=settings.save_graphs,
+        save_graphs_path=Path(settings.save_graphs_path),
+        jit_level=settings.jit_level,
+    )
+    configure_device(device, settings.device_id)
+    on_progress("preparing the kernels")
+    backend = backend_for(device, settings.dtype)
+    folder = Path(settings.model_path)
+    spec = ModelSpec.from_folder(folder)
+    num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
+    on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
+    runner = ModelRunner(spec, folder, backend, num_blocks, settings.block_size, settings.max_model_len)
+    on_progress("compiling the network")
+    runner.warm_up()
+    return runner
+
+
+def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
+    """As many blocks as memory allows, at most what all running requests can fill."""
+    one = block_bytes(spec, backend, settings.block_size)
+    useful = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
+    limit = settings.max_device_memory
+    if limit is None:
+        limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
+    weights = spec.num_parameters * one // (settings.block_size * spec.kv_bytes_per_token(1))
+    return min(useful, num_blocks_for(limit - weights - RESERVED_BYTES, spec, backend, settings.block_size))

@@ -1,0 +1,60 @@
+# Sourced by the other scripts: finds Python 3.11, makes a virtual environment and installs the package when something is missing.
+# Sets: root (folder of the project), venv (LLM_SERVING_VENV puts it elsewhere).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${LLM_SERVING_VENV:-$root/.venv}
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# find_python: prints a Python 3.11.
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 is needed and was not found; install it (on Debian: apt-get install python3.11 python3.11-venv)"
+}
+
+# show_progress TITLE: one line that is written over on a terminal, a few plain lines elsewhere.
+show_progress() {
+    local title=$1 line start=$SECONDS
+    if [ -t 2 ]; then
+        while IFS= read -r line; do
+            line=${line#"${line%%[![:space:]]*}"}
+            printf '\r\033[K%s (%d s): %.60s' "$title" $((SECONDS - start)) "$line" >&2
+        done
+        printf '\r\033[K%s: %d s\n' "$title" $((SECONDS - start)) >&2
+    else
+        echo "$title ..." >&2
+        cat >/dev/null
+        echo "$title: $((SECONDS - start)) s" >&2
+    fi
+}
+
+# install EXTRAS: makes $venv hold the package with the given extras; quick when it does already.
+install() {
+    local extras=$1 wanted
+    wanted="$extras $(cat "$root/llm-serving/pyproject.toml" "$root/llm-serving/requirements.lock" | cksum)"
+    # A set-up with the tests' extras serves as well.
+    if grep -qxF "$wanted" "$venv/installed" 2>/dev/null; then
+        return
+    fi
+    if [ ! -x "$venv/bin/python" ]; then
+        local python
+        python=$(find_python) || exit 1
+        "$python" -m venv "$venv" || die "cannot make a virtual environment in $venv (on Debian: python3.11-venv)"
+    fi
+    if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+        -c "$root/llm-serving/requirements.lock" -e "$root/llm-serving$extras" 2>&1 |
+        tee "$venv/install.log" | show_progress "installing into .venv"; then
+        tail -n 20 "$venv/install.log" >&2
+        die "the packages could not be installed; the whole output is in $venv/install.log"
+    fi
+    echo "$wanted" >>"$venv/installed"
+}

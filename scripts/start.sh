@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then serves. Returns when the server answers; --foreground stays until Ctrl-C.
+#
+#   scripts/start.sh [--config YAML] [--model FOLDER] [--set section.key=value ...] [--port N] [--foreground]
+#
+# Without --config and --model it serves the demo model with configs/demo_cpu.yaml.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+command=start
+arguments=()
+has_model=
+for argument in "$@"; do
+    case $argument in
+    --foreground) command=serve ;;
+    -h | --help)
+        sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+    --config | --config=* | --model | --model=*)
+        has_model=yes
+        arguments+=("$argument")
+        ;;
+    *) arguments+=("$argument") ;;
+    esac
+done
+[ -n "$has_model" ] || arguments+=(--config "$root/configs/demo_cpu.yaml")
+
+install ""
+if [ "$command" = serve ]; then
+    exec "$venv/bin/llm-serving" serve "${arguments[@]}"
+fi
+exec "$venv/bin/llm-serving" start --run-dir "$root/.run" "${arguments[@]}"

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Ends the servers that scripts/start.sh started and nothing else.
+#
+#   scripts/stop.sh [--port N]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+[ -x "$venv/bin/llm-serving" ] || die "nothing has been installed in $venv yet, so nothing was started from it"
+exec "$venv/bin/llm-serving" stop --run-dir "$root/.run" "$@"

@@ -1,0 +1,74 @@
+"""The real scripts, the real processes, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Runs scripts/NAME with the interpreter's own environment."""
+    environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix)
+    command = ["bash", str(ROOT / "scripts" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd="/")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that `start_server` started."""
+
+    port: int
+    processes: list[psutil.Process]
+    """The master first, then its WorkAgents."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return (ROOT / ".run" / str(self.port) / "server.log").read_text()
+
+    def client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=200)
+        return httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits)
+
+    def stop(self) -> None:
+        result = run_script("stop.sh", "--port", str(self.port))
+        assert result.returncode == 0, result.stderr
+
+
+def start_server(*arguments: str, num_agents: int = 1) -> Server:
+    port, *agent_ports = free_ports(1 + num_agents)
+    ports = f"serving_config.agent_ports={agent_ports}"
+    result = run_script("start.sh", "--port", str(port), "--set", ports, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "start.sh prints a line to paste"
+    record = json.loads((ROOT / ".run" / str(port) / "server.json").read_text())
+    master = psutil.Process(record["pid"])
+    return Server(port, [master, *master.children(recursive=True)])
+
+
+def shared_memory_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -1,0 +1,177 @@
+"""The shipped model through the real processes: answers are right, and the same alone and under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from server_process import ROOT, Server, shared_memory_names, start_server
+
+pytestmark = pytest.mark.end_to_end
+
+QUESTIONS: list[dict[str, str]] = json.loads(
+    (ROOT / "llm-serving" / "llm_serving" / "demo_model" / "questions.json").read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    before = shared_memory_names()
+    server = start_server("--set", "pa_config.num_blocks=160", "--set", "scheduler_config.max_prefill_tokens=256")
+    yield server
+    server.stop()
+    gone, alive = psutil.wait_procs(server.processes, timeout=10)
+    assert len(gone) == 2 and not alive
+    assert shared_memory_names() == before
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Short and long prompts and answers, greedy and sampled, with and without log-probabilities."""
+    requests = []
+    for index in range(count):
+        question = QUESTIONS[index * 7 % len(QUESTIONS)]
+        request: dict[str, Any] = {"prompt": question["instruction"] + question["input"], "max_tokens": 8 + index % 56}
+        if index % 5 == 1:
+            request["prompt"] = " ".join([request["prompt"]] * (2 + index % 9))
+        if index % 3 == 2:
+            request |= {"temperature": 1.2, "top_p": 0.95, "seed": index, "ignore_eos": True}
+        else:
+            request |= {"temperature": 0}
+        if index % 4 == 3:
+            request |= {"logprobs": 3}
+        if index % 6 == 5:
+            request |= {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+        requests.append(request | {"return_token_ids": True, "priority": index % 3})
+    return requests
+
+
+async def complete(client: httpx.AsyncClient, request: dict[str, Any]) -> bytes:
+    """The answer without what names this one call."""
+    response = await client.post("/v1/completions", json=request)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    return json.dumps(choices, sort_keys=True).encode()
+
+
+async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[str, list[int]]:
+    text, token_ids = "", []
+    async with client.stream("POST", "/v1/completions", json=request | {"stream": True}) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                for choice in json.loads(line[6:])["choices"]:
+                    text += choice["text"]
+                    token_ids += choice.get("token_ids") or []
+    return text, token_ids
+
+
+def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server) -> None:
+    requests = mixed_requests(64)
+
+    async def run() -> tuple[list[bytes], list[bytes]]:
+        async with server.client() as client:
+            alone = [await complete(client, request) for request in requests]
+            together = await asyncio.gather(*(complete(client, request) for request in requests))
+        return alone, list(together)
+
+    alone, together = asyncio.run(run())
+    assert together == alone
+    assert len(set(alone)) > 40, "the requests are meant to differ"
+
+
+def test_streams_under_load_carry_the_same_answer(server: Server) -> None:
+    requests = mixed_requests(24)
+
+    async def run() -> None:
+        async with server.client() as client:
+            whole = [json.loads(await complete(client, request))[0] for request in requests]
+            streams = await asyncio.gather(*(stream(client, request) for request in requests))
+        assert [text for text, _ in streams] == [choice["text"] for choice in whole]
+        assert [ids for _, ids in streams] == [choice["token_ids"] for choice in whole]
+
+    asyncio.run(run())
+
+
+def test_the_shipped_model_answers_its_questions(server: Server) -> None:
+    questions = QUESTIONS[:: max(1, len(QUESTIONS) // 96)]
+
+    async def answer(client: httpx.AsyncClient, question: dict[str, str]) -> bool:
+        body = {"prompt": question["instruction"] + question["input"], "max_tokens": 600, "temperature": 0}
+        response = await client.post("/v1/completions", json=body)
+        return bool(response.json()["choices"][0]["text"].strip() == question["output"].strip())
+
+    async def run() -> list[bool]:
+        async with server.client() as client:
+            return list(await asyncio.gather(*(answer(client, question) for question in questions)))
+
+    right = asyncio.run(run())
+    assert sum(right) >= 0.95 * len(right)
+
+
+def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
+    async def run() -> None:
+        async with server.client() as client:
+            body = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_lines())
+                assert await gauge(client, "vllm:num_requests_running") == 1
+            for _ in range(2000):
+                if await gauge(client, "vllm:num_requests_running") == 0:
+                    break
+            assert await gauge(client, "vllm:kv_cache_usage_perc") == 0
+
+    asyncio.run(run())
+
+
+async def gauge(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
+    """160 blocks are too few for this load: requests lose their blocks, are computed again and end as if alone."""
+    requests = [
+        {"prompt": f"Say {index}.", "max_tokens": 200, "ignore_eos": True, "temperature": 0} for index in range(24)
+    ]
+
+    async def run() -> None:
+        async with server.client() as client:
+            together = await asyncio.gather(*(complete(client, request) for request in requests))
+            assert await gauge(client, "vllm:num_preemptions_total") > 0
+            alone = [await complete(client, request) for request in requests[-6:]]
+        assert together[-6:] == alone
+
+    asyncio.run(run())
+
+
+def test_openai_client(server: Server) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    question = QUESTIONS[0]
+    messages: Any = [{"role": "user", "content": question["instruction"] + question["input"]}]
+    whole = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64)
+    pieces = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64, stream=True)
+    streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert streamed == whole.choices[0].message.content
+    assert streamed.strip() == question["output"]
+
+
+def test_legacy_stream_ends_with_the_whole_text(server: Server) -> None:
+    question = QUESTIONS[1]
+    parameters = {"do_sample": "False", "return_full_text": "True", "max_new_tokens": 64}
+    body = {"inputs": question["instruction"] + question["input"], "parameters": parameters, "stream": True}
+    lines = httpx.post(f"{server.url}/models/llama2/generate_stream", json=body, timeout=60.0).text.splitlines()
+    texts = [json.loads(line)["data"][0]["generated_text"] for line in lines if line]
+    assert "".join(texts[:-1]) == texts[-1]
+    assert texts[-1].strip() == question["output"]
+
+
+def test_log_names_the_longest_output(server: Server) -> None:
+    assert "'max_token_len': " in server.log
