@@ -5,7 +5,7 @@ instruction set and chooses when it is loaded, so the folder may be shared betwe
 
 Environment:
     CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
-    LLM_SERVING_CACHE: The cache folder; otherwise `.kernels` beside this file, or ~/.cache/llm_serving.
+    LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
     LLM_SERVING_ISA: Instruction set to use in place of the best one: avx512_bf16, avx512, avx2 or plain.
     LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
 """
@@ -139,7 +139,7 @@ def _isas() -> list[str]:
 def _cache_folder() -> Path:
     """The first cache folder that can be written."""
     wanted = os.environ.get("LLM_SERVING_CACHE")
-    candidates = [Path(wanted)] if wanted else [_SOURCES.parent / ".kernels", Path.home() / ".cache" / "llm_serving"]
+    candidates = [Path(wanted)] if wanted else [_SOURCES.parent / "build", Path.home() / ".cache" / "llm_serving"]
     for folder in candidates:
         try:
             folder.mkdir(parents=True, exist_ok=True)
