@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import nn, ops
 
 from llm_serving.backends.base import Array, Backend
 
@@ -23,11 +23,14 @@ class Linear(nn.Cell):
         self.product = backend.linear()
         self.has_bias = bias is not None
         if bias is not None:
-            self.bias = backend.vector(bias)
+            # Sums of backends take two tensors of one shape: the bias is looked up once for each row.
+            self.bias = backend.table(bias[None, :])
+            self.repeat = backend.embedding()
             self.add = backend.add()
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         x = self.product(x, self.weight)
         if self.has_bias:
-            x = self.add(x, self.bias)
+            first_row = ops.zeros((x.shape[0],), ms.int32)
+            x = self.add(x, self.repeat(first_row, self.bias))
         return x
