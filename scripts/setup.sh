@@ -1,8 +1,9 @@
 # Sourced by the other scripts: finds Python 3.11, makes a virtual environment and installs the package when something is missing.
-# Sets: root (folder of the project), venv (LLM_SERVING_VENV puts it elsewhere).
+# Sets: root (folder of the project), venv and run_dir (LLM_SERVING_VENV and LLM_SERVING_RUN_DIR put them elsewhere).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${LLM_SERVING_VENV:-$root/.venv}
+run_dir=${LLM_SERVING_RUN_DIR:-$root/.run} # pids and logs of servers in the background
 
 die() {
     echo "error: $*" >&2

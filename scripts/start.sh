@@ -30,4 +30,4 @@ install ""
 if [ "$command" = serve ]; then
     exec "$venv/bin/llm-serving" serve "${arguments[@]}"
 fi
-exec "$venv/bin/llm-serving" start --run-dir "$root/.run" "${arguments[@]}"
+exec "$venv/bin/llm-serving" start --run-dir "$run_dir" "${arguments[@]}"

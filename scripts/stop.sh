@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 [ -x "$venv/bin/llm-serving" ] || die "nothing has been installed in $venv yet, so nothing was started from it"
-exec "$venv/bin/llm-serving" stop --run-dir "$root/.run" "$@"
+exec "$venv/bin/llm-serving" stop --run-dir "$run_dir" "$@"

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from server_process import ROOT, Server, shared_memory_names, start_server
+from server_process import ROOT, Server, metric, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -119,18 +119,13 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
             body = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await anext(response.aiter_lines())
-                assert await gauge(client, "vllm:num_requests_running") == 1
+                assert await metric(client, "vllm:num_requests_running") == 1
             for _ in range(2000):
-                if await gauge(client, "vllm:num_requests_running") == 0:
+                if await metric(client, "vllm:num_requests_running") == 0:
                     break
-            assert await gauge(client, "vllm:kv_cache_usage_perc") == 0
+            assert await metric(client, "vllm:kv_cache_usage_perc") == 0
 
     asyncio.run(run())
-
-
-async def gauge(client: httpx.AsyncClient, name: str) -> float:
-    lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
@@ -142,7 +137,7 @@ def test_preemption_happened_and_nothing_was_lost(server: Server) -> None:
     async def run() -> None:
         async with server.client() as client:
             together = await asyncio.gather(*(complete(client, request) for request in requests))
-            assert await gauge(client, "vllm:num_preemptions_total") > 0
+            assert await metric(client, "vllm:num_preemptions_total") > 0
             alone = [await complete(client, request) for request in requests[-6:]]
         assert together[-6:] == alone
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server_process import ROOT, free_ports, run_script, shared_memory_names, start_server
+from server_process import ROOT, free_ports, metric, run_script, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -29,7 +29,7 @@ def test_two_replicas_serve_and_one_may_die() -> None:
         async def run() -> None:
             async with server.client() as client:
                 streams = [asyncio.create_task(client.post("/v1/completions", json=ENDLESS)) for _ in range(4)]
-                while (await client.get("/serving/get_request_numbers")).json() == 0:
+                while await metric(client, "vllm:num_requests_running") < 4:
                     await asyncio.sleep(0)
                 os.kill(agents[0].pid, signal.SIGKILL)
                 answers = await asyncio.gather(*streams)
@@ -94,7 +94,7 @@ def test_errors_of_the_command_line_are_met_kindly(tmp_path: Path) -> None:
     typo.write_text("model_config:\n    model_path: demo\n    decode_batchsize: 4\n")
     answer = run_script("start.sh", "--config", str(typo))
     assert answer.returncode == 2
-    assert f"{typo}:3" in answer.stderr and "decode_batch_size" in answer.stderr
+    assert "typo.yaml:3" in answer.stderr and "decode_batch_size" in answer.stderr
     answer = run_script("start.sh", "--model", str(tmp_path / "nowhere"))
     assert answer.returncode == 2
     assert "nowhere" in answer.stderr

@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+RUN_DIR = Path(tempfile.mkdtemp(prefix="llm-serving-run-"))
+"""Logs and pids of the servers of this test run."""
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def free_ports(count: int) -> list[int]:
@@ -29,7 +32,7 @@ def free_ports(count: int) -> list[int]:
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
     """Runs scripts/NAME with the interpreter's own environment."""
-    environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix)
+    environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix, LLM_SERVING_RUN_DIR=str(RUN_DIR))
     command = ["bash", str(ROOT / "scripts" / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd="/")
 
@@ -48,7 +51,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        return (ROOT / ".run" / str(self.port) / "server.log").read_text()
+        return (RUN_DIR / str(self.port) / "server.log").read_text()
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=200)
@@ -65,9 +68,15 @@ def start_server(*arguments: str, num_agents: int = 1) -> Server:
     result = run_script("start.sh", "--port", str(port), "--set", ports, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "start.sh prints a line to paste"
-    record = json.loads((ROOT / ".run" / str(port) / "server.json").read_text())
+    record = json.loads((RUN_DIR / str(port) / "server.json").read_text())
     master = psutil.Process(record["pid"])
     return Server(port, [master, *master.children(recursive=True)])
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    """Sum of a metric over its labels."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def shared_memory_names() -> set[str]:
