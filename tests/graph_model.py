@@ -1,0 +1,50 @@
+"""A network in graph mode with a cache of its own, asked for the logits of every token of a step.
+
+Importing this module loads the operator library: MindSpore looks for it once, before the first operator of a process.
+"""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+from step_factories import step_input
+
+from llm_serving.backends import Backend, create_backend
+from llm_serving.backends.cpu import load_plugin
+from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.registry import model_family
+from llm_serving.models.weights import WeightReader
+from llm_serving.worker.compiled_network import CompiledNetwork
+from llm_serving.worker.device import configure_device
+from llm_serving.worker.kv_tensors import KVTensors
+from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs
+
+load_plugin()
+
+BLOCK_SIZE = 16
+
+
+@functools.cache
+def backend(name: str, dtype: str) -> Backend:
+    configure_device(DeviceConfig())
+    return create_backend(name, dtype)
+
+
+class GraphModel:
+    def __init__(self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int = 32) -> None:
+        kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE)
+        max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
+        weights = WeightReader(folder)
+        self._network = CompiledNetwork(model_family(spec)(spec, backend, weights, kv_tensors.layers, max_positions))
+        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, BLOCK_SIZE)
+
+    @property
+    def num_compilations(self) -> int:
+        return self._network.num_compilations
+
+    def logits(self, *rows, samples=None) -> np.ndarray:
+        """One step of rows (token_ids, num_computed, block_ids): logits of all tokens, or of the last of `samples`."""
+        inputs = build_model_inputs(step_input(rows, samples=samples), NO_TOKENS, self._limits)
+        indices = np.arange(len(inputs.token_ids), dtype=np.int32) if samples is None else inputs.sample_indices
+        return self._network((*inputs.arrays()[:-1], indices)).copy()
