@@ -1,0 +1,112 @@
+"""What a scrape shows."""
+
+from __future__ import annotations
+
+from llm_serving.core.request import FinishReason
+from llm_serving.engine.metrics import Histogram, Metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def scrape(metrics):
+    """(name, labels without model_name) -> value."""
+    content, _ = metrics.render()
+    return {
+        (sample.name, *sorted(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in text_string_to_metric_families(content.decode())
+        for sample in family.samples
+    }
+
+
+def test_names_that_dashboards_read_are_there_from_the_start():
+    names = {name for name, *_ in scrape(Metrics("demo"))}
+    assert names >= {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:request_time_per_output_token_seconds_sum",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_success_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:iteration_tokens_total_bucket",
+        "llm_serving:bound_violations_total",
+        "llm_serving:audit_mismatch_total",
+        "llm_serving:worker_restarts_total",
+        "llm_serving:steps_total",
+    }
+
+
+def test_every_metric_names_the_model():
+    content, content_type = Metrics('a"b').render()
+    lines = [line for line in content.decode().splitlines() if not line.startswith("#")]
+    assert all('model_name="a\\"b"' in line for line in lines)
+    assert content_type.startswith("text/plain")
+
+
+def test_load_is_summed_over_replicas():
+    metrics = Metrics()
+    metrics.step(3, 2, 0.5, 70, replica=0)
+    metrics.step(1, 0, 0.25, 10, replica=1)
+    metrics.load(4, 1, 0.75, replica=0)
+    values = scrape(metrics)
+    assert values[("vllm:num_requests_running",)] == 5
+    assert values[("vllm:num_requests_waiting",)] == 1
+    assert values[("vllm:kv_cache_usage_perc",)] == 0.5
+    assert values[("llm_serving:steps_total",)] == 2
+    assert values[("vllm:iteration_tokens_total_sum",)] == 80
+    assert values[("vllm:iteration_tokens_total_bucket", "16.0")] == 1
+
+
+def test_tokens_and_times_of_a_request():
+    metrics = Metrics()
+    metrics.first_token(0.2)
+    for _ in range(4):
+        metrics.inter_token(0.1)
+    metrics.finished(FinishReason.LENGTH, e2e_s=0.6, ttft_s=0.2, num_prompt=7, num_output=5, queued_s=0.05)
+    values = scrape(metrics)
+    assert values[("vllm:prompt_tokens_total",)] == 7
+    assert values[("vllm:generation_tokens_total",)] == 5
+    assert values[("vllm:request_success_total", "length")] == 1
+    assert values[("vllm:request_success_total", "stop")] == 0
+    assert values[("vllm:time_to_first_token_seconds_bucket", "0.2")] == 1
+    assert values[("vllm:time_to_first_token_seconds_bucket", "0.15")] == 0
+    assert values[("vllm:inter_token_latency_seconds_count",)] == 4
+    assert round(values[("vllm:request_time_per_output_token_seconds_sum",)], 9) == 0.1
+    assert values[("vllm:request_queue_time_seconds_sum",)] == 0.05
+
+
+def test_a_request_with_one_token_has_no_time_per_output_token():
+    metrics = Metrics()
+    metrics.finished("stop", e2e_s=1.0, ttft_s=1.0, num_prompt=1, num_output=1, queued_s=0.0)
+    metrics.finished("abort", e2e_s=1.0, ttft_s=None, num_prompt=1, num_output=0, queued_s=0.0)
+    assert scrape(metrics)[("vllm:request_time_per_output_token_seconds_count",)] == 0
+
+
+def test_counters():
+    metrics = Metrics()
+    metrics.preempted(3)
+    metrics.prefix_cache(100, 60)
+    metrics.bound_violated()
+    metrics.audit_mismatch()
+    metrics.worker_restarted()
+    values = scrape(metrics)
+    assert values[("vllm:num_preemptions_total",)] == 3
+    assert values[("vllm:prefix_cache_queries_total",)] == 100
+    assert values[("vllm:prefix_cache_hits_total",)] == 60
+    assert values[("llm_serving:bound_violations_total",)] == 1
+    assert values[("llm_serving:audit_mismatch_total",)] == 1
+    assert values[("llm_serving:worker_restarts_total",)] == 1
+
+
+def test_a_value_on_a_bound_belongs_to_its_bucket():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 99.0):
+        histogram.observe(value)
+    samples = {s.labels.get("le"): s.value for s in histogram.family("h", "", {}).samples if s.name == "h_bucket"}
+    assert samples == {"1.0": 2, "2.0": 4, "+Inf": 5}
