@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class AsyncEngine:
         self._threads: list[threading.Thread] = []
         self._streams: dict[str, RequestStream] = {}
         self._owners: dict[str, Engine] = {}
+        self._num_open: Counter[Engine] = Counter()
+        """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
         self._counter = itertools.count()
         self._progress = "starting"
@@ -149,7 +152,7 @@ class AsyncEngine:
             CapacityError: The waiting queue is full.
             UnavailableError: No WorkAgent is ready.
         """
-        engine = min(self._living(), key=lambda e: e.num_running + e.num_waiting, default=None)
+        engine = min(self._living(), key=lambda engine: self._num_open[engine], default=None)
         if engine is None:
             raise UnavailableError(self.health().detail)
         check_request(
@@ -170,6 +173,7 @@ class AsyncEngine:
         stream = RequestStream(request.request_id, self._abort)
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
+        self._num_open[engine] += 1
         try:
             engine.submit(request)
         except BaseException:
@@ -185,7 +189,9 @@ class AsyncEngine:
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
-        self._owners.pop(request_id, None)
+        engine = self._owners.pop(request_id, None)
+        if engine is not None:
+            self._num_open[engine] -= 1
 
     def _living(self) -> list[Engine]:
         return [engine for engine in list(self._engines.values()) if engine.dead is None]
