@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from client import GenerationOptions, count_tokens, generate
-from http_client import HttpClient, HttpError
+from http_client import HttpClient
+from http_response import HttpError
 from records import RequestRecord
 from streams import AnswerError
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import alpaca_like
 from client import GenerationOptions, PreflightError, resolve_model
-from http_client import HttpClient, HttpError
+from http_client import HttpClient
+from http_response import HttpError
 from legacy_log import LegacyLog, write_result
 from records import RequestRecord
 from report import ProgressBar, failures, table

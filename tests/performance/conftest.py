@@ -1,6 +1,7 @@
 """A server that speaks both routes, in a thread of its own, with answers known beforehand."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -41,17 +42,21 @@ class FakeServer:
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stopped.wait()
+        # A server closed between accepting a connection and attaching its transport would leave the transport open.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
         server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = int(next(line for line in head.split("\r\n") if line.startswith("content-length")).split(":")[1])
-        path = head.split(" ")[1]
-        body = json.loads(await reader.readexactly(length) or b"{}")
-        try:
-            await self._answer(writer, path, body)
-        finally:
-            writer.close()
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = next(line for line in head.split("\r\n") if line.startswith("content-length")).split(":")[1]
+                body = json.loads(await reader.readexactly(int(length)) or b"{}")
+                await self._answer(writer, head.split(" ")[1], body)
+            finally:
+                writer.close()
+                await writer.wait_closed()
 
     async def _answer(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
         if path == "/v1/models":
