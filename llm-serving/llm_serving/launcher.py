@@ -120,7 +120,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) ->
         ready, detail = _health(record.host, record.port)
         if detail != shown:
             shown = detail
-            if detail and not ready:
+            if detail and detail != "ready":
                 _say(detail)
         if ready:
             return
@@ -131,7 +131,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) ->
 
 
 def _health(host: str, port: int) -> tuple[bool, str]:
-    """(ready, what it is doing); the text is empty while nothing answers."""
+    """(every WorkAgent that can serve does, what it is doing); the text is empty while nothing answers."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/health")
@@ -141,7 +141,7 @@ def _health(host: str, port: int) -> tuple[bool, str]:
         return False, ""
     finally:
         connection.close()
-    return answer.status == 200, str(content.get("detail", ""))
+    return answer.status == 200 and not content.get("loading"), str(content.get("detail", ""))
 
 
 def _check_port(host: str, port: int) -> None:

@@ -35,7 +35,9 @@ class EngineHealth:
     ready: bool
     """Whether at least one WorkAgent serves."""
     detail: str
-    """For people: "ready", "loading the model", "no WorkAgent lives: ..."."""
+    """For people: "ready", "WorkAgent 0: compiling the network", "no WorkAgent lives: ..."."""
+    loading: bool = False
+    """Whether a WorkAgent is still on its way, beside those that serve."""
 
 
 class RequestStream:
@@ -119,13 +121,14 @@ class AsyncEngine:
             await asyncio.to_thread(self._threads[index].join)
 
     def health(self) -> EngineHealth:
-        living = self._living()
-        if living:
-            detail = "ready" if not self._failures else f"ready; {'; '.join(self._failures.values())}"
-            return EngineHealth(True, detail)
-        if len(self._failures) == len(self._threads) > 0:
-            return EngineHealth(False, f"no WorkAgent lives: {'; '.join(self._failures.values())}")
-        return EngineHealth(False, self._progress)
+        ready = bool(self._living())
+        loading = len(self._failures) + len(self._living()) < len(self.config.serving.agent_ports)
+        failures = "; ".join(self._failures.values())
+        if not ready and not loading:
+            return EngineHealth(False, f"no WorkAgent lives: {failures}")
+        if loading:
+            return EngineHealth(ready, self._progress, loading)
+        return EngineHealth(ready, f"ready; {failures}" if failures else "ready")
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

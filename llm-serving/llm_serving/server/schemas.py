@@ -240,6 +240,7 @@ class ModelList(Struct, kw_only=True):
 class HealthResponse(Struct):
     status: str
     detail: str
+    loading: bool
 
 
 class VersionResponse(Struct):
