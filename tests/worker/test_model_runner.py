@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+from graph_model import GraphModel, backend
+from model_factories import tiny_spec, write_model
+from step_factories import sampling_input, step_input
+
+from llm_serving.core.step import StepOutput
+from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
+from llm_serving.worker.model_runner import ModelRunner
+
+pytestmark = pytest.mark.mindspore
+
+SPEC = tiny_spec()
+PROMPT = np.random.default_rng(7).integers(0, 97, 21).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, SPEC)
+    return folder
+
+
+@pytest.fixture
+def runner(folder):
+    return ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
+
+
+@pytest.fixture(scope="module")
+def greedy_tokens(folder):
+    """Twelve tokens after `PROMPT`, each from the logits of the whole text so far."""
+    model = GraphModel(SPEC, folder, backend("cpu", "bfloat16"))
+    text = list(PROMPT)
+    for _ in range(12):
+        text.append(int(model.logits((text, 0, [1, 2, 3]))[-1].argmax()))
+    return text[len(PROMPT) :]
+
+
+def test_decode_steps_continue_a_prompt(runner, greedy_tokens):
+    output = runner.execute(step_input([(PROMPT, 0, [8, 1, 3])]))
+    assert isinstance(output, StepOutput)
+    chosen = [int(output.token_ids[0])]
+    for step in range(1, 12):
+        length = len(PROMPT) + step
+        output = runner.execute(step_input([([chosen[-1]], length - 1, [8, 1, 3])], step=step))
+        assert output.step == step
+        chosen.append(int(output.token_ids[0]))
+    assert chosen == greedy_tokens
+
+
+def test_a_step_may_refer_to_tokens_the_master_has_not_seen(runner, greedy_tokens):
+    other = (PROMPT[:5], 0, [2])
+    outputs = [runner.execute(step_input([other, (PROMPT, 0, [8, 1, 3])]))]
+    # The first sample of step 0 was the other request's, the second ours; in later steps ours is the first.
+    for step in range(1, 12):
+        token = -2 if step == 1 else -1
+        outputs.append(runner.execute(step_input([([token], len(PROMPT) + step - 1, [8, 1, 3])], step=step)))
+    assert [int(output.token_ids[-1]) for output in outputs] == greedy_tokens
+
+
+def test_chunks_of_a_prompt_sample_nothing_until_the_last(runner, greedy_tokens):
+    first = runner.execute(step_input([(PROMPT[:10], 0, [8, 1])], samples=[]))
+    assert first.token_ids.shape == first.logprobs.shape == (0,)
+    second = runner.execute(step_input([(PROMPT[10:], 10, [8, 1])], step=1))
+    assert second.token_ids.tolist() == greedy_tokens[:1]
+
+
+def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
+    runner.warm_up()
+    assert runner.num_compilations == 1
+    output = runner.execute(step_input([(PROMPT, 0, [0, 1, 3])]))
+    assert output.token_ids.tolist() == greedy_tokens[:1]
+    assert runner.num_compilations == 1
+
+
+def test_sampling_is_the_same_alone_and_in_a_batch(folder):
+    def run(rows, seeds):
+        runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
+        how = sampling_input(len(rows), temperature=1.0, seed=seeds, position=len(PROMPT), num_logprobs=2)
+        return runner.execute(step_input(rows, sampling=how))
+
+    rows = [(PROMPT, 0, [2 * index, 2 * index + 1]) for index in range(6)]
+    together = run(rows, range(6))
+    assert len(set(together.token_ids.tolist())) > 1
+    for index, row in enumerate(rows):
+        alone = run([row], [index])
+        assert alone.token_ids[0] == together.token_ids[index]
+        assert alone.logprobs.tobytes() == together.logprobs[index : index + 1].tobytes()
+        assert alone.top_logprobs.tobytes() == together.top_logprobs[index : index + 1].tobytes()
+
+
+@pytest.mark.parametrize("number", [1, -1])
+def test_a_step_out_of_order_is_refused_and_changes_nothing(runner, greedy_tokens, number):
+    with pytest.raises(StepMismatchError, match=f"expected step 0. Given: {number}"):
+        runner.execute(step_input([(PROMPT, 0, [8, 1])], step=number))
+    assert runner.execute(step_input([(PROMPT, 0, [8, 1])])).token_ids.tolist() == greedy_tokens[:1]
+
+
+def test_a_step_given_twice_is_refused(runner):
+    runner.execute(step_input([(PROMPT, 0, [8, 1])]))
+    with pytest.raises(StepMismatchError, match=r"expected step 1\. Given: 0"):
+        runner.execute(step_input([(PROMPT, 0, [8, 1])]))
+
+
+def test_after_a_failed_step_the_next_one_runs_but_cannot_refer_to_it(runner, greedy_tokens):
+    runner.execute(step_input([(PROMPT, 0, [8, 1])]))
+    with pytest.raises(WorkerError, match="token_ids must be below 97"):
+        runner.execute(step_input([([97], 0, [2])], step=1))
+    with pytest.raises(WorkerError, match="refers to sample 0 of the previous step, which chose 0 tokens"):
+        runner.execute(step_input([([-1], 0, [2])], step=2))
+    output = runner.execute(step_input([([greedy_tokens[0]], len(PROMPT), [8, 1])], step=3))
+    assert output.token_ids.tolist() == greedy_tokens[1:2]
+
+
+def test_ids_of_a_bias_are_checked_before_anything_is_computed(runner):
+    how = sampling_input(1, bias={0: {97: 1.0}})
+    with pytest.raises(WorkerError, match="bias_token_ids must be below 97"):
+        runner.execute(step_input([(PROMPT, 0, [8, 1])], sampling=how))
+
+
+def test_a_context_past_max_model_len_is_refused(runner):
+    with pytest.raises(WorkerError, match=r"at most 64 tokens\. Given: 65"):
+        runner.execute(step_input([([1], 64, [1, 2, 3, 4, 5])]))
+
+
+def test_arrays_over_read_only_memory_are_accepted(runner, greedy_tokens):
+    step = step_input([(PROMPT, 0, [8, 1])])
+    for array in (step.token_ids, step.query_lens, step.num_computed, step.block_tables):
+        array.flags.writeable = False
+    assert runner.execute(step).token_ids.tolist() == greedy_tokens[:1]
+
+
+def test_more_slots_than_int32_can_name_are_refused(folder):
+    with pytest.raises(ConfigError, match="`num_blocks` times `block_size` must be at most 2147483647"):
+        ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=2**28, block_size=16, max_model_len=64)
