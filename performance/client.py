@@ -26,7 +26,7 @@ class GenerationOptions:
 
     Attributes:
         ignore_eos: Generate exactly `max_tokens`; the OpenAI route only.
-        priority: Smaller runs first; None sends none.
+        priority: Smaller runs first; None sends none; the OpenAI route only.
         max_retries: How often a request is sent again that was refused with 429 or 503 and `Retry-After`.
     """
 
@@ -42,7 +42,8 @@ class GenerationOptions:
 
     def body(self, prompt: str, max_tokens: int) -> bytes:
         """The request body; greedy, so that an answer can be compared."""
-        fields = self._openai_fields(prompt, max_tokens) if self.api == "openai" else self._legacy(prompt, max_tokens)
+        openai = self.api == "openai"
+        fields = self._openai_fields(prompt, max_tokens) if openai else self._legacy_fields(prompt, max_tokens)
         return json.dumps(fields).encode()
 
     def _openai_fields(self, prompt: str, max_tokens: int) -> dict[str, Any]:
@@ -60,15 +61,9 @@ class GenerationOptions:
             fields["priority"] = self.priority
         return fields
 
-    def _legacy(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+    def _legacy_fields(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         # Booleans as strings: what the clients of these routes send.
-        parameters: dict[str, Any] = {
-            "do_sample": "False",
-            "return_full_text": "True",
-            "max_new_tokens": max_tokens,
-        }
-        if self.priority is not None:
-            parameters["priority"] = self.priority
+        parameters = {"do_sample": "False", "return_full_text": "True", "max_new_tokens": max_tokens}
         return {"inputs": prompt, "parameters": parameters, "stream": True}
 
 
@@ -137,8 +132,9 @@ async def resolve_model(http: HttpClient, api: Api, model: str | None) -> str:
 
 
 async def count_tokens(http: HttpClient, text: str) -> int | None:
-    """Asks the server's tokenizer; None where there is no such route."""
-    response = await http.request("POST", "/tokenize", json.dumps({"prompt": text}).encode())
+    """Tokens of `text` alone, without a beginning-of-text token; None where the server has no such route."""
+    body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+    response = await http.request("POST", "/tokenize", body)
     try:
         return int(json.loads(response.body)["count"]) if response.status == 200 else None
     except (ValueError, LookupError, TypeError):

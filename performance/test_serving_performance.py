@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--max-tokens", type=_positive(int), help="for all; default: the length of the reference output"
     )
     prompts.add_argument("--ignore-eos", action="store_true", help="generate exactly that many (with --api openai)")
-    prompts.add_argument("--priority", type=int, help="of all requests; smaller runs first")
+    prompts.add_argument("--priority", type=int, help="smaller runs first (with --api openai)")
 
     report = parser.add_argument_group("report")
     report.add_argument("-O", "--out", type=Path, default=Path(), metavar="FOLDER", help="where result_<X>_x.json goes")
@@ -87,6 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("-T goes with -X; a closed loop takes --num-requests")
     if args.ignore_eos and args.api != "openai":
         parser.error("--ignore-eos needs --api openai; the legacy route has no such parameter")
+    if args.priority is not None and args.api != "openai":
+        parser.error("--priority needs --api openai; the legacy route has no such parameter")
     return args
 
 

@@ -62,7 +62,8 @@ class FakeServer:
         if path == "/v1/models":
             _respond(writer, 200, {"data": [{"id": name} for name in self.served_models]})
         elif path == "/tokenize" and self.has_tokenizer:
-            _respond(writer, 200, {"count": len(body["prompt"].split()), "tokens": []})
+            count = len(body["prompt"].split()) + (body.get("add_special_tokens") is not False)
+            _respond(writer, 200, {"count": count, "tokens": []})
         elif path == "/v1/completions" or path.endswith("/generate_stream"):
             self.bodies.append(body)
             await self._generate(writer, body.get("prompt") or body["inputs"], "inputs" in body)

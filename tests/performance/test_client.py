@@ -41,10 +41,6 @@ def test_openai_request():
     }
 
 
-def test_legacy_priority_travels_with_the_parameters():
-    assert json.loads(GenerationOptions("legacy", "m", priority=2).body("p", 1))["parameters"]["priority"] == 2
-
-
 @pytest.mark.parametrize("api", ["legacy", "openai"])
 def test_both_routes_give_the_same_answer(fake_server, api):
     fake_server.answers["Count to three."] = "one two three"

@@ -130,6 +130,7 @@ def test_a_run_that_cannot_begin(run, fake_server, capsys):
         (["-X", "0", "-T", "1"], "must be > 0. Given: 0"),
         (["--concurrency", "1", "-T", "1"], "-T goes with -X"),
         (["--concurrency", "1", "--ignore-eos"], "--ignore-eos needs --api openai"),
+        (["--concurrency", "1", "--priority", "0"], "--priority needs --api openai"),
     ],
 )
 def test_options_that_contradict_each_other(options, message, capsys):
