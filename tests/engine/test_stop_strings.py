@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
+
 from llm_serving.engine.stop_strings import StopStringMatcher
 
 
@@ -29,7 +32,7 @@ def first_to_end(text, stop):
 
 def cut(text, borders):
     points = sorted({border for border in borders if border < len(text)} | {0, len(text)})
-    return [text[a:b] for a, b in zip(points, points[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(points)]
 
 
 @given(

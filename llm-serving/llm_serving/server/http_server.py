@@ -107,8 +107,8 @@ class HttpServer(uvicorn.Server):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.should_exit:
+            self.should_exit = True  # before the log line: who has read it may send the second signal
             logger.info("%s: finishing %d requests", signal.Signals(number).name, len(self.server_state.tasks))
-            self.should_exit = True
             return
         self.force_exit = True
         for stop_signal in STOP_SIGNALS:

@@ -18,7 +18,9 @@ async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
     """200 while at least one WorkAgent serves, 503 before and after; the body says why."""
     health = engine.health()
     status = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
-    return json_response(HealthResponse("ready" if health.ready else "unavailable", health.detail, health.loading), status)
+    return json_response(
+        HealthResponse("ready" if health.ready else "unavailable", health.detail, health.loading), status
+    )
 
 
 ENDPOINTS: Final = (

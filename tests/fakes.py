@@ -1,0 +1,163 @@
+"""Stand-ins for the parts around the one under test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import llm_serving.demo_model
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import EngineHealth
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import CapacityError, LLMServingError
+
+DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
+DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)
+MAX_MODEL_LEN = 128
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step adds: text and how many tokens it is."""
+
+    text: str
+    num_tokens: int = 1
+
+
+@dataclass
+class Script:
+    """What an answer consists of; `error` ends it."""
+
+    pieces: Sequence[Piece] = (Piece("Hello"), Piece(" world"), Piece("", 1))
+    finish_reason: FinishReason = FinishReason.STOP
+    stop_reason: int | str | None = None
+    error: str | None = None
+    hold_after: int | None = None
+    """Wait for `FakeEngine.gate` before the piece with this index."""
+    raises: BaseException | None = None
+    """Raised in place of the last piece."""
+
+
+@dataclass
+class Submitted:
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    request_id: str
+    priority: int
+
+
+class FakeStream:
+    def __init__(self, engine: FakeEngine, submitted: Submitted, script: Script) -> None:
+        self._engine = engine
+        self._submitted = submitted
+        self._script = script
+        self._next = 0
+        self.finished = False
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self.finished:
+            raise StopAsyncIteration
+        index, script = self._next, self._script
+        self._next += 1
+        if script.hold_after == index:
+            self._engine.held.set()
+            await self._engine.gate.wait()
+        last = index == len(script.pieces) - 1
+        if last and script.raises is not None:
+            raise script.raises
+        self.finished = last
+        return self._output(index, last)
+
+    async def aclose(self) -> None:
+        if not self.finished:
+            self.finished = True
+            self._engine.aborted.append(self._submitted.request_id)
+
+    def _output(self, index: int, last: bool) -> RequestOutput:
+        script, sampling = self._script, self._submitted.sampling
+        before = sum(piece.num_tokens for piece in script.pieces[:index])
+        ids = tuple(range(500 + before, 500 + before + script.pieces[index].num_tokens))
+        count = sampling.logprobs
+        logprobs = () if count is None else tuple(_logprobs(token_id, count) for token_id in ids)
+        failed = last and script.error is not None
+        return RequestOutput(
+            request_id=self._submitted.request_id,
+            text=script.pieces[index].text,
+            token_ids=ids,
+            logprobs=logprobs,
+            num_prompt_tokens=len(self._submitted.prompt_token_ids),
+            num_cached_tokens=2,
+            num_output_tokens=before + len(ids),
+            finish_reason=(FinishReason.ERROR if failed else script.finish_reason) if last else None,
+            stop_reason=script.stop_reason if last else None,
+            error=script.error if failed else None,
+        )
+
+
+def _logprobs(token_id: int, count: int) -> TokenLogprobs:
+    ranks = range(count)
+    return TokenLogprobs(token_id, -0.5, tuple(token_id + k for k in ranks), tuple(-0.5 - k for k in ranks))
+
+
+@dataclass
+class FakeEngine:
+    """An engine that answers every request with `script` and remembers what it was asked."""
+
+    script: Script = field(default_factory=Script)
+    script_for: Callable[[Submitted], Script] | None = None
+    refusal: LLMServingError | None = None
+    refuse_from: int = 0
+    """Number of requests accepted before `refusal`."""
+    max_body_bytes: int = 4096
+    ready: bool = True
+    num_running: int = 3
+    num_waiting: int = 2
+    submitted: list[Submitted] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a stream waits for the gate."""
+    num_starts: int = 0
+    num_stops: int = 0
+
+    def __post_init__(self) -> None:
+        self.config = ServingConfig(
+            model=ModelConfig(model_name="demo", max_generate_length=MAX_MODEL_LEN, decode_batch_size=8),
+            serving=ServerConfig(server_port=0, max_request_body_bytes=self.max_body_bytes, shutdown_timeout_s=10.0),
+            scheduler=SchedulerConfig(max_waiting_queue=20),
+        )
+        self.model_spec = ModelSpec.from_folder(DEMO_FOLDER)
+        self.tokenizer = DEMO_TOKENIZER
+        self.metrics = Metrics("demo")
+        self.max_model_len = MAX_MODEL_LEN
+
+    def start(self) -> None:
+        self.num_starts += 1
+
+    async def stop(self) -> None:
+        self.num_stops += 1
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
+
+    def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> FakeStream:
+        if self.refusal is not None and len(self.submitted) >= self.refuse_from:
+            raise self.refusal
+        submitted = Submitted(prompt_token_ids, sampling, request_id, priority)
+        self.submitted.append(submitted)
+        return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))
+
+
+FULL_QUEUE = CapacityError("20 requests are waiting already", 3.2)

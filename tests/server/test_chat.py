@@ -1,0 +1,135 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import pytest
+from server_client import error_of, events, leave_while_held, post
+
+from fakes import DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
+from llm_serving.core.request import FinishReason
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+
+
+def test_a_whole_answer():
+    engine = FakeEngine(Script(finish_reason=FinishReason.LENGTH))
+    response = post(engine, PATH, {"model": "demo", "messages": USER, "temperature": 0})
+    body = response.json()
+    assert response.status_code == 200
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello world", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    prompt = engine.submitted[0].prompt_token_ids
+    assert prompt == DEMO_TOKENIZER.encode("hello")
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_max_tokens_is_what_fits_unless_given():
+    engine = FakeEngine()
+    for fields in ({}, {"max_tokens": 7}, {"max_completion_tokens": 9, "max_tokens": 7}):
+        post(engine, PATH, {"messages": USER, **fields})
+    num_prompt = len(engine.submitted[0].prompt_token_ids)
+    assert [submitted.sampling.max_tokens for submitted in engine.submitted] == [MAX_MODEL_LEN - num_prompt, 7, 9]
+
+
+def test_content_as_a_list_of_parts():
+    engine = FakeEngine()
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert post(engine, PATH, {"messages": [{"role": "user", "content": parts}]}).status_code == 200
+    assert engine.submitted[0].prompt_token_ids == DEMO_TOKENIZER.encode("one\ntwo")
+
+
+def test_parts_that_are_no_text_are_refused():
+    parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    error = error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": parts}]}))
+    assert error["message"] == "`messages[0].content[1].type` must be text. Given: 'image_url'"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [{"content": "x"}], [{"role": "user", "content": 5}], "hello"],
+)
+def test_messages_that_do_not_fit_are_refused(messages):
+    response = post(FakeEngine(), PATH, {"messages": messages})
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("chat_template", "{{ x }}"),
+        ("top_logprobs", 3),
+    ],
+)
+def test_what_is_not_served_is_refused(field, value):
+    engine = FakeEngine()
+    assert error_of(post(engine, PATH, {"messages": USER, field: value}))["param"].startswith(field)
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": []}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"tools": None}]
+)
+def test_what_asks_for_nothing_is_accepted(fields):
+    assert post(FakeEngine(), PATH, {"messages": USER, **fields}).status_code == 200
+
+
+class TestStream:
+    def test_role_then_pieces_then_done(self):
+        *chunks, done = events(post(FakeEngine(), PATH, {"messages": USER, "stream": True}))
+        assert done == "[DONE]"
+        assert [chunk["object"] for chunk in chunks] == ["chat.completion.chunk"] * 4
+        assert [(chunk["choices"][0]["delta"], chunk["choices"][0]["finish_reason"]) for chunk in chunks] == [
+            ({"role": "assistant", "content": ""}, None),
+            ({"content": "Hello"}, None),
+            ({"content": " world"}, None),
+            ({"content": ""}, "stop"),
+        ]
+
+    def test_usage_comes_in_a_chunk_without_choices(self):
+        body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}
+        *_, usage, _ = events(post(FakeEngine(), PATH, body))
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 3
+
+    def test_each_choice_begins_with_its_role(self):
+        chunks = events(post(FakeEngine(), PATH, {"messages": USER, "stream": True, "n": 2}))[:-1]
+        for index in range(2):
+            deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"][0]["index"] == index]
+            assert deltas[0]["role"] == "assistant"
+            assert "".join(delta["content"] for delta in deltas) == "Hello world"
+
+    def test_a_client_that_leaves_aborts(self):
+        engine = FakeEngine(Script(hold_after=1))
+        leave_while_held(engine, PATH, {"messages": USER, "stream": True, "request_id": "r"})
+        assert engine.aborted == ["r"]
+
+
+def test_logprobs_of_each_token():
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    content = post(FakeEngine(), PATH, body).json()["choices"][0]["logprobs"]["content"]
+    text = DEMO_TOKENIZER.token_text(500)
+    assert len(content) == 3
+    assert content[0]["token"] == text
+    assert content[0]["logprob"] == -0.5
+    assert bytes(content[0]["bytes"]).decode() == text
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_logprobs_without_top_logprobs_have_none():
+    content = post(FakeEngine(), PATH, {"messages": USER, "logprobs": True}).json()["choices"][0]["logprobs"]["content"]
+    assert content[0]["top_logprobs"] == []

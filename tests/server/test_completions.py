@@ -1,0 +1,354 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import pytest
+from server_client import error_of, events, leave_while_held, post
+
+from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
+from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ContextLengthError, UnavailableError, WorkerDiedError
+
+PATH = "/v1/completions"
+
+
+def test_a_whole_answer():
+    engine = FakeEngine()
+    response = post(engine, PATH, {"model": "demo", "prompt": "hello"})
+    body = response.json()
+    assert response.status_code == 200
+    assert body.pop("id").startswith("cmpl-")
+    assert isinstance(body.pop("created"), int)
+    num_prompt = len(DEMO_TOKENIZER.encode("hello"))
+    assert body == {
+        "object": "text_completion",
+        "model": "demo",
+        "choices": [
+            {"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": 3,
+            "total_tokens": num_prompt + 3,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+    assert engine.submitted[0].prompt_token_ids == DEMO_TOKENIZER.encode("hello")
+    assert engine.aborted == []
+
+
+def test_absent_and_null_fields_take_the_defaults():
+    engine = FakeEngine()
+    names = (
+        "max_tokens temperature top_p top_k min_p seed stop n logprobs echo stream logit_bias min_tokens user"
+    ).split()
+    assert post(engine, PATH, {"prompt": "x", **dict.fromkeys(names)}).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert sampling == SamplingParams(max_tokens=16, temperature=1.0, seed=sampling.seed)
+
+
+def test_requests_without_seed_differ():
+    engine = FakeEngine()
+    for _ in range(3):
+        post(engine, PATH, {"prompt": "x"})
+    assert len({submitted.sampling.seed for submitted in engine.submitted}) == 3
+
+
+def test_every_sampling_field_reaches_the_engine():
+    engine = FakeEngine()
+    body = {
+        "prompt": "x", "max_tokens": 5, "min_tokens": 2, "temperature": 0, "top_k": 7, "top_p": 0.5, "min_p": 0.1,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": 42, "stop": ["a", "b"],
+        "logit_bias": {"7": -100, "9": 1.5}, "stop_token_ids": [3], "include_stop_str_in_output": True,
+        "ignore_eos": True, "logprobs": 2, "skip_special_tokens": False, "priority": -3,
+    }  # fmt: skip
+    assert post(engine, PATH, body).status_code == 200
+    assert engine.submitted[0].sampling == SamplingParams(
+        max_tokens=5, min_tokens=2, temperature=0.0, top_k=7, top_p=0.5, min_p=0.1, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=-0.3, logit_bias=((7, -100.0), (9, 1.5)), seed=42, stop=("a", "b"),
+        stop_token_ids=(3,), include_stop_str_in_output=True, ignore_eos=True, logprobs=2, skip_special_tokens=False,
+    )  # fmt: skip
+    assert engine.submitted[0].priority == -3
+
+
+@pytest.mark.parametrize(("sent", "seed"), [(-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63), (0, 0)])
+def test_seeds_of_either_sign(sent, seed):
+    engine = FakeEngine()
+    post(engine, PATH, {"prompt": "x", "seed": sent})
+    assert engine.submitted[0].sampling.seed == seed
+
+
+def test_top_k_minus_one_keeps_all():
+    engine = FakeEngine()
+    post(engine, PATH, {"prompt": "x", "top_k": -1})
+    assert engine.submitted[0].sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [DEMO_TOKENIZER.encode("a")]),
+        (["a", "b"], [DEMO_TOKENIZER.encode("a"), DEMO_TOKENIZER.encode("b")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts_as_text_and_as_ids(prompt, expected):
+    engine = FakeEngine()
+    body = post(engine, PATH, {"prompt": prompt}).json()
+    assert [submitted.prompt_token_ids for submitted in engine.submitted] == expected
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 5], [5, [6]], ["a", [5]]])
+def test_other_prompts_are_refused(prompt):
+    error = error_of(post(FakeEngine(), PATH, {"prompt": prompt}))
+    assert error["param"] == "prompt"
+    assert "must be a text, a list of texts, token ids or a list of lists of token ids" in error["message"]
+
+
+def test_choices_of_each_prompt_have_seeds_of_their_own():
+    engine = FakeEngine()
+    body = post(engine, PATH, {"prompt": ["a", "b"], "n": 3, "seed": 7}).json()
+    seeds = [submitted.sampling.seed for submitted in engine.submitted]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert seeds[:3] == seeds[3:]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert body["usage"]["completion_tokens"] == 18
+    assert body["usage"]["prompt_tokens"] == len(DEMO_TOKENIZER.encode("a")) + len(DEMO_TOKENIZER.encode("b"))
+
+
+class TestStream:
+    def test_pieces_then_done(self):
+        response = post(FakeEngine(), PATH, {"prompt": "x", "stream": True})
+        *chunks, done = events(response)
+        assert done == "[DONE]"
+        assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+            ("Hello", None),
+            (" world", None),
+            ("", "stop"),
+        ]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert all("usage" not in chunk for chunk in chunks)
+
+    def test_pieces_without_text_are_not_sent(self):
+        script = Script([Piece("a"), Piece(""), Piece("b"), Piece("")], FinishReason.LENGTH)
+        chunks = events(post(FakeEngine(script), PATH, {"prompt": "x", "stream": True}))[:-1]
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", ""]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+    def test_usage_comes_in_a_chunk_without_choices(self):
+        body = {"prompt": [5, 6], "stream": True, "stream_options": {"include_usage": True}}
+        *_, usage, done = events(post(FakeEngine(), PATH, body))
+        assert done == "[DONE]"
+        assert usage["choices"] == []
+        assert usage["usage"]["prompt_tokens"] == 2
+        assert usage["usage"]["completion_tokens"] == 3
+
+    def test_continuous_usage_counts_up(self):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = events(post(FakeEngine(), PATH, {"prompt": [5, 6], "stream": True, "stream_options": options}))[:-1]
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+    def test_several_choices_come_interleaved_and_complete(self):
+        chunks = events(post(FakeEngine(), PATH, {"prompt": "x", "stream": True, "n": 3}))[:-1]
+        texts = ["", "", ""]
+        for chunk in chunks:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == ["Hello world"] * 3
+
+    def test_token_ids_of_prompt_and_output(self):
+        body = {"prompt": [5, 6], "stream": True, "return_token_ids": True}
+        chunks = events(post(FakeEngine(), PATH, body))[:-1]
+        assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[500], [501], [502]]
+        assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[5, 6], None, None]
+
+    def test_an_error_after_the_first_piece_is_an_event(self):
+        response = post(FakeEngine(Script(error="WorkAgent 0 died")), PATH, {"prompt": "x", "stream": True})
+        *_, failure, done = events(response)
+        assert response.status_code == 200
+        assert failure["error"]["message"] == "WorkAgent 0 died"
+        assert done == "[DONE]"
+
+    def test_an_exception_of_the_engine_is_an_event(self):
+        script = Script(raises=WorkerDiedError("gone"))
+        assert events(post(FakeEngine(script), PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "gone"
+
+    def test_an_internal_error_is_not_shown(self):
+        engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
+        assert events(post(engine, PATH, {"prompt": "x", "stream": True}))[-2]["error"]["message"] == "internal error"
+
+    def test_stream_options_without_stream_are_refused(self):
+        body = {"prompt": "x", "stream_options": {"include_usage": True}}
+        assert error_of(post(FakeEngine(), PATH, body))["param"] == "stream_options"
+
+
+class TestClientLeaves:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("hold_after", [0, 2])
+    def test_its_requests_are_aborted(self, stream, hold_after):
+        engine = FakeEngine(Script(hold_after=hold_after))
+        messages = leave_while_held(engine, PATH, {"prompt": "x", "n": 2, "stream": stream, "request_id": "r"})
+        assert engine.aborted == ["r", "r"]
+        sent = b"".join(message.get("body", b"") for message in messages if message["type"] == "http.response.body")
+        assert b"[DONE]" not in sent
+
+    def test_choices_that_are_done_are_not_aborted(self):
+        engine = FakeEngine()
+        slow = Script(hold_after=2)
+        engine.script_for = lambda submitted: Script() if submitted.sampling.seed == 7 else slow
+        leave_while_held(engine, PATH, {"prompt": "x", "n": 2, "seed": 7, "stream": True, "request_id": "r"})
+        assert engine.aborted == ["r"]
+
+
+class TestLogprobs:
+    def test_of_each_token(self):
+        body = post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 2}).json()
+        logprobs = body["choices"][0]["logprobs"]
+        tokens = [DEMO_TOKENIZER.token_text(token_id) for token_id in (500, 501, 502)]
+        assert logprobs["tokens"] == tokens
+        assert logprobs["token_logprobs"] == [-0.5] * 3
+        assert logprobs["top_logprobs"][0] == {tokens[0]: -0.5, tokens[1]: -1.5}
+        assert logprobs["text_offset"] == [0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]
+
+    def test_zero_gives_the_chosen_token_alone(self):
+        logprobs = post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 0}).json()["choices"][0]["logprobs"]
+        assert logprobs["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
+
+    def test_offsets_go_on_from_piece_to_piece(self):
+        chunks = events(post(FakeEngine(), PATH, {"prompt": "x", "logprobs": 0, "stream": True}))[:-1]
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        offsets = [offset for part in parts for offset in part["text_offset"]]
+        tokens = [token for part in parts for token in part["tokens"]]
+        assert offsets == [0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]
+
+
+class TestEcho:
+    def test_of_a_text(self):
+        assert post(FakeEngine(), PATH, {"prompt": "x:", "echo": True}).json()["choices"][0]["text"] == "x:Hello world"
+
+    def test_of_token_ids(self):
+        ids = DEMO_TOKENIZER.encode("one two")
+        body = post(FakeEngine(), PATH, {"prompt": [ids], "echo": True}).json()
+        assert body["choices"][0]["text"] == "one twoHello world"
+
+    def test_in_a_stream_comes_with_the_first_piece(self):
+        chunks = events(post(FakeEngine(), PATH, {"prompt": "x:", "echo": True, "stream": True}))[:-1]
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["x:Hello", " world", ""]
+
+    def test_with_logprobs_is_refused(self):
+        error = error_of(post(FakeEngine(), PATH, {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 1}))
+        assert error["message"] == "`echo` is not supported together with logprobs"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suffix", "end"),
+        ("best_of", 3),
+        ("use_beam_search", True),
+        ("prompt_logprobs", 1),
+        ("guided_json", {"type": "object"}),
+        ("structured_outputs", {"json": {}}),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_what_is_not_served_is_refused(field, value):
+    engine = FakeEngine()
+    response = post(engine, PATH, {"prompt": "x", field: value})
+    assert response.status_code == 400
+    assert error_of(response)["param"].startswith(field)
+    assert engine.submitted == []
+
+
+def test_best_of_as_many_as_are_returned_is_the_same_as_none():
+    assert post(FakeEngine(), PATH, {"prompt": "x", "best_of": 2, "n": 2}).status_code == 200
+
+
+def test_unknown_fields_are_ignored():
+    assert post(FakeEngine(), PATH, {"prompt": "x", "truncate_prompt_tokens": 5, "kv": {"a": [1]}}).status_code == 200
+
+
+class TestRequestId:
+    def test_of_the_body(self):
+        engine = FakeEngine()
+        response = post(engine, PATH, {"prompt": "x", "request_id": "my-1"}, headers={"x-request-id": "other"})
+        assert response.json()["id"] == "cmpl-my-1"
+        assert response.headers["x-request-id"] == "my-1"
+        assert engine.submitted[0].request_id == "my-1"
+
+    def test_of_the_header(self):
+        assert post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "h-1"}).json()["id"] == "cmpl-h-1"
+
+    def test_a_malformed_header_is_not_used(self):
+        response = post(FakeEngine(), PATH, {"prompt": "x"}, headers={"x-request-id": "a b" * 99})
+        assert response.status_code == 200
+        assert "a b" not in response.json()["id"]
+
+    def test_a_malformed_field_is_refused(self):
+        assert error_of(post(FakeEngine(), PATH, {"prompt": "x", "request_id": "a\nb"}))["param"] == "request_id"
+
+
+class TestRefusals:
+    def test_another_model_is_not_found(self):
+        response = post(FakeEngine(), PATH, {"model": "gpt-4", "prompt": "x"})
+        assert response.status_code == 404
+        assert error_of(response) == {
+            "message": "`model` must be demo, the model that is served. Given: 'gpt-4'",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+
+    @pytest.mark.parametrize("name", ["demo", "llama2", "internlm", "", None])
+    def test_names_that_mean_the_served_model(self, name):
+        assert post(FakeEngine(), PATH, {"model": name, "prompt": "x"}).json()["model"] == "demo"
+
+    def test_a_full_queue_says_when_to_come_back(self):
+        response = post(FakeEngine(refusal=FULL_QUEUE), PATH, {"prompt": "x"})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "4"
+        assert error_of(response)["code"] == "queue_full"
+
+    def test_no_work_agent_is_503(self):
+        response = post(
+            FakeEngine(refusal=UnavailableError("no WorkAgent lives")), PATH, {"prompt": "x", "stream": True}
+        )
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+
+    def test_too_long_a_prompt_has_its_code(self):
+        engine = FakeEngine(refusal=ContextLengthError("max_tokens", "must be at most 9 tokens", 10))
+        response = post(engine, PATH, {"prompt": "x"})
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "context_length_exceeded"
+
+    def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(self):
+        engine = FakeEngine()
+        error = error_of(post(engine, PATH, {"prompt": "a " * 2000}))
+        assert error["code"] == "context_length_exceeded"
+        assert "must be at most 128 tokens long" in error["message"]
+
+    def test_when_one_of_several_is_refused_none_runs(self):
+        engine = FakeEngine(refusal=FULL_QUEUE, refuse_from=2)
+        assert post(engine, PATH, {"prompt": "x", "n": 3, "request_id": "r"}).status_code == 429
+        assert engine.aborted == ["r", "r"]
+
+    def test_many_choices_are_counted_before_the_first_is_submitted(self):
+        engine = FakeEngine(num_waiting=10)
+        assert post(engine, PATH, {"prompt": "x", "n": 11}).status_code == 429
+        assert engine.submitted == []
+
+    def test_a_failed_request_is_a_server_error(self):
+        response = post(FakeEngine(Script(error="row 3: logits are NaN")), PATH, {"prompt": "x"})
+        assert response.status_code == 500
+        assert error_of(response)["message"] == "row 3: logits are NaN"
+
+    def test_an_internal_error_is_not_shown(self):
+        engine = FakeEngine(Script(raises=ZeroDivisionError("secret /dev/shm/name")))
+        response = post(engine, PATH, {"prompt": "x"})
+        assert response.status_code == 500
+        assert error_of(response)["message"] == "internal error"

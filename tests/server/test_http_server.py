@@ -1,0 +1,201 @@
+"""A real server on a real port: clients of others, signals, the port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from fakes import FakeEngine, Script
+from llm_serving.errors import ConfigError
+from llm_serving.server.app import create_app
+from llm_serving.server.http_server import HttpServer, bind
+
+TESTS = Path(__file__).parents[1]
+SERVE = """
+import asyncio, sys, threading
+from fakes import FakeEngine, Script
+from llm_serving.log import configure_logging
+from llm_serving.server.app import serve
+
+class Engine(FakeEngine):
+    def start(self):
+        super().start()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self.open_gate, args=(loop,), daemon=True).start()
+
+    def open_gate(self, loop):
+        if sys.stdin.readline():
+            loop.call_soon_threadsafe(self.gate.set)
+
+configure_logging()
+engine = Engine(Script(hold_after=1))
+code = serve(engine)
+print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
+"""
+
+
+@contextmanager
+def serving(engine):
+    with bind("127.0.0.1", 0) as listener:
+        server = HttpServer(create_app(engine), listener, 5.0)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            yield "http://{}:{}".format(*listener.getsockname())
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def client():
+    with serving(FakeEngine()) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+class TestOpenAIClient:
+    def test_models(self, client):
+        assert [model.id for model in client.models.list()] == ["demo"]
+
+    def test_completion(self, client):
+        answer = client.completions.create(model="demo", prompt="x", logprobs=1, extra_body={"priority": 1})
+        assert answer.choices[0].text == "Hello world"
+        assert answer.usage.completion_tokens == 3
+
+    def test_completion_stream(self, client):
+        stream = client.completions.create(
+            model="demo", prompt="x", stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, usage = stream
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello world"
+        assert usage.choices == []
+        assert usage.usage.completion_tokens == 3
+
+    def test_chat(self, client):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        answer = client.chat.completions.create(model="demo", messages=messages, logprobs=True, top_logprobs=2)
+        assert answer.choices[0].message.content == "Hello world"
+        assert answer.choices[0].logprobs.content[0].logprob == -0.5
+
+    def test_chat_stream(self, client):
+        messages = [{"role": "user", "content": "x"}]
+        chunks = list(client.chat.completions.create(model="demo", messages=messages, stream=True))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "Hello world"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+    def test_errors_have_their_classes(self, client):
+        with pytest.raises(openai.BadRequestError, match="top_p"):
+            client.completions.create(model="demo", prompt="x", top_p=2)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt", prompt="x")
+
+
+def test_an_error_within_a_stream_reaches_the_openai_client():
+    with (
+        serving(FakeEngine(Script(error="WorkAgent 0 died"))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.APIError, match="WorkAgent 0 died"),
+    ):
+        list(client.completions.create(model="demo", prompt="x", stream=True))
+
+
+def test_a_client_that_closes_its_connection_aborts():
+    engine = FakeEngine(Script(hold_after=1))
+    aborted = threading.Event()
+    engine.aborted = type("Aborted", (list,), {"append": lambda self, item: (list.append(self, item), aborted.set())})()
+    with serving(engine) as url:
+        with (
+            httpx.Client() as client,
+            client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            assert json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"][0]["text"] == "Hello"
+        assert aborted.wait(10)
+    assert len(engine.aborted) == 1
+
+
+class TestBind:
+    def test_a_port_in_use_is_named(self):
+        with bind("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"serving_config.server_port: 127\.0\.0\.1:{port} is in use"):
+                bind("127.0.0.1", port)
+
+    def test_an_address_of_another_machine_is_refused(self):
+        with pytest.raises(ConfigError, match=r"serving_config.server_ip: cannot bind to 192\.0\.2\.1:0"):
+            bind("192.0.2.1", 0)
+
+    def test_what_is_no_address_is_refused(self):
+        with pytest.raises(ConfigError, match=r"serving_config.server_ip: 999\.1\.1\.1 is not an address"):
+            bind("999.1.1.1", 0)
+
+
+@contextmanager
+def server_process():
+    """A server whose streams wait after the first piece until a line comes on its standard input."""
+    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    with process:
+        try:
+            line = next(line for line in process.stderr if "serving on" in line)
+            yield process, line.split("serving on ")[1].strip()
+        finally:
+            process.kill()
+
+
+def read_until(process, text):
+    assert any(text in line for line in process.stderr)
+
+
+def test_the_first_signal_lets_running_requests_finish():
+    with server_process() as (process, url), httpx.Client(timeout=30) as client:
+        body = {"prompt": "x", "stream": True}
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert "Hello" in next(lines)
+            process.send_signal(signal.SIGTERM)
+            read_until(process, "SIGTERM: finishing 1 requests")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.wait(30) == 0
+        assert process.stdout.read().split() == ["0", "1", "1", "0"]
+
+
+def test_the_second_signal_ends_them_and_still_stops_the_engine():
+    with server_process() as (process, url), httpx.Client(timeout=30) as client:
+        body = {"prompt": "x", "stream": True}
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert "Hello" in next(lines)
+            process.send_signal(signal.SIGINT)
+            read_until(process, "SIGINT: finishing 1 requests")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        assert process.stdout.read().split() == ["0", "1", "1", "1"]
+
+
+def test_a_refused_connection_after_the_end():
+    with serving(FakeEngine()) as url:
+        port = int(url.rsplit(":", 1)[1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

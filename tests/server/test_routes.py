@@ -1,0 +1,82 @@
+"""Models, tokenizer routes, health, metrics, the OpenAPI document, and paths that do not exist."""
+
+from __future__ import annotations
+
+import pytest
+from server_client import error_of, post, request
+
+from fakes import DEMO_TOKENIZER, FakeEngine
+from llm_serving import __version__
+from llm_serving.server.routes import ENDPOINTS
+
+
+def test_models():
+    body = request(FakeEngine(), "GET", "/v1/models").json()
+    assert body["object"] == "list"
+    assert [(card["id"], card["max_model_len"]) for card in body["data"]] == [("demo", 128)]
+    assert request(FakeEngine(), "GET", "/v1/models/demo").json() == body["data"][0]
+    assert request(FakeEngine(), "GET", "/v1/models/a/b").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_tells_the_truth(path):
+    response = request(FakeEngine(), "GET", path)
+    assert (response.status_code, response.json()) == (
+        200,
+        {"status": "ready", "detail": "ready", "loading": False},
+    )
+    response = request(FakeEngine(ready=False), "GET", path)
+    assert response.status_code == 503
+    assert response.json() == {"status": "unavailable", "detail": "loading the model", "loading": True}
+
+
+def test_metrics():
+    response = request(FakeEngine(), "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert 'vllm:num_requests_running{model_name="demo"}' in response.text
+
+
+def test_version():
+    assert request(FakeEngine(), "GET", "/version").json() == {"version": __version__}
+
+
+def test_tokenize_and_back():
+    body = post(FakeEngine(), "/tokenize", {"prompt": "hello world"}).json()
+    ids = DEMO_TOKENIZER.encode("hello world")
+    assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids}
+    assert post(FakeEngine(), "/detokenize", {"tokens": ids[1:]}).json() == {"prompt": "hello world"}
+
+
+def test_tokenize_without_special_tokens():
+    body = post(FakeEngine(), "/tokenize", {"prompt": "hello", "add_special_tokens": False}).json()
+    assert body["tokens"] == DEMO_TOKENIZER.encode("hello", add_special_tokens=False)
+
+
+def test_tokenize_messages_as_chat_does():
+    body = post(FakeEngine(), "/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
+    assert body["tokens"] == DEMO_TOKENIZER.encode("hello")
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
+def test_tokenize_takes_one_of_the_two(body):
+    error = error_of(post(FakeEngine(), "/tokenize", body))
+    assert error["message"] == "`prompt` or `messages` must be given, and not both"
+
+
+def test_paths_and_methods_that_do_not_exist():
+    assert error_of(request(FakeEngine(), "GET", "/nowhere"))["message"].startswith("not found")
+    response = request(FakeEngine(), "GET", "/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert error_of(response)["message"].startswith("method not allowed")
+
+
+def test_the_openapi_document_describes_every_endpoint():
+    document = request(FakeEngine(), "GET", "/openapi.json").json()
+    described = {(method, path) for path, entry in document["paths"].items() for method in entry}
+    assert described == {(e.method.lower(), e.path.replace(":path", "")) for e in ENDPOINTS}
+    schema = document["components"]["schemas"]["CompletionRequest"]
+    assert schema["required"] == ["prompt"]
+    assert "temperature" in schema["properties"]
+    operations = [operation["operationId"] for entry in document["paths"].values() for operation in entry.values()]
+    assert len(set(operations)) == len(operations)
