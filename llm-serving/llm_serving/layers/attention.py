@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.layers.linear import Linear
+
+_MASK_SIZE = 128
+_FLOAT16_MASKED = -10000.0
 
 
 class PagedSelfAttention(nn.Cell):
@@ -38,6 +44,7 @@ class PagedSelfAttention(nn.Cell):
         self.rotary = backend.rotary(*heads)
         self.store_kv = backend.store_kv()
         self.attention = backend.attention(*heads, spec.head_dim**-0.5)
+        self.whole_prompts = False
         self.out = out
         self.key_cache, self.value_cache = kv_cache
 
@@ -56,5 +63,30 @@ class PagedSelfAttention(nn.Cell):
         stored = self.store_kv(k, v, self.key_cache, self.value_cache, slot_mapping)
         # A row attends to the keys of its own step too: they must be in the cache first.
         q = ops.depend(q, stored)
-        x = self.attention(q, self.key_cache, self.value_cache, block_tables, query_lens, context_lens)
+        if self.whole_prompts:
+            x = self.prompt_attention(q, k, v, self.prompt_mask, ops.cast(query_lens, ms.int64))
+        else:
+            x = self.attention(q, self.key_cache, self.value_cache, block_tables, query_lens, context_lens)
         return self.out(x)
+
+    def use_whole_prompts(self, prompt_attention: nn.Cell, dtype: Any) -> None:
+        """Lets the graph compiled next serve steps of whole prompts only, none of whose tokens is cached.
+
+        Keys and values then come straight from the products of the step, by FlashAttention.
+
+        Args:
+            prompt_attention: From `AscendBackend.prompt_attention`.
+            dtype: MindSpore dtype of the activations.
+        """
+        self.prompt_attention = prompt_attention
+        self.prompt_mask = _prompt_mask(dtype)
+        self.whole_prompts = True
+
+
+def _prompt_mask(dtype: Any) -> ms.Tensor:
+    """What FlashAttentionScore in layout TH lays along the diagonal: [128, 128], set above it.
+
+    The device multiplies a bfloat16 mask by a large negative number itself and adds a float16 mask as it is.
+    """
+    above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
+    return ms.Tensor(above if dtype == ms.bfloat16 else above * _FLOAT16_MASKED).astype(dtype)

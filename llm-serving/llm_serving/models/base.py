@@ -47,6 +47,11 @@ class ModelFamily(Protocol):
         """
 
 
-def dynamic_inputs() -> list[ms.Tensor]:
-    """Arguments of every shape, for `Cell.set_inputs`: one compilation serves all batches."""
-    return [ms.Tensor(shape=[None] * rank, dtype=ms.int32) for _, rank in STEP_INPUTS]
+def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
+    """Arguments of every shape, for `Cell.set_inputs`: one compilation serves all batches.
+
+    Args:
+        num_rows: B, for a graph in which it is fixed.
+    """
+    sizes = {"block_tables": (num_rows, None), "query_lens": (num_rows,), "context_lens": (num_rows,)}
+    return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import nn
 
+from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, Backend
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.layers.attention import PagedSelfAttention
@@ -27,6 +28,7 @@ class LlamaForCausalLM(nn.Cell):
         self, spec: ModelSpec, backend: Backend, weights: WeightReader, kv_caches: KVCaches, max_positions: int
     ) -> None:
         super().__init__()
+        self.spec = spec
         table_shape = (spec.vocab_size, spec.hidden_size)
         embed_tokens = weights.take("model.embed_tokens.weight", table_shape)
         # A tied table is a factor of the last product as well; look-ups accept that order of elements.
@@ -48,6 +50,20 @@ class LlamaForCausalLM(nn.Cell):
             head = backend.linear_weight(weights.take("lm_head.weight", table_shape))
         self.logits = SampledLogits(backend, norm, head)
         weights.check_all_taken()
+
+    def use_whole_prompts(self, backend: AscendBackend) -> None:
+        """Makes the graph compiled next, under a `phase` of its own, one for steps of whole prompts only.
+
+        It shares every weight with the graph compiled before. B is fixed in it; unused rows have length 0.
+        """
+        spec = self.spec
+        for layer in self.layers:
+            layer.attention.use_whole_prompts(
+                backend.prompt_attention(
+                    spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.head_dim**-0.5
+                ),
+                backend.activation_dtype,
+            )
 
     def construct(
         self,

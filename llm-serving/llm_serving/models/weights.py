@@ -77,6 +77,10 @@ class WeightReader:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
