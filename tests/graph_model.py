@@ -7,8 +7,6 @@ import functools
 from pathlib import Path
 
 import numpy as np
-from step_factories import step_input
-
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.config.schema import DeviceConfig
@@ -19,6 +17,7 @@ from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.device import configure_device
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs
+from step_factories import step_input
 
 load_plugin()
 

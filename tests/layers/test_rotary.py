@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-from model_factories import tiny_spec
-
 from llm_serving.core.model_spec import RopeScaling
 from llm_serving.layers.rotary import cos_sin_tables, inverse_frequencies
+from model_factories import tiny_spec
 
 pytestmark = pytest.mark.mindspore
 

@@ -7,11 +7,10 @@ import pytest
 from graph_model import GraphModel, backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
-from reference_llama import reference_logits
-
 from llm_serving.core.model_spec import RopeScaling
 from llm_serving.errors import ModelError
+from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
+from reference_llama import reference_logits
 
 pytestmark = pytest.mark.mindspore
 

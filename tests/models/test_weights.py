@@ -2,10 +2,9 @@ import json
 
 import numpy as np
 import pytest
-from model_factories import to_bfloat16, write_safetensors
-
 from llm_serving.errors import ModelError
 from llm_serving.models.weights import WeightReader, to_float32
+from model_factories import to_bfloat16, write_safetensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -1,7 +1,6 @@
 import logging
 
 import pytest
-
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.errors import KernelError
 from llm_serving.log import ROOT

@@ -1,9 +1,8 @@
 import pytest
 from graph_model import backend
-from model_factories import tiny_spec
-
 from llm_serving.errors import ConfigError
 from llm_serving.worker.kv_tensors import KVTensors, block_bytes, num_blocks_for
+from model_factories import tiny_spec
 
 pytestmark = pytest.mark.mindspore
 

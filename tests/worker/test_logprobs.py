@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from llm_serving.worker.logprobs import log_normalizers, most_likely
 
 

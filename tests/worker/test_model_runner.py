@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
-from model_factories import tiny_spec, write_model
-from step_factories import sampling_input, step_input
-
 from llm_serving.core.step import StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
 from llm_serving.worker.model_runner import ModelRunner
+from model_factories import tiny_spec, write_model
+from step_factories import sampling_input, step_input
 
 pytestmark = pytest.mark.mindspore
 

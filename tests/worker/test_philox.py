@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from llm_serving.worker.philox import philox4x32, uniform
 
 

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_factories import sampling_input, select_samples
-
 from llm_serving.errors import WorkerError
 from llm_serving.worker.model_inputs import NO_TOKENS
 from llm_serving.worker.sampler import _choose_from_all, check_sampling, sample
+from step_factories import sampling_input, select_samples
 
 NAN, INF = math.nan, math.inf
 
