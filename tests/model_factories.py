@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-
 from llm_serving.core.model_spec import ModelSpec
 
 TINY = ModelSpec(

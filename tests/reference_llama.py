@@ -5,7 +5,6 @@ al. 2023. Scaling of rotary frequencies: the case distinction of the Llama 3.1 r
 """
 
 import numpy as np
-
 from llm_serving.core.model_spec import ModelSpec
 
 

@@ -1,7 +1,6 @@
 """Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
 
 import numpy as np
-
 from llm_serving.core.step import SamplingInput, StepInput
 
 _DEFAULTS = {
