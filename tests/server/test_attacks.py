@@ -6,10 +6,9 @@ import asyncio
 
 import httpx
 import pytest
-from server_client import error_of, post
-
 from fakes import FakeEngine
 from llm_serving.server.app import create_app
+from server_client import error_of, post
 
 COMPLETIONS = "/v1/completions"
 

@@ -10,6 +10,7 @@ import msgspec
 
 from llm_serving import __version__
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.schemas import ErrorResponse
 
 JsonObject = dict[str, Any]
@@ -37,10 +38,13 @@ def _operation(endpoint: Endpoint, path: str, references: dict[type, JsonObject]
     answer: JsonObject = {"description": "The answer"}
     if endpoint.answer is not None:
         answer["content"] = {"application/json": {"schema": references[endpoint.answer]}}
+    error: JsonObject = {"description": "An error"}
+    if endpoint.error_response is openai_error_response:
+        error["content"] = {"application/json": {"schema": references[ErrorResponse]}}
     operation: JsonObject = {
         "summary": endpoint.summary,
         "operationId": f"{endpoint.method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}".rstrip("_"),
-        "responses": {"200": answer, "default": {"description": "An error"}},
+        "responses": {"200": answer, "default": error},
     }
     if names := re.findall(r"\{(\w+)\}", path):
         operation["parameters"] = [
