@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-
 from fakes import FakeEngine
 from llm_serving.server.app import create_app
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import llm_serving.demo_model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import byte_fallback_folder, byte_level_folder
-
-import llm_serving.demo_model
 from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from tokenizer_files import byte_fallback_folder, byte_level_folder
 
 demo = Tokenizer.load(Path(llm_serving.demo_model.__file__).parent)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.metrics import Histogram, Metrics
+from prometheus_client.parser import text_string_to_metric_families
 
 
 def scrape(metrics):

@@ -6,7 +6,6 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from llm_serving.engine.stop_strings import StopStringMatcher
 
 

@@ -6,16 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
+import llm_serving.demo_model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import ModelError, RequestError
 from sentencepiece import SentencePieceProcessor
 from tokenizer_files import byte_fallback_folder, byte_level_folder, write_config
 from tokenizers import Tokenizer as TokenizersTokenizer
-
-import llm_serving.demo_model
-from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import ModelError, RequestError
 
 DEMO = Path(llm_serving.demo_model.__file__).parent
 READABLE = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=30)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server_client import error_of, events, leave_while_held, post
-
 from fakes import DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
+from server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

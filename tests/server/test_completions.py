@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from server_client import error_of, events, leave_while_held, post
-
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, UnavailableError, WorkerDiedError
+from server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/completions"
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-
 from fakes import FakeEngine, Script
 from llm_serving.errors import ConfigError
 from llm_serving.server.app import create_app

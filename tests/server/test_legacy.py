@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
-from server_client import leave_while_held, post, request
-
 from fakes import FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, WorkerDiedError
+from server_client import leave_while_held, post, request
 
 TOKENS = [
     '{"id": 500, "logprob": -0.5, "special": false, "text": "Grüß"}',
@@ -152,12 +150,6 @@ class TestParameters:
         assert self.sampling(
             details="True", decoder_input_details=False, top_n_tokens=0, truncate=False, typical_p=0, watermark="False"
         )
-
-    def test_the_log_shows_the_length_where_scripts_look_for_it(self, caplog, monkeypatch):
-        monkeypatch.setattr(logging.getLogger("llm_serving"), "propagate", True)
-        with caplog.at_level(logging.INFO, "llm_serving"):
-            self.sampling(max_new_tokens=23)
-        assert "'max_token_len': 23}" in caplog.text
 
 
 class TestErrorsAsText:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from server_client import error_of, post, request
-
 from fakes import DEMO_TOKENIZER, FakeEngine
 from llm_serving import __version__
 from llm_serving.server.routes import ENDPOINTS
+from server_client import error_of, post, request
 
 
 def test_models():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server_client import events, leave_while_held, post, request
-
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
+from server_client import events, leave_while_held, post, request
 
 
 def body(**parameters):

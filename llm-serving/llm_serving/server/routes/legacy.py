@@ -50,7 +50,6 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError, RequestError
-from llm_serving.log import get_logger
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
@@ -58,8 +57,6 @@ from llm_serving.server.openai_requests import check_model
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import seed_or_random, stop_strings
 from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
-
-logger = get_logger(__name__)
 
 PROMPT_OUT_OF_RANGE: Final = "Error202: prompt out of range"
 PROMPT_EMPTY: Final = "Error203: prompt token empty"
@@ -107,7 +104,6 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     request = decode_body(body, LegacyRequest, strict=False)
     parameters = request.parameters or LegacyParameters()
     sampling = _sampling(parameters, engine.model_spec.vocab_size)
-    _log_parameters(parameters, sampling)
     answer = _Answer(parameters)
     stream = bool(request.stream) if stream is None else stream
     generation = await _start(engine, request.inputs, sampling)
@@ -154,19 +150,6 @@ def _sampling(parameters: LegacyParameters, vocab_size: int) -> SamplingParams:
         stop=stop_strings(parameters.stop),
         logprobs=0,
     )
-
-
-def _log_parameters(parameters: LegacyParameters, sampling: SamplingParams) -> None:
-    """One line a request; scripts of users look for `'max_token_len': N}` in it."""
-    shown = {
-        "do_sample": not sampling.greedy,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "temperature": sampling.temperature,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_token_len": sampling.max_tokens,
-    }
-    logger.info("params: %s", shown)
 
 
 def _line(content: JsonObject, prefix: str = "") -> bytes:
