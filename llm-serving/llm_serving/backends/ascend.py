@@ -142,7 +142,7 @@ class Rotary(nn.Cell):
         self.rotate = gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)
         self.lengths = ms.Tensor(np.ones(1, dtype=np.int32))
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> Any:
         return self.rotate(q, k, cos, sin, self.lengths)
 
 
@@ -209,5 +209,5 @@ class Split(nn.Cell):
         self.sizes = tuple(sizes)
         self.primitive = gen_ops_prim.SplitWithSize()
 
-    def construct(self, x: ms.Tensor) -> tuple[ms.Tensor, ...]:
+    def construct(self, x: ms.Tensor) -> Any:
         return self.primitive(x, self.sizes, -1)

@@ -6,6 +6,7 @@ of threads or on where its blocks lie.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from typing import Any
@@ -40,6 +41,17 @@ def load_plugin() -> None:
     library.load()
 
 
+@functools.cache
+def _require_dispatch() -> None:
+    """Packed weights mean nothing to MindSpore's own products, so make sure that ours are called."""
+    kernels = library.load()
+    before = kernels.llm_num_calls()
+    one = ms.Tensor(np.ones((1, 1), dtype=np.float32))
+    gen_ops_prim.AddExt()(one, one, 1).asnumpy()
+    if kernels.llm_num_calls() == before:
+        raise KernelError("an operator ran before the operator library was named; create the CPU backend first")
+
+
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
@@ -70,6 +82,7 @@ class CpuBackend(AscendBackend):
         return super().attention(num_heads, num_kv_heads, head_dim, scale)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        _require_dispatch()
         source = np.ascontiguousarray(to_model_dtype(array, self.dtype))
         memory = empty_aligned(source.shape, self.dtype)
         address = memory.ctypes.data
@@ -105,7 +118,7 @@ class RotaryFloat32(nn.Cell):
         super().__init__()
         self.rotate = gen_ops_prim.RotaryPositionEmbedding()
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> Any:
         return self.rotate(q, cos, sin, 0), self.rotate(k, cos, sin, 0)
 
 

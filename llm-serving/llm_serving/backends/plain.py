@@ -8,6 +8,7 @@ in its last bits from the same answer computed alone; the CPU backend guarantees
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -205,5 +206,5 @@ class Split(nn.Cell):
         super().__init__()
         self.sizes = tuple(sizes)
 
-    def construct(self, x: ms.Tensor) -> tuple[ms.Tensor, ...]:
+    def construct(self, x: ms.Tensor) -> Any:
         return ops.split(x, self.sizes, -1)

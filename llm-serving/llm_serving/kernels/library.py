@@ -6,7 +6,7 @@ instruction set and chooses when it is loaded, so the folder may be shared betwe
 Environment:
     CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
     LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
-    LLM_SERVING_ISA: Instruction set to use in place of the best one: avx512_bf16, avx512, avx2 or plain.
+    LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512, avx2 or plain.
     LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
 """
 
@@ -46,7 +46,16 @@ _FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-_ISA_FLAGS = {"avx512_bf16": (*_AVX512, "-mavx512bf16"), "avx512": _AVX512, "avx2": _AVX2, "plain": ()}
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLLM_AMX"),
+    "avx512_bf16": _AVX512_BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "plain": (),
+    # The code of amx with loops for its instructions: for tests, hence not worth optimising.
+    "amx_emulated": (*_AVX512_BF16, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ def load() -> ctypes.CDLL:
     library.llm_num_threads.restype = ctypes.c_int64
     library.llm_set_num_threads.argtypes = [ctypes.c_int64]
     library.llm_set_num_threads.restype = None
+    library.llm_num_calls.restype = ctypes.c_int64
     library.llm_last_error.restype = ctypes.c_char_p
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library
@@ -130,6 +140,35 @@ def supported_isas() -> list[str]:
     while (name := library.llm_supported_isa(len(names))) is not None:
         names.append(name.decode())
     return names
+
+
+@contextmanager
+def isa_in_use(name: str) -> Iterator[None]:
+    """Compute with another instruction set for a while; also "amx_emulated", slow, on CPUs with AVX-512 BF16.
+
+    Raises:
+        KernelError: The name is unknown or this CPU cannot run it.
+    """
+    library = load()
+    before = library.llm_isa()
+    if library.llm_select_isa(name.encode()) != 0:
+        raise KernelError(f"the instruction set must be one of {', '.join(supported_isas())}. Given: {name}")
+    try:
+        yield
+    finally:
+        library.llm_select_isa(before)
+
+
+@contextmanager
+def threads_in_use(count: int) -> Iterator[None]:
+    """Compute with another number of threads for a while."""
+    library = load()
+    before = library.llm_num_threads()
+    library.llm_set_num_threads(count)
+    try:
+        yield
+    finally:
+        library.llm_set_num_threads(before)
 
 
 def _isas() -> list[str]:

@@ -8,8 +8,7 @@ namespace llm {
 // Absent optional inputs are null with dtype "none"; scalar arguments are tensors of rank 0.
 class Call {
  public:
-  Call(const char* op, int count, void** data, int* ranks, int64_t** shapes, const char** dtypes)
-      : op_(op), count_(count), data_(data), ranks_(ranks), shapes_(shapes), dtypes_(dtypes) {}
+  Call(const char* op, int count, void** data, int* ranks, int64_t** shapes, const char** dtypes);
 
   int count() const { return count_; }
   bool present(int i) const { return data_[i] != nullptr && dtype(i) != DType::kNone; }
@@ -44,6 +43,9 @@ class Call {
   int64_t** shapes_;
   const char** dtypes_;
 };
+
+// Number of operators called so far: tells whether MindSpore knows of the library.
+int64_t num_calls();
 
 // The latest reason given to `Call::fail` in this process.
 const char* last_error();

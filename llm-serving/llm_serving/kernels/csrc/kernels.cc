@@ -1,5 +1,11 @@
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -7,6 +13,12 @@
 namespace llm {
 
 #if defined(__x86_64__)
+namespace amx {
+extern const Kernels kKernels;
+}
+namespace amx_emulated {
+extern const Kernels kKernels;
+}
 namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
@@ -25,6 +37,19 @@ namespace {
 
 constexpr size_t kMaxSets = 8;
 
+#if defined(__x86_64__)
+// Whether the CPU has tiles of bfloat16 and the system grants this process their registers.
+bool has_amx() {
+  constexpr unsigned kTilesAndBFloat16 = 1u << 24 | 1u << 22;
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kTilesAndBFloat16) != kTilesAndBFloat16) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 struct Supported {
   const Kernels* sets[kMaxSets] = {};
 
@@ -35,7 +60,9 @@ struct Supported {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) sets[count++] = &avx512_bf16::kKernels;
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    if (bf16 && has_amx()) sets[count++] = &amx::kKernels;
+    if (bf16) sets[count++] = &avx512_bf16::kKernels;
     if (avx512) sets[count++] = &avx512::kKernels;
     if (avx2) sets[count++] = &avx2::kKernels;
 #endif
@@ -46,6 +73,10 @@ struct Supported {
     for (const Kernels* const* set = sets; *set != nullptr; set++) {
       if (std::strcmp((*set)->isa, isa) == 0) return *set;
     }
+#if defined(__x86_64__)
+    // For tests: the code of amx with loops for its instructions.
+    if (std::strcmp(isa, "amx_emulated") == 0 && __builtin_cpu_supports("avx512bf16")) return &amx_emulated::kKernels;
+#endif
     return nullptr;
   }
 };

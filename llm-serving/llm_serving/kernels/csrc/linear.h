@@ -13,7 +13,7 @@ constexpr size_t kUnitPanels = 4;
 // Inputs of one pass over the rows: the panels of a pass (32 KB of bfloat16) stay in the first-level cache.
 constexpr size_t kPassInputs = 256;
 
-// Activations as rows of `stride` elements, `stride` a multiple of Operand::kInputs with zeros as padding.
+// Activations as rows of `stride` elements, `stride` a multiple of Operand::kMultiple with zeros as padding.
 template <class Element>
 struct Activations {
   const ActivationOf<Element>* data;
@@ -24,13 +24,13 @@ template <class Element>
 Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
   constexpr bool kSameType = sizeof(Activation) == sizeof(Element);
-  const size_t stride =
-      (args.k + Operand<Element>::kInputs - 1) / Operand<Element>::kInputs * Operand<Element>::kInputs;
+  constexpr size_t kMultiple = Operand<Element>::kMultiple;
+  const size_t stride = (args.k + kMultiple - 1) / kMultiple * kMultiple;
   if (kSameType && stride == args.k) return {static_cast<const Activation*>(args.x), stride};
   auto* rows = static_cast<Activation*>(scratch(Scratch::kActivations, args.m * stride * sizeof(Activation)));
   auto convert = [&](size_t row) {
     to_activations(static_cast<const Element*>(args.x) + row * args.k, args.k, rows + row * stride);
-    if (stride > args.k) rows[row * stride + args.k] = Activation{};
+    for (size_t k = args.k; k < stride; k++) rows[row * stride + k] = Activation{};
   };
   if (args.m * args.k < 65536) {
     for (size_t row = 0; row < args.m; row++) convert(row);
@@ -84,6 +84,7 @@ void linear_unit(const LinearArgs& args, Activations<Element> x, size_t unit) {
     panels[p] = whole_panel(args, first + p, x.stride, padded + p * kPanelWidth * x.stride);
   }
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, args.m * kColumns * sizeof(float)));
+  if (x.stride == 0) __builtin_memset(sums, 0, args.m * kColumns * sizeof(float));
   const size_t pass = args.m <= kTileRows ? x.stride : kPassInputs;
   for (size_t k = 0; k < x.stride; k += pass) {
     const size_t inputs = x.stride - k < pass ? x.stride - k : pass;

@@ -1,26 +1,35 @@
 // MatMul, the primitive of every linear layer.
+#include <vector>
+
 #include "call.h"
 #include "kernels.h"
 #include "packed_weights.h"
-#include "thread_pool.h"
 
 namespace llm {
 namespace {
 
-// Any layout, one sum at a time in float32: for products that are none of our layers'.
-void multiply_any(const Call& call, bool transpose_a, bool transpose_b, size_t m, size_t n, size_t k) {
-  const DType dtype = call.dtype(0);
-  auto row = [&](size_t i) {
-    for (size_t j = 0; j < n; j++) {
-      float sum = 0.0f;
-      for (size_t l = 0; l < k; l++) {
-        sum += load_element(call.data<void>(0), dtype, transpose_a ? l * m + i : i * k + l) *
-               load_element(call.data<void>(1), dtype, transpose_b ? j * k + l : l * n + j);
-      }
-      store_element(call.data<void>(4), call.dtype(4), i * n + j, sum);
+// Row-major copy of a matrix [rows, columns], or of its transpose.
+std::vector<char> copy_of(const void* source, size_t rows, size_t columns, size_t bytes, bool transposed) {
+  std::vector<char> copy(rows * columns * bytes);
+  for (size_t row = 0; row < rows; row++) {
+    for (size_t column = 0; column < columns; column++) {
+      const size_t at = transposed ? column * rows + row : row * columns + column;
+      std::memcpy(copy.data() + (row * columns + column) * bytes, static_cast<const char*>(source) + at * bytes, bytes);
     }
-  };
-  parallel_for(m, row);
+  }
+  return copy;
+}
+
+// Products that are none of our layers': brought into the form of those, so they are correct, and slow.
+void multiply_unpacked(const LinearArgs& args, size_t bytes, bool transpose_a, bool transpose_b) {
+  const std::vector<char> x = copy_of(args.x, args.m, args.k, bytes, transpose_a);
+  const std::vector<char> weight = copy_of(args.weight, args.n, args.k, bytes, !transpose_b);
+  std::vector<char> packed(weight.size());
+  pack_weight(weight.data(), packed.data(), args.dtype, args.n, args.k);
+  LinearArgs plain = args;
+  plain.x = x.data();
+  plain.weight = packed.data();
+  kernels().linear(plain);
 }
 
 }  // namespace
@@ -43,12 +52,13 @@ LLM_OPERATOR(MatMul) {
   if (call.dim(1, transpose_b ? 1 : 0) != k || call.dim(4, 0) != m || call.dim(4, 1) != n) {
     return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", m, k, call.dim(1, 0), call.dim(1, 1));
   }
-  if (!is_packed(call.data<void>(1), dtype, call.dim(1, 0), call.dim(1, 1))) {
-    multiply_any(call, transpose_a, transpose_b, m, n, k);
+  if (call.dtype(4) != dtype && call.dtype(4) != DType::kFloat32) return call.fail("the result has another type");
+  const LinearArgs args = {call.data<void>(0), call.data<void>(1), call.data<void>(4), dtype, call.dtype(4), m, n, k};
+  if (!is_packed(args.weight, dtype, call.dim(1, 0), call.dim(1, 1))) {
+    multiply_unpacked(args, call.element_bytes(0), transpose_a, transpose_b);
     return 0;
   }
   if (transpose_a || !transpose_b) return call.fail("a packed weight is multiplied as x * weight^T only");
-  if (call.dtype(4) != dtype && call.dtype(4) != DType::kFloat32) return call.fail("the result has another type");
-  kernels().linear({call.data<void>(0), call.data<void>(1), call.data<void>(4), dtype, call.dtype(4), m, n, k});
+  kernels().linear(args);
   return 0;
 }

@@ -29,13 +29,23 @@ size_t position(size_t k, size_t column, size_t inputs, size_t width, bool pairs
   return (k / 2 * width + column) * 2 + k % 2;
 }
 
-template <class Element>
-void pack_panel(const Element* source, Element* target, size_t width, size_t k, bool pairs) {
+// Transposes rows of `k` units into columns: units of one input, or of a pair of them.
+template <class Unit>
+void transpose(const void* source, size_t source_stride, void* target, size_t width, size_t k) {
   for (size_t i = 0; i < k; i++) {
     for (size_t column = 0; column < width; column++) {
-      target[position(i, column, k, width, pairs)] = source[column * k + i];
+      std::memcpy(static_cast<char*>(target) + (i * width + column) * sizeof(Unit),
+                  static_cast<const char*>(source) + column * source_stride + i * sizeof(Unit), sizeof(Unit));
     }
   }
+}
+
+template <class Element>
+void pack_panel(const Element* source, Element* target, size_t width, size_t k, bool pairs) {
+  if (!pairs) return transpose<Element>(source, k * sizeof(Element), target, width, k);
+  transpose<uint32_t>(source, k * sizeof(Element), target, width, k / 2);
+  const size_t paired = k / 2 * 2;
+  transpose<Element>(source + paired, k * sizeof(Element), target + paired * width, width, k - paired);
 }
 
 template <class Element>

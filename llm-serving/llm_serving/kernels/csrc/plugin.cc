@@ -47,4 +47,5 @@ LLM_EXPORT const char* llm_supported_isa(int64_t i) { return llm::supported_isa(
 LLM_EXPORT int llm_select_isa(const char* isa) { return llm::select_kernels(isa) ? 0 : 1; }
 LLM_EXPORT int64_t llm_num_threads() { return static_cast<int64_t>(llm::num_threads()); }
 LLM_EXPORT void llm_set_num_threads(int64_t count) { llm::set_num_threads(static_cast<size_t>(count < 1 ? 1 : count)); }
+LLM_EXPORT int64_t llm_num_calls() { return llm::num_calls(); }
 LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }

@@ -142,9 +142,14 @@ LLM_INLINE NativeFloat native_load(const Float16* source) {
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 #else
-  NativeFloat result;
-  for (size_t j = 0; j < kNative; j++) result[j] = load_element(source, DType::kFloat16, j);
-  return result;
+  NativeShort half;
+  __builtin_memcpy(&half, source, sizeof(half));
+  const NativeUint bits = __builtin_convertvector(half, NativeUint);
+  const NativeUint magnitude = (bits & 0x7fff) << 13;
+  // Multiplying by 2^112 moves the bias of the exponent from 15 to 127 and makes subnormal halves normal.
+  const NativeUint finite = (NativeUint)((NativeFloat)magnitude * 0x1p112f);
+  const NativeUint chosen = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : finite;
+  return (NativeFloat)(chosen | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -170,7 +175,17 @@ LLM_INLINE void native_store(Float16* target, NativeFloat value) {
 #elif defined(__F16C__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (size_t j = 0; j < kNative; j++) store_element(target, DType::kFloat16, j, value[j]);
+  const NativeUint bits = (NativeUint)value;
+  const NativeUint magnitude = bits & 0x7fffffff;
+  const NativeUint rebased = magnitude - 0x38000000;
+  const NativeUint normal = (rebased + 0xfff + (rebased >> 13 & 1)) >> 13;
+  // Adding 0.5 leaves a subnormal half in the low bits, rounded by the adder.
+  const NativeUint subnormal = (NativeUint)((NativeFloat)magnitude + 0.5f) - 0x3f000000;
+  NativeUint half = magnitude < 0x38800000 ? subnormal : normal;
+  half = magnitude >= 0x477ff000 ? NativeUint{} + 0x7c00 : half;  // rounds to 2^16 or more
+  half = magnitude > 0x7f800000 ? (magnitude >> 13 & 0x1ff) | 0x7e00 : half;
+  const NativeShort narrow = __builtin_convertvector(half | (bits >> 16 & 0x8000), NativeShort);
+  __builtin_memcpy(target, &narrow, sizeof(narrow));
 #endif
 }
 

@@ -6,16 +6,21 @@
 
 #include "kernels.h"
 #include "simd.h"
+#if defined(LLM_AMX)
+#include "amx.h"
+#endif
 
 namespace llm::LLM_ISA {
 
 // How an element type is multiplied.
 //   Activation   what rows of activations consist of (see `prepare_row`)
-//   kInputs      inputs taken at once
+//   kInputs      inputs taken at once: neighbours in a packed panel
+//   kMultiple    number of inputs is a multiple of this
 template <class Element>
 struct Operand {
   using Activation = float;
   static constexpr size_t kInputs = 1;
+  static constexpr size_t kMultiple = 1;
   struct Panel {
     Floats values;
   };
@@ -34,6 +39,11 @@ template <>
 struct Operand<BFloat16> {
   using Activation = BFloat16;
   static constexpr size_t kInputs = 2;
+#if defined(LLM_AMX)
+  static constexpr size_t kMultiple = kHalfStep;
+#else
+  static constexpr size_t kMultiple = kInputs;
+#endif
   struct Panel {
     __m512bh pairs;
   };
@@ -56,6 +66,7 @@ template <>
 struct Operand<BFloat16> {
   using Activation = float;
   static constexpr size_t kInputs = 2;
+  static constexpr size_t kMultiple = 2;
   struct Panel {
     Floats even, odd;
   };
@@ -92,7 +103,7 @@ constexpr size_t kTileRows = 2;
 constexpr size_t kTilePanels = 1;
 #endif
 
-// c [kRows, kPanels * 16] (+)= a [kRows, inputs] * panels; `inputs` is a multiple of Operand::kInputs.
+// c [kRows, kPanels * 16] (+)= a [kRows, inputs] * panels; `inputs` is a multiple of Operand::kMultiple.
 // Strides of a and c are in elements. `ahead` elements of each panel are prefetched; 0 for none.
 template <class Element, size_t kRows, size_t kPanels>
 void tile(const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels, size_t inputs, float* c,
@@ -111,7 +122,7 @@ void tile(const ActivationOf<Element>* a, size_t a_stride, const Element* const*
     typename Op::Panel b[kPanels];
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      if (kRows <= 2) __builtin_prefetch(panel[p] + k * kPanelWidth + ahead);
+      if (ahead > 0) __builtin_prefetch(panel[p] + k * kPanelWidth + ahead);
       b[p] = Op::load_panel(panel[p] + k * kPanelWidth);
     }
 #pragma GCC unroll 8
@@ -128,24 +139,36 @@ void tile(const ActivationOf<Element>* a, size_t a_stride, const Element* const*
 }
 
 template <class Element, size_t kPanels>
-void tile_rows(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels,
-               size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t ahead) {
-  for (; rows >= kTileRows; rows -= kTileRows, a += kTileRows * a_stride, c += kTileRows * c_stride) {
-    tile<Element, kTileRows, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-  }
+void tile_of(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels, size_t inputs,
+             float* c, size_t c_stride, bool add_to_c, size_t ahead) {
   switch (rows) {
-    case 5:
-      return tile<Element, 5, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-    case 4:
-      return tile<Element, 4, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-    case 3:
-      return tile<Element, 3, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-    case 2:
-      return tile<Element, 2, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
     case 1:
       return tile<Element, 1, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    case 2:
+      return tile<Element, 2, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    case 3:
+      return tile<Element, 3, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    case 4:
+      return tile<Element, 4, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    case 5:
+      return tile<Element, 5, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    case 6:
+      return tile<Element, 6, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
     default:
       return;
+  }
+}
+
+// All rows, in tiles of nearly equal height; the first brings the panels into the cache.
+template <class Element, size_t kPanels>
+void tile_rows(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels,
+               size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t ahead) {
+  for (size_t tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; tiles--, ahead = 0) {
+    const size_t height = (rows + tiles - 1) / tiles;
+    tile_of<Element, kPanels>(height, a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+    a += height * a_stride;
+    c += height * c_stride;
+    rows -= height;
   }
 }
 
@@ -160,6 +183,14 @@ void multiply(size_t rows, const ActivationOf<Element>* a, size_t a_stride, cons
     tile_rows<Element, 1>(rows, a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
   }
 }
+
+#if defined(LLM_AMX)
+template <>
+inline void multiply<BFloat16>(size_t rows, const BFloat16* a, size_t a_stride, const BFloat16* const* panels,
+                               size_t num_panels, size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t) {
+  multiply_by_tiles(rows, a, a_stride, panels, num_panels, inputs, c, c_stride, add_to_c);
+}
+#endif
 
 LLM_INLINE void to_activations(const BFloat16* source, size_t count, BFloat16* target) {
   __builtin_memcpy(target, source, count * sizeof(BFloat16));

@@ -1,0 +1,164 @@
+// Products of bfloat16 by AMX tiles of 16 rows x 64 bytes, behind the same `multiply` as the other instruction sets.
+//
+//   tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
+// tdpbf16ps sums the products of a step of 32 inputs (even and odd ones apart) from zero and then adds to the sums, so
+// the cut of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the end.
+//
+// LLM_AMX_EMULATED replaces the instructions by loops, so that the rest can be tested on a CPU without AMX.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace llm::LLM_ISA {
+
+constexpr size_t kTileHeight = 16;
+constexpr size_t kStep = 32;
+constexpr size_t kHalfStep = 16;
+
+// The operand of ldtilecfg.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+#if defined(LLM_AMX_EMULATED)
+struct EmulatedTiles {
+  TileConfig config;
+  char bytes[8][1024];
+};
+inline thread_local EmulatedTiles emulated;
+
+inline void emulated_load(int tile, const void* source, size_t stride) {
+  for (size_t row = 0; row < emulated.config.rows[tile]; row++) {
+    __builtin_memcpy(emulated.bytes[tile] + row * 64, static_cast<const char*>(source) + row * stride,
+                     emulated.config.row_bytes[tile]);
+  }
+}
+
+inline void emulated_store(int tile, void* target, size_t stride) {
+  for (size_t row = 0; row < emulated.config.rows[tile]; row++) {
+    __builtin_memcpy(static_cast<char*>(target) + row * stride, emulated.bytes[tile] + row * 64,
+                     emulated.config.row_bytes[tile]);
+  }
+}
+
+inline void emulated_multiply(int c, int a, int b) {
+  for (size_t row = 0; row < emulated.config.rows[c]; row++) {
+    for (size_t column = 0; column < kPanelWidth; column++) {
+      float sums[2] = {0.0f, 0.0f};
+      for (size_t pair = 0; pair < emulated.config.rows[b]; pair++) {
+        for (size_t i = 0; i < 2; i++) {
+          const float x = load_element(emulated.bytes[a] + row * 64, DType::kBFloat16, 2 * pair + i);
+          const float y = load_element(emulated.bytes[b] + pair * 64, DType::kBFloat16, 2 * column + i);
+          sums[i] = __builtin_fmaf(x, y, sums[i]);
+        }
+      }
+      char* at = emulated.bytes[c] + row * 64;
+      store_element(at, DType::kFloat32, column, load_element(at, DType::kFloat32, column) + (sums[0] + sums[1]));
+    }
+  }
+}
+
+#define LLM_TILE_CONFIGURE(config) emulated.config = config
+#define LLM_TILE_RELEASE()
+#define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, 1024)
+#define LLM_TILE_LOAD(tile, source, stride) emulated_load(tile, source, stride)
+#define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
+#define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
+#else
+// gcc 12's _tile_loadconfig names only a part of the configuration as its input.
+#define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config))
+#define LLM_TILE_RELEASE() _tile_release()
+#define LLM_TILE_ZERO(tile) _tile_zero(tile)
+#define LLM_TILE_LOAD(tile, source, stride) _tile_loadd(tile, source, stride)
+#define LLM_TILE_STORE(tile, target, stride) _tile_stored(tile, target, stride)
+#define LLM_TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
+#endif
+
+// One product of up to 32 rows and two panels, and its place in memory.
+struct TileProduct {
+  const BFloat16* a;
+  size_t a_stride;
+  const BFloat16* panels[2];
+  float* c;
+  size_t c_stride;
+  size_t rows;
+  bool two_panels;
+
+  size_t low_rows() const { return rows < kTileHeight ? rows : kTileHeight; }
+  size_t high_rows() const { return rows - low_rows(); }
+};
+
+inline void configure(const TileProduct& product, size_t step) {
+  TileConfig config;
+  const size_t heights[2] = {product.low_rows(), product.high_rows() > 0 ? product.high_rows() : 1};
+  for (size_t tile = 0; tile < 8; tile++) {
+    const bool panel = tile >= 6;
+    const bool activations = tile == 4 || tile == 5;
+    config.rows[tile] = static_cast<uint8_t>(panel ? step / 2 : heights[activations ? tile - 4 : tile / 2]);
+    config.row_bytes[tile] = static_cast<uint16_t>(activations ? step * sizeof(BFloat16) : 64);
+  }
+  LLM_TILE_CONFIGURE(config);
+}
+
+// Adds the products of `inputs` inputs, a multiple of `step`, beginning at `first`.
+inline void add_steps(const TileProduct& product, size_t first, size_t inputs, size_t step) {
+  if (inputs == 0) return;
+  configure(product, step);
+  const bool high = product.high_rows() > 0;
+  const size_t a_bytes = product.a_stride * sizeof(BFloat16);
+  const size_t c_bytes = product.c_stride * sizeof(float);
+  float* high_c = product.c + kTileHeight * product.c_stride;
+  LLM_TILE_LOAD(0, product.c, c_bytes);
+  if (product.two_panels) LLM_TILE_LOAD(1, product.c + kPanelWidth, c_bytes);
+  if (high) LLM_TILE_LOAD(2, high_c, c_bytes);
+  if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + kPanelWidth, c_bytes);
+  for (size_t k = first; k < first + inputs; k += step) {
+    LLM_TILE_LOAD(4, product.a + k, a_bytes);
+    LLM_TILE_LOAD(6, product.panels[0] + k * kPanelWidth, 64);
+    LLM_TILE_MULTIPLY(0, 4, 6);
+    if (product.two_panels) {
+      LLM_TILE_LOAD(7, product.panels[1] + k * kPanelWidth, 64);
+      LLM_TILE_MULTIPLY(1, 4, 7);
+    }
+    if (!high) continue;
+    LLM_TILE_LOAD(5, product.a + kTileHeight * product.a_stride + k, a_bytes);
+    LLM_TILE_MULTIPLY(2, 5, 6);
+    if (product.two_panels) LLM_TILE_MULTIPLY(3, 5, 7);
+  }
+  LLM_TILE_STORE(0, product.c, c_bytes);
+  if (product.two_panels) LLM_TILE_STORE(1, product.c + kPanelWidth, c_bytes);
+  if (high) LLM_TILE_STORE(2, high_c, c_bytes);
+  if (high && product.two_panels) LLM_TILE_STORE(3, high_c + kPanelWidth, c_bytes);
+}
+
+// As `multiply` of tile.h; `inputs` is a multiple of 16.
+inline void multiply_by_tiles(size_t rows, const BFloat16* a, size_t a_stride, const BFloat16* const* panels,
+                              size_t num_panels, size_t inputs, float* c, size_t c_stride, bool add_to_c) {
+  for (size_t row = 0; row < rows && !add_to_c; row++) {
+    __builtin_memset(c + row * c_stride, 0, num_panels * kPanelWidth * sizeof(float));
+  }
+  for (size_t panel = 0; panel < num_panels; panel += 2) {
+    for (size_t row = 0; row < rows; row += 2 * kTileHeight) {
+      TileProduct product;
+      product.two_panels = panel + 1 < num_panels;
+      product.a = a + row * a_stride;
+      product.a_stride = a_stride;
+      product.panels[0] = panels[panel];
+      product.panels[1] = product.two_panels ? panels[panel + 1] : nullptr;
+      product.c = c + row * c_stride + panel * kPanelWidth;
+      product.c_stride = c_stride;
+      product.rows = rows - row < 2 * kTileHeight ? rows - row : 2 * kTileHeight;
+      const size_t whole = inputs / kStep * kStep;
+      add_steps(product, 0, whole, kStep);
+      add_steps(product, whole, inputs - whole, kHalfStep);
+    }
+  }
+  LLM_TILE_RELEASE();
+}
+
+}  // namespace llm::LLM_ISA

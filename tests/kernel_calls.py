@@ -1,0 +1,131 @@
+"""Calls operators of the kernel library on NumPy arrays, the way MindSpore does, and bounds their rounding."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.kernels import library
+from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
+
+Array = NDArray[Any]
+
+FLOAT32_UNIT = 2.0**-24
+"""Largest relative error of one rounding to float32."""
+
+ROUNDING_UNIT = {"float32": FLOAT32_UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of one rounding to the type."""
+
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
+"""Results below may be lost altogether: subnormal float32 and bfloat16 count as zero in some instructions."""
+
+FLOAT_TYPES = tuple(ROUNDING_UNIT)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An array as an operator sees it; bfloat16 is held as uint16."""
+
+    array: Array
+    dtype: str
+
+    @property
+    def values(self) -> Array:
+        """As numbers NumPy can compute with, exactly."""
+        return from_bfloat16(self.array) if self.dtype == "bfloat16" else self.array
+
+    @property
+    def bits(self) -> Array:
+        """For comparisons of bytes, where NaN equals itself."""
+        return self.array.view(
+            {2: np.uint16, 4: np.uint32, 8: np.uint64}[self.array.itemsize]
+        )
+
+    def rows(self, index: Any) -> "Typed":
+        return Typed(np.ascontiguousarray(self.array[index]), self.dtype)
+
+
+def typed(values: Any, dtype: str) -> Typed:
+    """Round float values to `dtype`."""
+    values = np.asarray(values, dtype=np.float32)
+    if dtype == "bfloat16":
+        return Typed(round_to_bfloat16(values), dtype)
+    with np.errstate(over="ignore"):
+        return Typed(values.astype(dtype), dtype)
+
+
+def integers(values: Any, dtype: str = "int32") -> Typed:
+    return Typed(np.asarray(values, dtype=dtype), dtype)
+
+
+def scalar(value: Any, dtype: str) -> Typed:
+    return Typed(np.asarray(value, dtype=np.dtype(dtype)), dtype)
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> Typed:
+    """Room for a result, filled with a pattern that no operator leaves."""
+    storage = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    array = np.empty(shape, dtype=storage)
+    array.view(np.uint8)[...] = 0xA5
+    return Typed(array, dtype)
+
+
+def status_of(operator: str, *parameters: Typed | None) -> int:
+    """Call an operator; what it returns: 0 for success."""
+    count = len(parameters)
+    pointers = (ctypes.c_void_p * count)(
+        *(p.array.ctypes.data if p else None for p in parameters)
+    )
+    ranks = (ctypes.c_int * count)(*(p.array.ndim if p else 0 for p in parameters))
+    shapes = [
+        (ctypes.c_int64 * max(1, rank))(*(p.array.shape if p else ()))
+        for p, rank in zip(parameters, ranks, strict=True)
+    ]
+    shape_pointers = (ctypes.POINTER(ctypes.c_int64) * count)(
+        *(ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes)
+    )
+    dtypes = (ctypes.c_char_p * count)(
+        *(p.dtype.encode() if p else b"none" for p in parameters)
+    )
+    status: int = getattr(library.load(), operator)(
+        count, pointers, ranks, shape_pointers, dtypes, None, None
+    )
+    return status
+
+
+def call(operator: str, *parameters: Typed | None) -> None:
+    """Call an operator that must succeed."""
+    assert status_of(operator, *parameters) == 0, last_error()
+
+
+def last_error() -> str:
+    return library.load().llm_last_error().decode()
+
+
+def packed(weight: Typed) -> Typed:
+    """A weight in the order of the products. It stays registered as packed: give its array to nothing else."""
+    n, k = weight.array.shape
+    target = np.empty_like(weight.array)
+    library.load().llm_pack_weight(
+        weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k
+    )
+    return Typed(target, weight.dtype)
+
+
+def linear(x: Typed, weight: Typed, result: str | None = None) -> Typed:
+    """MatMul with a weight, packed or not, [N, K]."""
+    y = empty((x.array.shape[0], weight.array.shape[0]), result or x.dtype)
+    call("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
+    return y
+
+
+def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
+    """Within `bound` of the reference, one more rounding to the type of the result included."""
+    unit = ROUNDING_UNIT[result.dtype]
+    limit = bound * (1 + unit) + unit * np.abs(expected) + SMALLEST[result.dtype]
+    difference = np.abs(result.values.astype(np.float64) - expected)
+    assert np.all(difference <= limit), (
+        f"off by up to {np.max(difference / limit):.2f} times what rounding explains"
+    )
