@@ -219,7 +219,8 @@ def _keep(weights: Float32Array, top_k: int, top_p: float, min_p: float) -> tupl
         limit = top_k
         total = None
     else:
-        total = float(weights[passing].sum(dtype=np.float64))
+        passed = weights[passing] if min_p > 0 else weights
+        total = float(passed.sum(dtype=np.float64))
     if top_p >= 1:
         ranked = most_likely(weights, limit)
         return ranked, weights[ranked].cumsum(dtype=np.float64)
