@@ -1,7 +1,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 

@@ -17,7 +17,6 @@ from kernel_calls import (
     status_of,
     typed,
 )
-
 from llm_serving.kernels import library, reference
 
 SCALE = 0.2
@@ -140,8 +139,9 @@ def bound(
 ) -> Array:
     """How far rounding can move a result: each weight by a relative `delta`, each sum by its own rounding.
 
-    A score is a sum of head_dim products, so it is off by at most 2 * head_dim units of its magnitude; its exponential
-    by that much relatively, by 8 units of its own and, where weights are kept in the type of the cache, by one rounding.
+    A score is a sum of head_dim products, so it is off by at most 2 * head_dim units of its magnitude. Its exponential
+    is off by that much relatively, by 8 units of its own and, where weights are kept in the type of the cache, by one
+    rounding.
     """
     largest = (
         np.abs(q.values).max()

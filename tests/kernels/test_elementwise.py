@@ -13,7 +13,6 @@ from kernel_calls import (
     status_of,
     typed,
 )
-
 from llm_serving.kernels import library, reference
 
 WIDTHS = (1, 15, 16, 17, 64, 100, 288, 2048)

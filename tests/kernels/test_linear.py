@@ -17,7 +17,6 @@ from kernel_calls import (
     status_of,
     typed,
 )
-
 from llm_serving.kernels import library, reference
 
 SHAPES = [

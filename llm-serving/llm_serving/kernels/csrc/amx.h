@@ -46,19 +46,31 @@ inline void emulated_store(int tile, void* target, size_t stride) {
   }
 }
 
+inline float emulated_element(int tile, size_t row, size_t index) {
+  uint16_t half;
+  __builtin_memcpy(&half, emulated.bytes[tile] + row * 64 + index * sizeof(half), sizeof(half));
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 inline void emulated_multiply(int c, int a, int b) {
   for (size_t row = 0; row < emulated.config.rows[c]; row++) {
     for (size_t column = 0; column < kPanelWidth; column++) {
       float sums[2] = {0.0f, 0.0f};
       for (size_t pair = 0; pair < emulated.config.rows[b]; pair++) {
         for (size_t i = 0; i < 2; i++) {
-          const float x = load_element(emulated.bytes[a] + row * 64, DType::kBFloat16, 2 * pair + i);
-          const float y = load_element(emulated.bytes[b] + pair * 64, DType::kBFloat16, 2 * column + i);
+          const float x = emulated_element(a, row, 2 * pair + i);
+          const float y = emulated_element(b, pair, 2 * column + i);
           sums[i] = __builtin_fmaf(x, y, sums[i]);
         }
       }
-      char* at = emulated.bytes[c] + row * 64;
-      store_element(at, DType::kFloat32, column, load_element(at, DType::kFloat32, column) + (sums[0] + sums[1]));
+      float sum;
+      char* at = emulated.bytes[c] + row * 64 + column * sizeof(sum);
+      __builtin_memcpy(&sum, at, sizeof(sum));
+      sum += sums[0] + sums[1];
+      __builtin_memcpy(at, &sum, sizeof(sum));
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dtype.h"
+#include "floating_mode.h"
 
 namespace llm {
 
@@ -58,6 +59,7 @@ const char* last_error();
 #define LLM_OPERATOR(name)                                                                                       \
   static int run_##name(const llm::Call& call);                                                                  \
   LLM_EXPORT int name(int count, void** data, int* ranks, int64_t** shapes, const char** dtypes, void*, void*) { \
+    const llm::SubnormalsAsZero mode;                                                                            \
     return run_##name(llm::Call(#name, count, data, ranks, shapes, dtypes));                                     \
   }                                                                                                              \
   static int run_##name(const llm::Call& call)

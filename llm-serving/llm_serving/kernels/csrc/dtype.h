@@ -1,4 +1,4 @@
-// Element types of the operators and their exact conversions, one number at a time.
+// Element types of the operators.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,5 @@ size_t element_size(DType dtype, const char* name);
 inline bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
-
-// Value of element `index`; slow, for general paths and checks only.
-float load_element(const void* data, DType dtype, size_t index);
-
-// Stores with one rounding to nearest, ties to even.
-void store_element(void* data, DType dtype, size_t index, float value);
 
 }  // namespace llm

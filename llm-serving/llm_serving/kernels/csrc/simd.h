@@ -146,9 +146,10 @@ LLM_INLINE NativeFloat native_load(const Float16* source) {
   __builtin_memcpy(&half, source, sizeof(half));
   const NativeUint bits = __builtin_convertvector(half, NativeUint);
   const NativeUint magnitude = (bits & 0x7fff) << 13;
-  // Multiplying by 2^112 moves the bias of the exponent from 15 to 127 and makes subnormal halves normal.
-  const NativeUint finite = (NativeUint)((NativeFloat)magnitude * 0x1p112f);
-  const NativeUint chosen = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : finite;
+  const NativeUint normal = magnitude + 0x38000000;  // moves the bias of the exponent from 15 to 127
+  const NativeUint subnormal = (NativeUint)(__builtin_convertvector((NativeInt)(bits & 0x3ff), NativeFloat) * 0x1p-24f);
+  NativeUint chosen = magnitude < 0x00800000 ? subnormal : normal;
+  chosen = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : chosen;  // infinity and NaN
   return (NativeFloat)(chosen | (bits & 0x8000) << 16);
 #endif
 }

@@ -13,6 +13,8 @@
 #include <new>
 #include <thread>
 
+#include "floating_mode.h"
+
 namespace llm {
 namespace {
 
@@ -88,6 +90,7 @@ class Pool {
   }
 
   void work(size_t id) {
+    const SubnormalsAsZero mode;
     for (uint32_t seen = 0;;) {
       seen = await_generation(seen);
       if (id >= threads() || !enter()) continue;

@@ -1,0 +1,229 @@
+import gc
+import os
+import subprocess
+import sys
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from llm_serving.backends import create_backend
+from llm_serving.backends.ascend import AscendBackend
+from llm_serving.backends.cpu import load_plugin
+from llm_serving.errors import ConfigError
+from llm_serving.kernels import library
+from llm_serving.kernels.bfloat16 import round_to_bfloat16
+from mindspore import nn, ops
+
+pytestmark = pytest.mark.mindspore
+
+load_plugin()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("gpu", "float32", "`backend` must be one of cpu, ascend, plain. Given: gpu"),
+        (
+            "cpu",
+            "int8",
+            "`model_dtype` must be one of float32, bfloat16, float16. Given: int8",
+        ),
+        (
+            "plain",
+            "int8",
+            "`model_dtype` must be one of float32, bfloat16, float16. Given: int8",
+        ),
+        (
+            "ascend",
+            "float32",
+            "`model_dtype` on ascend must be one of float16, bfloat16. Given: float32",
+        ),
+    ],
+)
+def test_unknown_backends_and_dtypes_are_named(
+    name: str, dtype: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        create_backend(name, dtype)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "message"),
+    [
+        (24, 64, "`block_size` must be a multiple of 16 on cpu. Given: 24"),
+        (16, 40, "`head_dim` must be a multiple of 16 on cpu. Given: 40"),
+    ],
+)
+def test_cpu_names_the_multiple_its_caches_need(
+    block_size: int, head_dim: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        create_backend("cpu", "bfloat16").kv_cache(4, block_size, 2, head_dim)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["cpu", "ascend", "plain"])
+def test_weights_may_come_in_any_float_type_from_read_only_memory(name: str) -> None:
+    backend = create_backend(name, "bfloat16")
+    values = np.array([[1.0, -2.5, 1.00390625], [0.0, 3.0e38, 1e-3]], dtype=np.float32)
+    expected = backend.table(values).astype(ms.float32).asnumpy()
+    for array in (values.astype(np.float64), round_to_bfloat16(values)):
+        array.setflags(write=False)
+        assert np.array_equal(
+            backend.table(array).astype(ms.float32).asnumpy(), expected
+        )
+    assert expected[0].tolist() == [1.0, -2.5, 1.0]
+
+
+def test_parameters_alias_aligned_memory_and_take_names() -> None:
+    backend = create_backend("cpu", "bfloat16")
+    weight = backend.linear_weight(np.ones((40, 64), dtype=np.float32), "weight")
+    key, value = backend.kv_cache(4, 16, 2, 32, "layer.0")
+    assert [weight.name, key.name, value.name] == [
+        "weight",
+        "layer.0.key",
+        "layer.0.value",
+    ]
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in (weight, key, value))
+    assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
+
+
+def test_a_weight_that_is_gone_is_no_longer_taken_for_packed() -> None:
+    backend = create_backend("cpu", "float32")
+    identity = np.eye(32, dtype=np.float32)
+    weight = backend.linear_weight(identity[::-1].copy())
+    memory = weight.storage
+    kernels = library.load()
+    multiply = ops.MatMul(transpose_b=True)
+    x = ms.Tensor(np.arange(32, dtype=np.float32)[None])
+    assert np.array_equal(multiply(x, weight).asnumpy()[0], np.arange(32)[::-1])
+    del weight
+    gc.collect()
+    memory[...] = identity
+    assert np.array_equal(
+        multiply(x, ms.Tensor.from_numpy(memory)).asnumpy()[0], np.arange(32)
+    )
+    assert kernels.llm_last_error() is not None
+
+
+LATE_PLUGIN = """
+import mindspore as ms, numpy as np
+ms.Tensor(np.ones(2, np.float32)) + 1
+from llm_serving.backends import create_backend
+from llm_serving.errors import KernelError
+try:
+    create_backend("cpu", "float32").linear_weight(np.ones((2, 2), np.float32))
+except KernelError as error:
+    print(error)
+"""
+
+
+def test_a_library_named_too_late_is_an_error_and_not_wrong_numbers() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", LATE_PLUGIN],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        timeout=120,
+    )
+    assert "an operator ran before the operator library was named" in finished.stdout, (
+        finished.stderr
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if name != "MS_OP_PLUGIN_PATH"
+    } | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+class DecoderLayer(nn.Cell):
+    """All operations of the Ascend backend in the order of a decoder layer."""
+
+    def __init__(self, backend: AscendBackend, prompts: bool) -> None:
+        super().__init__()
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        self.prompts = prompts
+        self.table = backend.table(normal(50, 64), "table")
+        self.gamma = backend.vector(normal(64), "gamma")
+        self.qkv_weight = backend.linear_weight(normal(128, 64), "qkv")
+        self.gate_up_weight = backend.linear_weight(normal(192, 64), "gate_up")
+        self.down_weight = backend.linear_weight(normal(64, 96), "down")
+        self.head_weight = backend.linear_weight(normal(50, 64), "head")
+        self.key_cache, self.value_cache = backend.kv_cache(8, 16, 2, 16)
+        self.embedding = backend.embedding()
+        self.norm = backend.rms_norm(1e-5)
+        self.linear = backend.linear()
+        self.split = backend.split((64, 32, 32))
+        self.rotary = backend.rotary(4, 2, 16)
+        self.store_kv = backend.store_kv()
+        self.attention = backend.attention(4, 2, 16, 0.25)
+        self.prompt_attention = backend.prompt_attention(4, 2, 16, 0.25)
+        self.swiglu = backend.swiglu()
+        self.add = backend.add()
+        self.logits = backend.logits()
+
+    def construct(
+        self,
+        token_ids: Any,
+        cos: Any,
+        sin: Any,
+        slots: Any,
+        tables: Any,
+        query_lens: Any,
+        context_lens: Any,
+        lens: Any,
+    ) -> Any:
+        h = self.embedding(token_ids, self.table)
+        q, k, v = self.split(self.linear(self.norm(h, self.gamma), self.qkv_weight))
+        q, k = self.rotary(q, k, cos, sin)
+        q = ops.depend(q, self.store_kv(k, v, self.key_cache, self.value_cache, slots))
+        if self.prompts:
+            h = self.add(h, self.prompt_attention(q, k, v, None, lens))
+        else:
+            h = self.add(
+                h,
+                self.attention(
+                    q,
+                    self.key_cache,
+                    self.value_cache,
+                    tables,
+                    query_lens,
+                    context_lens,
+                ),
+            )
+        h = self.add(
+            h,
+            self.linear(
+                self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight
+            ),
+        )
+        return self.logits(h, self.head_weight)
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_layer_of_ascend_primitives_exports_to_mindir(
+    prompts: bool, tmp_path: Any
+) -> None:
+    backend = create_backend("ascend", "bfloat16")
+    assert isinstance(backend, AscendBackend)
+    network = DecoderLayer(backend, prompts)
+    network.set_train(False)
+    rows, int32 = [None], ms.int32
+    shapes = [
+        (rows, int32),
+        ([None, 16], ms.bfloat16),
+        ([None, 16], ms.bfloat16),
+        (rows, int32),
+    ]
+    shapes += [([None, None], int32), (rows, int32), (rows, int32), ([4], ms.int64)]
+    inputs = [ms.Tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+    network.set_inputs(*inputs)
+    ms.export(network, *inputs, file_name=str(tmp_path / "layer"), file_format="MINDIR")
+    assert (tmp_path / "layer.mindir").stat().st_size > 0

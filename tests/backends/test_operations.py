@@ -1,0 +1,269 @@
+"""Every operation of every backend as a graph with dynamic first dimensions, against the reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from kernel_calls import ROUNDING_UNIT, typed
+from llm_serving.backends import Backend, create_backend
+from llm_serving.backends.cpu import load_plugin
+from llm_serving.kernels import reference
+from mindspore import nn, ops
+
+pytestmark = pytest.mark.mindspore
+
+load_plugin()
+ms.set_context(mode=ms.GRAPH_MODE)
+
+BACKENDS = [
+    ("cpu", "float32"),
+    ("cpu", "bfloat16"),
+    ("cpu", "float16"),
+    ("plain", "float32"),
+    ("plain", "bfloat16"),
+    ("plain", "float16"),
+]
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+TOKENS = (1, 7, 40)
+
+
+@pytest.fixture(params=BACKENDS, ids="-".join)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return create_backend(*request.param)
+
+
+def values(backend: Backend, seed: int, *shape: int) -> np.ndarray:
+    """Random float32 values that the model dtype holds exactly."""
+    return typed(
+        np.random.default_rng(seed).standard_normal(shape), backend.dtype
+    ).values.astype(np.float32)
+
+
+def tensor(backend: Backend, array: Any) -> ms.Tensor:
+    return ms.Tensor(np.asarray(array, dtype=np.float32)).astype(
+        backend.activation_dtype
+    )
+
+
+def integers(array: Any) -> ms.Tensor:
+    return ms.Tensor(np.asarray(array, dtype=np.int32))
+
+
+def any_rows(example: ms.Tensor) -> ms.Tensor:
+    last = (
+        [None] * (example.ndim - 1)
+        if example.dtype == ms.int32
+        else list(example.shape[1:])
+    )
+    return ms.Tensor(shape=[None, *last], dtype=example.dtype)
+
+
+class Graph:
+    """A function of tensors compiled once, for any number of rows."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        class Network(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.function = function
+
+            def construct(self, *inputs: Any) -> Any:
+                return self.function(*inputs)
+
+        self.network = Network()
+
+    def __call__(self, *inputs: ms.Tensor) -> list[np.ndarray]:
+        if not self.network.compile_cache:
+            self.network.set_inputs(*map(any_rows, inputs))
+        outputs = self.network(*inputs)
+        assert len(self.network.compile_cache) == 1
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [output.astype(ms.float32).asnumpy() for output in outputs]
+
+
+class Bound(nn.Cell):
+    """An operation whose last arguments are Parameters of the Cell, as in a network."""
+
+    def __init__(self, operation: nn.Cell, *parameters: ms.Parameter) -> None:
+        super().__init__()
+        self.operation = operation
+        self.parameters = ms.ParameterTuple(parameters)
+
+    def construct(self, x: ms.Tensor) -> Any:
+        return self.operation(x, self.parameters[0])
+
+
+def assert_near(
+    backend: Backend, result: np.ndarray, expected: np.ndarray, magnitude: float = 1.0
+) -> None:
+    """The kernels' own tests bound their rounding tightly; here a wrong operand must show."""
+    unit = ROUNDING_UNIT[backend.dtype]
+    assert result.shape == expected.shape
+    assert np.all(
+        np.abs(result - expected) <= 4 * unit * (np.abs(expected) + magnitude) + 1e-5
+    )
+
+
+@pytest.mark.parametrize("stored", ["table", "linear_weight"])
+def test_embedding(backend: Backend, stored: str) -> None:
+    table = values(backend, 1, 50, 40)
+    graph = Graph(Bound(backend.embedding(), getattr(backend, stored)(table)))
+    for count in TOKENS:
+        token_ids = np.random.default_rng(count).integers(0, 50, count)
+        assert np.array_equal(graph(integers(token_ids))[0], table[token_ids])
+
+
+def test_rms_norm(backend: Backend) -> None:
+    gamma = values(backend, 2, 40)
+    graph = Graph(Bound(backend.rms_norm(1e-5), backend.vector(gamma)))
+    for count in TOKENS:
+        x = values(backend, 1, count, 40)
+        assert_near(
+            backend, graph(tensor(backend, x))[0], reference.rms_norm(x, gamma, 1e-5)
+        )
+
+
+@pytest.mark.parametrize("operation", ["linear", "logits"])
+def test_linear_and_logits(backend: Backend, operation: str) -> None:
+    weight = values(backend, 1, 50, 48)
+    graph = Graph(Bound(getattr(backend, operation)(), backend.linear_weight(weight)))
+    for count in TOKENS:
+        x = values(backend, 2, count, 48)
+        assert_near(backend, graph(tensor(backend, x))[0], reference.linear(x, weight))
+
+
+def test_logits_are_float32_sums(backend: Backend) -> None:
+    weight, x = values(backend, 1, 50, 48), values(backend, 2, 3, 48)
+    y = Bound(backend.logits(), backend.linear_weight(weight))(tensor(backend, x))
+    assert y.dtype == ms.float32
+    np.testing.assert_allclose(
+        y.asnumpy(), reference.linear(x, weight), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rotary(backend: Backend) -> None:
+    graph = Graph(backend.rotary(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM))
+    for count in TOKENS:
+        q = values(backend, 1, count, NUM_HEADS * HEAD_DIM)
+        k = values(backend, 2, count, NUM_KV_HEADS * HEAD_DIM)
+        angles = np.tile(
+            np.random.default_rng(3).uniform(0, 6, (count, HEAD_DIM // 2)), 2
+        )
+        cos, sin = (
+            typed(f(angles), backend.dtype).values.astype(np.float32)
+            for f in (np.cos, np.sin)
+        )
+        results = graph(*(tensor(backend, array) for array in (q, k, cos, sin)))
+        for result, x in zip(results, (q, k), strict=True):
+            assert_near(backend, result, reference.rotary(x, cos, sin), 4.0)
+
+
+def test_swiglu(backend: Backend) -> None:
+    graph = Graph(backend.swiglu())
+    for count in TOKENS:
+        x = values(backend, 1, count, 96)
+        assert_near(backend, graph(tensor(backend, x))[0], reference.swiglu(x))
+
+
+def test_add(backend: Backend) -> None:
+    graph = Graph(backend.add())
+    for count in TOKENS:
+        a, b = values(backend, 1, count, 40), values(backend, 2, count, 40)
+        assert_near(backend, graph(tensor(backend, a), tensor(backend, b))[0], a + b)
+
+
+def test_split(backend: Backend) -> None:
+    graph = Graph(backend.split((24, 8, 16)))
+    for count in TOKENS:
+        x = values(backend, 1, count, 48)
+        parts = graph(tensor(backend, x))
+        assert all(
+            np.array_equal(*pair)
+            for pair in zip(parts, np.split(x, [24, 32], axis=1), strict=True)
+        )
+
+
+class StoreAndAttend(nn.Cell):
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.key_cache, self.value_cache = backend.kv_cache(
+            12, 16, NUM_KV_HEADS, HEAD_DIM
+        )
+        self.store_kv = backend.store_kv()
+        self.attention = backend.attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
+
+    def construct(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        slots: Any,
+        tables: Any,
+        query_lens: Any,
+        context_lens: Any,
+    ) -> Any:
+        stored = self.store_kv(k, v, self.key_cache, self.value_cache, slots)
+        q = ops.depend(q, stored)
+        return self.attention(
+            q, self.key_cache, self.value_cache, tables, query_lens, context_lens
+        )
+
+
+def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
+    graph = Graph(StoreAndAttend(backend))
+    key_cache, value_cache = np.zeros((2, 12, 16, NUM_KV_HEADS, HEAD_DIM))
+    computed = {0: 0, 1: 0, 2: 0}
+    blocks = {0: [3, 8, 1], 1: [0, 11], 2: [5]}
+    # Each step: tokens of (request: count), a whole prompt beside chunks and decode rows.
+    for step, counts in enumerate(
+        [{0: 20}, {0: 1, 1: 7}, {1: 20, 0: 1, 2: 5}, {2: 1, 0: 1, 1: 1}]
+    ):
+        total = sum(counts.values())
+        q = values(backend, 10 + step, total, NUM_HEADS * HEAD_DIM)
+        k, v = values(backend, 20 + step, 2, total, NUM_KV_HEADS * HEAD_DIM)
+        slots = []
+        for request, count in counts.items():
+            for position in range(computed[request], computed[request] + count):
+                slots.append(blocks[request][position // 16] * 16 + position % 16)
+            computed[request] += count
+        width = max(len(blocks[request]) for request in counts)
+        tables = np.array(
+            [
+                blocks[request] + [0] * (width - len(blocks[request]))
+                for request in counts
+            ]
+        )
+        lens = list(counts.values()), [computed[request] for request in counts]
+        slots[-1] = -1 if step == 3 else slots[-1]
+        reference.store_kv(k, v, key_cache, value_cache, np.array(slots))
+        expected = reference.attention(q, key_cache, value_cache, tables, *lens, 0.25)
+        floats = (tensor(backend, array) for array in (q, k, v))
+        result = graph(
+            *floats, integers(slots), integers(tables), *map(integers, lens)
+        )[0]
+        assert_near(backend, result, expected, 2.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slot_outside_the_cache_raises(dtype: str) -> None:
+    backend = create_backend("cpu", dtype)
+    key_cache, value_cache = backend.kv_cache(2, 16, NUM_KV_HEADS, HEAD_DIM)
+    k = tensor(backend, values(backend, 1, 1, NUM_KV_HEADS * HEAD_DIM))
+    store = StoreOnly(backend.store_kv(), key_cache, value_cache)
+    with pytest.raises(RuntimeError):
+        store(k, k, integers([32])).asnumpy()
+
+
+class StoreOnly(nn.Cell):
+    def __init__(
+        self, store_kv: nn.Cell, key_cache: ms.Parameter, value_cache: ms.Parameter
+    ) -> None:
+        super().__init__()
+        self.store_kv = store_kv
+        self.key_cache = key_cache
+        self.value_cache = value_cache
+
+    def construct(self, k: Any, v: Any, slots: Any) -> Any:
+        return self.store_kv(k, v, self.key_cache, self.value_cache, slots)
