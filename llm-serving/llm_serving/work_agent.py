@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import hmac
 import os
-import signal
 import socket
 import sys
 import threading
@@ -40,8 +39,6 @@ logger = get_logger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     configure_logging(args.log_level, f"work_agent {args.index}")
-    # Ctrl-C reaches the whole process group; the master decides when its WorkAgents end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     token = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
     channel = _accept(socket.socket(fileno=args.listen_fd), token)

@@ -4,12 +4,10 @@ from collections import defaultdict
 from itertools import count
 
 import pytest
+from factories import create_request, create_scheduler
 from fake_runner import FakeRunner, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from word_tokenizer import WordTokenizer
-
-from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput, StepOutput
@@ -17,6 +15,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.engine.executor import LocalExecutor, StepFailedError
 from llm_serving.engine.metrics import Metrics
 from llm_serving.errors import WorkerDiedError
+from word_tokenizer import WordTokenizer
 
 
 class AheadExecutor(LocalExecutor):

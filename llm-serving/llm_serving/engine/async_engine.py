@@ -27,7 +27,7 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
-"""(index, publish, on_progress) -> the engine of that replica. Entering may take minutes; leaving ends its WorkAgent."""
+"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,11 @@ class AsyncEngine:
             await asyncio.to_thread(self._threads[index].join)
 
     def health(self) -> EngineHealth:
-        ready = bool(self._living())
-        loading = len(self._failures) + len(self._living()) < len(self.config.serving.agent_ports)
-        failures = "; ".join(self._failures.values())
+        engines = dict(self._engines)
+        failed = self._failures | {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
+        ready = any(engine.dead is None for engine in engines.values())
+        loading = len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
+        failures = "; ".join(f"WorkAgent {index}: {reason}" for index, reason in sorted(failed.items()))
         if not ready and not loading:
             return EngineHealth(False, f"no WorkAgent lives: {failures}")
         if loading:
@@ -209,7 +211,6 @@ class AsyncEngine:
                 if not self._stopping:
                     logger.info("WorkAgent %d is ready", index)
                     engine.run()
-                self._failures[index] = engine.dead or "stopped"
         except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
             self._failures[index] = str(error)
             logger.error("WorkAgent %d cannot serve: %s", index, error)

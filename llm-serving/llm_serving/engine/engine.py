@@ -103,6 +103,7 @@ class Engine:
         try:
             while not self._stopping:
                 if not self.step():
+                    self._record_load()
                     self._wait()
             while self._in_flight:
                 self._collect()
@@ -144,13 +145,18 @@ class Engine:
         self._record(schedule)
 
     def _record(self, schedule: Schedule) -> None:
-        scheduler = self.scheduler
-        load = (len(scheduler.running), len(scheduler.waiting), scheduler.blocks.usage)
-        self._metrics.step(*load, schedule.num_tokens, replica=self._index)
+        self._metrics.step(*self._load(), schedule.num_tokens, replica=self._index)
         if schedule.num_preempted:
             self._metrics.preempted(schedule.num_preempted)
         if schedule.num_bound_violations:
             self._metrics.bound_violated(schedule.num_bound_violations)
+
+    def _record_load(self) -> None:
+        self._metrics.load(*self._load(), replica=self._index)
+
+    def _load(self) -> tuple[int, int, float]:
+        """Requests running and waiting, and the used share of the cache."""
+        return len(self.scheduler.running), len(self.scheduler.waiting), self.scheduler.blocks.usage
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
         """Turns the step's tokens into pieces of text; a stop string found there ends its request."""
@@ -197,6 +203,7 @@ class Engine:
         for request in self._processor.unfinished():
             self._end_request(request, FinishReason.ERROR, reason)
         self._flush()
+        self._record_load()
 
     # --- inbox and outbox -------------------------------------------------------------------------------------------
 

@@ -118,7 +118,10 @@ def _listen(port: int) -> socket.socket:
 def _spawn(index: int, listen_fd: int, memory_fd: int, log_level: str, token: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
     command += ["--listen-fd", str(listen_fd), "--memory-fd", str(memory_fd)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listen_fd, memory_fd))  # noqa: S603
+    # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
+    process = subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, pass_fds=(listen_fd, memory_fd), start_new_session=True
+    )
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # if it ended at once, the connection tells
         process.stdin.write(token.encode() + b"\n")

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from factories import create_scheduler
+from fake_runner import VOCAB_SIZE, FakeRunner, expected_output
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.async_engine import AsyncEngine, RequestStream
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.errors import CapacityError, ContextLengthError, RequestError, UnavailableError, WorkerDiedError
+from word_tokenizer import WordTokenizer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+class GatedRunner(FakeRunner):
+    """Computes only while its gate is open."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.gate = Event()
+        self.gate.set()
+        self.dead = False
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.gate.wait()
+        if self.dead:
+            raise WorkerDiedError("killed")
+        return super().execute(step)
+
+
+class Setup:
+    """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
+
+    def __init__(self, num_replicas: int = 1, max_waiting_queue: int = 100, max_num_seqs: int = 8) -> None:
+        self.runners: dict[int, GatedRunner] = {}
+        self.failures: dict[int, str] = {}
+        self.may_load = Event()
+        self.may_load.set()
+        self.max_num_seqs = max_num_seqs
+        config = ServingConfig(
+            model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
+            serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_replicas))),
+            scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue),
+        )
+        spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
+        tokenizer: Any = WordTokenizer()
+        self.metrics = Metrics()
+        self.engine = AsyncEngine(config, spec, tokenizer, self.metrics, self._open_replica)
+
+    @contextmanager
+    def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        on_progress(f"WorkAgent {index}: reading weights")
+        self.may_load.wait()
+        if index in self.failures:
+            raise WorkerDiedError(self.failures[index])
+        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs)
+        runner = self.runners[index] = GatedRunner(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
+        tokenizer: Any = WordTokenizer()
+        yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncEngine]:
+        self.engine.start()
+        try:
+            while self.engine.health().loading:
+                await asyncio.sleep(0)
+            yield self.engine
+        finally:
+            for runner in self.runners.values():
+                runner.gate.set()
+            await self.engine.stop()
+
+
+async def token_ids(stream: RequestStream) -> list[int]:
+    return [token async for piece in stream for token in piece.token_ids]
+
+
+def test_streams_carry_the_answers_of_many_requests() -> None:
+    async def run() -> None:
+        async with Setup().running() as engine:
+            prompts = [list(range(3, 8 + i)) for i in range(20)]
+            streams = [engine.generate(prompt, GREEDY, request_id="same") for prompt in prompts]
+            answers = await asyncio.gather(*map(token_ids, streams))
+            assert answers == [expected_output(prompt, 4) for prompt in prompts]
+
+    asyncio.run(run())
+
+
+def test_requests_are_spread_over_replicas() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            for runner in setup.runners.values():
+                runner.gate.clear()
+            streams = [engine.generate([5, 6], GREEDY, request_id=str(i)) for i in range(6)]
+            for runner in setup.runners.values():
+                runner.gate.set()
+            await asyncio.gather(*map(token_ids, streams))
+            seeds = [sum(step.num_rows for step in runner.steps) for runner in setup.runners.values()]
+            assert seeds == [12, 12]
+
+    asyncio.run(run())
+
+
+def test_one_replica_dies_and_the_other_serves_on() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            streams = [engine.generate([5, 6], GREEDY, request_id=str(i)) for i in range(2)]
+            setup.runners[0].dead = True
+            setup.runners[0].gate.set()
+            pieces = [[piece async for piece in stream][-1] for stream in streams]
+            assert sorted(piece.finish_reason or "" for piece in pieces) == [FinishReason.ERROR, FinishReason.LENGTH]
+            while engine.health().detail == "ready":
+                await asyncio.sleep(0)
+            assert engine.health().ready and "killed" in engine.health().detail
+            assert await token_ids(engine.generate([9], GREEDY, request_id="after")) == expected_output([9], 4)
+
+    asyncio.run(run())
+
+
+def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None:
+    async def run() -> None:
+        setup = Setup()
+        setup.failures[0] = "out of luck"
+        async with setup.running() as engine:
+            assert not engine.health().ready
+            assert "out of luck" in engine.health().detail
+            with pytest.raises(UnavailableError, match="out of luck"):
+                engine.generate([5], GREEDY, request_id="a")
+
+    asyncio.run(run())
+
+
+def test_health_tells_the_progress_of_loading() -> None:
+    async def run() -> None:
+        setup = Setup()
+        setup.may_load.clear()
+        setup.engine.start()
+        while setup.engine.health().detail == "starting":
+            await asyncio.sleep(0)
+        health = setup.engine.health()
+        assert (health.ready, health.loading, health.detail) == (False, True, "WorkAgent 0: reading weights")
+        with pytest.raises(UnavailableError):
+            setup.engine.generate([5], GREEDY, request_id="a")
+        setup.may_load.set()
+        while setup.engine.health().loading:
+            await asyncio.sleep(0)
+        assert setup.engine.health().detail == "ready"
+        await setup.engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async def run() -> None:
+        setup = Setup(max_waiting_queue=2, max_num_seqs=1)
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            first = engine.generate([5], GREEDY, request_id="a")
+            while engine.num_running == 0:
+                await asyncio.sleep(0)
+            waiting = [engine.generate([5], GREEDY, request_id="b") for _ in range(2)]
+            with pytest.raises(CapacityError, match="2 requests are waiting") as refused:
+                engine.generate([5], GREEDY, request_id="c")
+            assert refused.value.retry_after is not None
+            setup.runners[0].gate.set()
+            for stream in (first, *waiting):
+                assert await token_ids(stream) == expected_output([5], 4)
+
+    asyncio.run(run())
+
+
+def test_a_closed_stream_aborts_its_request() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            stream = engine.generate([5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="a")
+            await stream.aclose()
+            await stream.aclose()
+            setup.runners[0].gate.set()
+            while engine.num_running + engine.num_waiting:
+                await asyncio.sleep(0)
+            assert await token_ids(engine.generate([9], GREEDY, request_id="b")) == expected_output([9], 4)
+
+    asyncio.run(run())
+
+
+def test_stopping_ends_open_streams_with_an_error() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            stream = engine.generate([5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="a")
+        last = [piece async for piece in stream][-1]
+        assert last.finish_reason is FinishReason.ERROR
+        assert "shutting down" in (last.error or "")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "message"),
+    [
+        ([], GREEDY, RequestError, "at least one token"),
+        ([5] * 65, GREEDY, ContextLengthError, "at most 64 tokens long"),
+        ([5] * 61, GREEDY, ContextLengthError, "with the prompt of 61 tokens must be at most 64"),
+        ([VOCAB_SIZE], GREEDY, RequestError, "token ids from 0 to 999"),
+        ([-1], GREEDY, RequestError, "token ids from 0 to 999"),
+        ([5], SamplingParams(stop_token_ids=(VOCAB_SIZE,)), RequestError, "stop_token_ids"),
+        ([5], SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), RequestError, "logit_bias"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(prompt, sampling, error, message) -> None:
+    async def run() -> None:
+        async with Setup().running() as engine:
+            with pytest.raises(error, match=message):
+                engine.generate(prompt, sampling, request_id="a")
+
+    asyncio.run(run())
