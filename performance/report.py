@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
-from records import RequestRecord
-
 from metrics import Distribution, ExactMatch, ServiceLevel, Summary
+from records import RequestRecord
 
 
 class ProgressBar:

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from arrivals import Send, closed_loop, open_loop
 from client import GenerationOptions, count_tokens, generate
 from http_client import HttpClient
 from http_response import HttpError
 from records import RequestRecord
 from streams import AnswerError
-
-from arrivals import Send, closed_loop, open_loop
 from workload import Prompt, max_tokens
 
 

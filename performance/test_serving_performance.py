@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import alpaca_like
+import arrivals
+import workload
 from client import GenerationOptions, PreflightError, resolve_model
 from http_client import HttpClient
 from http_response import HttpError
 from legacy_log import LegacyLog, write_result
+from metrics import ServiceLevel, Summary, summarize
 from records import RequestRecord
 from report import ProgressBar, failures, table
 from runner import Load, Run, plan, run_load
-
-import arrivals
-import workload
-from metrics import ServiceLevel, Summary, summarize
 
 _WARMUP_CONCURRENCY = 8
 

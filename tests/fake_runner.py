@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-
 from llm_serving.core.step import StepInput, StepOutput
 
 VOCAB_SIZE = 1000

@@ -4,9 +4,8 @@ import subprocess
 import sys
 import types
 
-import pytest
-
 import llm_serving
+import pytest
 from llm_serving.cli import main
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import WorkerError

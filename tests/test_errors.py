@@ -1,7 +1,6 @@
 """The tree of errors: what a client sees of each, and texts that stay short."""
 
 import pytest
-
 from llm_serving import errors
 from llm_serving.errors import CapacityError, ContextLengthError, LLMServingError, RequestError, shorten
 

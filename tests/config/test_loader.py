@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from llm_serving.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig, load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER

@@ -4,7 +4,6 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from llm_serving.config.loader import RULES
 from llm_serving.config.values import DEFAULTS
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from llm_serving.core.model_spec import ModelSpec, RopeScaling
 from llm_serving.errors import ModelError
 

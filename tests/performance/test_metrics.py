@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import RequestRecord
-
 from metrics import Distribution, ExactMatch, ServiceLevel, exact_match, exact_match_by_task, percentile, summarize
+from records import RequestRecord
 
 
 def make_record(**fields: Any) -> RequestRecord:

@@ -4,7 +4,6 @@ from client import GenerationOptions
 from http_client import HttpClient
 from records import RequestRecord
 from runner import Job, Load, plan, run_load
-
 from workload import Prompt
 
 OPTIONS = GenerationOptions("openai", "demo")

@@ -3,7 +3,6 @@ import statistics
 
 import alpaca_like
 import pytest
-
 import workload
 from workload import DatasetError, Prompt
 

@@ -1,9 +1,8 @@
 """Random arrivals, aborts and ends: every request ends, blocks are conserved, bounds hold."""
 
+from factories import create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 
 arrivals = st.lists(

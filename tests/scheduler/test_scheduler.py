@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-
 from factories import create_request, create_scheduler, rows, run_step
 from llm_serving.core.request import FinishReason, RequestStatus
 

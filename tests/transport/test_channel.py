@@ -4,7 +4,6 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.messages import Hello, MasterMessage, Progress, RunStep, Shutdown

@@ -2,7 +2,6 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-
 from factories import create_request, create_scheduler
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.step_builder import StepBuilder

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
 from llm_serving.transport.shared_arrays import SharedBuffers
