@@ -1,0 +1,84 @@
+"""The offline engine on the shipped model: the answer given alone is the oracle of every other way to compute it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.offline import LLM
+
+pytestmark = pytest.mark.mindspore
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, logprobs=3)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
+PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=40, logprobs=0, ignore_eos=True)
+PROMPTS = [
+    "Add 17 and 25.",
+    "Count from 1 to 30.",
+    "Copy this sentence: the quick fox naps.",
+    "Sort these words: plum kite ant. " * 12,
+]
+REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED, PENALISED)]
+
+Answer = tuple[str, tuple[int, ...], tuple[object, ...], object]
+
+
+def llm(*overrides: str) -> LLM:
+    return LLM(load_config(None, ["pa_config.num_blocks=256", *overrides], Path("demo")))
+
+
+def answer(output: RequestOutput) -> Answer:
+    return output.text, output.token_ids, output.logprobs, output.finish_reason
+
+
+def together(model: LLM) -> list[Answer]:
+    prompts, samplings = zip(*REQUESTS, strict=True)
+    return [answer(output) for output in model.generate(list(prompts), list(samplings))]
+
+
+@pytest.fixture(scope="module")
+def model() -> LLM:
+    return llm()
+
+
+@pytest.fixture(scope="module")
+def alone(model: LLM) -> list[Answer]:
+    return [answer(model.generate([prompt], sampling)[0]) for prompt, sampling in REQUESTS]
+
+
+def test_a_batch_gives_the_answers_given_alone(model: LLM, alone: list[Answer]) -> None:
+    assert together(model) == alone
+
+
+def test_small_chunks_give_the_same_answers(alone: list[Answer]) -> None:
+    assert together(llm("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")) == alone
+
+
+def test_preemption_gives_the_same_answers(alone: list[Answer]) -> None:
+    small = llm("pa_config.num_blocks=24")
+    assert together(small) == alone
+    preemptions = next(
+        sample.value
+        for family in small.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:num_preemptions_total"
+    )
+    assert preemptions > 0, "the cache is meant to be too small"
+
+
+def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> None:
+    static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
+    assert together(llm("scheduler_config.policy=fcfs", *static)) == alone
+
+
+def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="must be at most"):
+        model.generate(["Add 1 and 2."], SamplingParams(max_tokens=100_000))
+    with pytest.raises(RequestError, match="must hold token ids from 0 to"):
+        model.generate([[1, 10**6]], GREEDY)
+    with pytest.raises(RequestError, match="at least one token"):
+        model.generate([[]], GREEDY)
