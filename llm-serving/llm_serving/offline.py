@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import monotonic
@@ -21,6 +21,8 @@ from llm_serving.log import get_logger
 from llm_serving.worker.loading import load_runner
 
 logger = get_logger(__name__)
+
+Prompt = str | list[int]
 
 
 class LLM:
@@ -50,11 +52,11 @@ class LLM:
         self.engine = build_engine(config, num_blocks, executor, self.tokenizer, self.metrics, self._publish)
         self._end_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         self._counter = itertools.count()
-        self._pieces: dict[str, list[RequestOutput]] = {}
+        self._pieces: list[RequestOutput] = []
 
     def generate(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         priorities: Sequence[int] | None = None,
@@ -72,19 +74,39 @@ class LLM:
         Raises:
             RequestError: A request can never be served; none has been started then.
         """
+        pieces: list[list[RequestOutput]] = [[] for _ in prompts]
+        for index, piece in self.stream(prompts, sampling, priorities=priorities):
+            pieces[index].append(piece)
+        return [_joined(each) for each in pieces]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        priorities: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, but yields (index of the prompt, piece) as the pieces come."""
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
             priorities = [0] * len(prompts)
         requests = [self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)]
+        indices = {request.request_id: index for index, request in enumerate(requests)}
         for request in requests:
-            self._pieces[request.request_id] = []
             self.engine.submit(request)
-        while self.engine.has_unfinished_requests:
-            self.engine.step()
-        return [_joined(self._pieces.pop(request.request_id)) for request in requests]
+        try:
+            while self.engine.has_unfinished_requests:
+                self.engine.step()
+                pieces, self._pieces = self._pieces, []
+                for piece in pieces:
+                    if piece.request_id in indices:
+                        yield indices[piece.request_id], piece
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
 
-    def _request(self, prompt: str | list[int], sampling: SamplingParams, priority: int) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
         check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks)
@@ -98,8 +120,7 @@ class LLM:
         )
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
-        for piece in pieces:
-            self._pieces[piece.request_id].append(piece)
+        self._pieces += pieces
 
 
 def _joined(pieces: list[RequestOutput]) -> RequestOutput:
