@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
 from llm_serving.kernels import library
 from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
+from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
@@ -39,9 +38,7 @@ class Typed:
     @property
     def bits(self) -> Array:
         """For comparisons of bytes, where NaN equals itself."""
-        return self.array.view(
-            {2: np.uint16, 4: np.uint32, 8: np.uint64}[self.array.itemsize]
-        )
+        return self.array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[self.array.itemsize])
 
     def rows(self, index: Any) -> "Typed":
         return Typed(np.ascontiguousarray(self.array[index]), self.dtype)
@@ -75,9 +72,7 @@ def empty(shape: tuple[int, ...], dtype: str) -> Typed:
 def status_of(operator: str, *parameters: Typed | None) -> int:
     """Call an operator; what it returns: 0 for success."""
     count = len(parameters)
-    pointers = (ctypes.c_void_p * count)(
-        *(p.array.ctypes.data if p else None for p in parameters)
-    )
+    pointers = (ctypes.c_void_p * count)(*(p.array.ctypes.data if p else None for p in parameters))
     ranks = (ctypes.c_int * count)(*(p.array.ndim if p else 0 for p in parameters))
     shapes = [
         (ctypes.c_int64 * max(1, rank))(*(p.array.shape if p else ()))
@@ -86,12 +81,8 @@ def status_of(operator: str, *parameters: Typed | None) -> int:
     shape_pointers = (ctypes.POINTER(ctypes.c_int64) * count)(
         *(ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes)
     )
-    dtypes = (ctypes.c_char_p * count)(
-        *(p.dtype.encode() if p else b"none" for p in parameters)
-    )
-    status: int = getattr(library.load(), operator)(
-        count, pointers, ranks, shape_pointers, dtypes, None, None
-    )
+    dtypes = (ctypes.c_char_p * count)(*(p.dtype.encode() if p else b"none" for p in parameters))
+    status: int = getattr(library.load(), operator)(count, pointers, ranks, shape_pointers, dtypes, None, None)
     return status
 
 
@@ -108,9 +99,7 @@ def packed(weight: Typed) -> Typed:
     """A weight in the order of the products. It stays registered as packed: give its array to nothing else."""
     n, k = weight.array.shape
     target = np.empty_like(weight.array)
-    library.load().llm_pack_weight(
-        weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k
-    )
+    library.load().llm_pack_weight(weight.array.ctypes.data, target.ctypes.data, weight.dtype.encode(), n, k)
     return Typed(target, weight.dtype)
 
 
@@ -126,6 +115,4 @@ def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
     unit = ROUNDING_UNIT[result.dtype]
     limit = bound * (1 + unit) + unit * np.abs(expected) + SMALLEST[result.dtype]
     difference = np.abs(result.values.astype(np.float64) - expected)
-    assert np.all(difference <= limit), (
-        f"off by up to {np.max(difference / limit):.2f} times what rounding explains"
-    )
+    assert np.all(difference <= limit), f"off by up to {np.max(difference / limit):.2f} times what rounding explains"

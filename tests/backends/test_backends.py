@@ -41,9 +41,7 @@ load_plugin()
         ),
     ],
 )
-def test_unknown_backends_and_dtypes_are_named(
-    name: str, dtype: str, message: str
-) -> None:
+def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         create_backend(name, dtype)
     assert str(error.value) == message
@@ -56,9 +54,7 @@ def test_unknown_backends_and_dtypes_are_named(
         (16, 40, "`head_dim` must be a multiple of 16 on cpu. Given: 40"),
     ],
 )
-def test_cpu_names_the_multiple_its_caches_need(
-    block_size: int, head_dim: int, message: str
-) -> None:
+def test_cpu_names_the_multiple_its_caches_need(block_size: int, head_dim: int, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         create_backend("cpu", "bfloat16").kv_cache(4, block_size, 2, head_dim)
     assert str(error.value) == message
@@ -71,9 +67,7 @@ def test_weights_may_come_in_any_float_type_from_read_only_memory(name: str) -> 
     expected = backend.table(values).astype(ms.float32).asnumpy()
     for array in (values.astype(np.float64), round_to_bfloat16(values)):
         array.setflags(write=False)
-        assert np.array_equal(
-            backend.table(array).astype(ms.float32).asnumpy(), expected
-        )
+        assert np.array_equal(backend.table(array).astype(ms.float32).asnumpy(), expected)
     assert expected[0].tolist() == [1.0, -2.5, 1.0]
 
 
@@ -102,9 +96,7 @@ def test_a_weight_that_is_gone_is_no_longer_taken_for_packed() -> None:
     del weight
     gc.collect()
     memory[...] = identity
-    assert np.array_equal(
-        multiply(x, ms.Tensor.from_numpy(memory)).asnumpy()[0], np.arange(32)
-    )
+    assert np.array_equal(multiply(x, ms.Tensor.from_numpy(memory)).asnumpy()[0], np.arange(32))
     assert kernels.llm_last_error() is not None
 
 
@@ -128,15 +120,13 @@ def test_a_library_named_too_late_is_an_error_and_not_wrong_numbers() -> None:
         env=_environment(),
         timeout=120,
     )
-    assert "an operator ran before the operator library was named" in finished.stdout, (
-        finished.stderr
-    )
+    assert "an operator ran before the operator library was named" in finished.stdout, finished.stderr
 
 
 def _environment() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name != "MS_OP_PLUGIN_PATH"
-    } | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return {name: value for name, value in os.environ.items() if name != "MS_OP_PLUGIN_PATH"} | {
+        "PYTHONPATH": os.pathsep.join(sys.path)
+    }
 
 
 class DecoderLayer(nn.Cell):
@@ -200,17 +190,13 @@ class DecoderLayer(nn.Cell):
             )
         h = self.add(
             h,
-            self.linear(
-                self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight
-            ),
+            self.linear(self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight),
         )
         return self.logits(h, self.head_weight)
 
 
 @pytest.mark.parametrize("prompts", [False, True])
-def test_a_layer_of_ascend_primitives_exports_to_mindir(
-    prompts: bool, tmp_path: Any
-) -> None:
+def test_a_layer_of_ascend_primitives_exports_to_mindir(prompts: bool, tmp_path: Any) -> None:
     backend = create_backend("ascend", "bfloat16")
     assert isinstance(backend, AscendBackend)
     network = DecoderLayer(backend, prompts)

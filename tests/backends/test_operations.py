@@ -36,15 +36,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 def values(backend: Backend, seed: int, *shape: int) -> np.ndarray:
     """Random float32 values that the model dtype holds exactly."""
-    return typed(
-        np.random.default_rng(seed).standard_normal(shape), backend.dtype
-    ).values.astype(np.float32)
+    return typed(np.random.default_rng(seed).standard_normal(shape), backend.dtype).values.astype(np.float32)
 
 
 def tensor(backend: Backend, array: Any) -> ms.Tensor:
-    return ms.Tensor(np.asarray(array, dtype=np.float32)).astype(
-        backend.activation_dtype
-    )
+    return ms.Tensor(np.asarray(array, dtype=np.float32)).astype(backend.activation_dtype)
 
 
 def integers(array: Any) -> ms.Tensor:
@@ -52,11 +48,7 @@ def integers(array: Any) -> ms.Tensor:
 
 
 def any_rows(example: ms.Tensor) -> ms.Tensor:
-    last = (
-        [None] * (example.ndim - 1)
-        if example.dtype == ms.int32
-        else list(example.shape[1:])
-    )
+    last = [None] * (example.ndim - 1) if example.dtype == ms.int32 else list(example.shape[1:])
     return ms.Tensor(shape=[None, *last], dtype=example.dtype)
 
 
@@ -95,15 +87,11 @@ class Bound(nn.Cell):
         return self.operation(x, self.parameters[0])
 
 
-def assert_near(
-    backend: Backend, result: np.ndarray, expected: np.ndarray, magnitude: float = 1.0
-) -> None:
+def assert_near(backend: Backend, result: np.ndarray, expected: np.ndarray, magnitude: float = 1.0) -> None:
     """The kernels' own tests bound their rounding tightly; here a wrong operand must show."""
     unit = ROUNDING_UNIT[backend.dtype]
     assert result.shape == expected.shape
-    assert np.all(
-        np.abs(result - expected) <= 4 * unit * (np.abs(expected) + magnitude) + 1e-5
-    )
+    assert np.all(np.abs(result - expected) <= 4 * unit * (np.abs(expected) + magnitude) + 1e-5)
 
 
 @pytest.mark.parametrize("stored", ["table", "linear_weight"])
@@ -120,9 +108,7 @@ def test_rms_norm(backend: Backend) -> None:
     graph = Graph(Bound(backend.rms_norm(1e-5), backend.vector(gamma)))
     for count in TOKENS:
         x = values(backend, 1, count, 40)
-        assert_near(
-            backend, graph(tensor(backend, x))[0], reference.rms_norm(x, gamma, 1e-5)
-        )
+        assert_near(backend, graph(tensor(backend, x))[0], reference.rms_norm(x, gamma, 1e-5))
 
 
 @pytest.mark.parametrize("operation", ["linear", "logits"])
@@ -138,9 +124,7 @@ def test_logits_are_float32_sums(backend: Backend) -> None:
     weight, x = values(backend, 1, 50, 48), values(backend, 2, 3, 48)
     y = Bound(backend.logits(), backend.linear_weight(weight))(tensor(backend, x))
     assert y.dtype == ms.float32
-    np.testing.assert_allclose(
-        y.asnumpy(), reference.linear(x, weight), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(y.asnumpy(), reference.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
 def test_rotary(backend: Backend) -> None:
@@ -148,13 +132,8 @@ def test_rotary(backend: Backend) -> None:
     for count in TOKENS:
         q = values(backend, 1, count, NUM_HEADS * HEAD_DIM)
         k = values(backend, 2, count, NUM_KV_HEADS * HEAD_DIM)
-        angles = np.tile(
-            np.random.default_rng(3).uniform(0, 6, (count, HEAD_DIM // 2)), 2
-        )
-        cos, sin = (
-            typed(f(angles), backend.dtype).values.astype(np.float32)
-            for f in (np.cos, np.sin)
-        )
+        angles = np.tile(np.random.default_rng(3).uniform(0, 6, (count, HEAD_DIM // 2)), 2)
+        cos, sin = (typed(f(angles), backend.dtype).values.astype(np.float32) for f in (np.cos, np.sin))
         results = graph(*(tensor(backend, array) for array in (q, k, cos, sin)))
         for result, x in zip(results, (q, k), strict=True):
             assert_near(backend, result, reference.rotary(x, cos, sin), 4.0)
@@ -179,18 +158,13 @@ def test_split(backend: Backend) -> None:
     for count in TOKENS:
         x = values(backend, 1, count, 48)
         parts = graph(tensor(backend, x))
-        assert all(
-            np.array_equal(*pair)
-            for pair in zip(parts, np.split(x, [24, 32], axis=1), strict=True)
-        )
+        assert all(np.array_equal(*pair) for pair in zip(parts, np.split(x, [24, 32], axis=1), strict=True))
 
 
 class StoreAndAttend(nn.Cell):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.key_cache, self.value_cache = backend.kv_cache(
-            12, 16, NUM_KV_HEADS, HEAD_DIM
-        )
+        self.key_cache, self.value_cache = backend.kv_cache(12, 16, NUM_KV_HEADS, HEAD_DIM)
         self.store_kv = backend.store_kv()
         self.attention = backend.attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
 
@@ -206,9 +180,7 @@ class StoreAndAttend(nn.Cell):
     ) -> Any:
         stored = self.store_kv(k, v, self.key_cache, self.value_cache, slots)
         q = ops.depend(q, stored)
-        return self.attention(
-            q, self.key_cache, self.value_cache, tables, query_lens, context_lens
-        )
+        return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, context_lens)
 
 
 def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
@@ -217,9 +189,7 @@ def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
     computed = {0: 0, 1: 0, 2: 0}
     blocks = {0: [3, 8, 1], 1: [0, 11], 2: [5]}
     # Each step: tokens of (request: count), a whole prompt beside chunks and decode rows.
-    for step, counts in enumerate(
-        [{0: 20}, {0: 1, 1: 7}, {1: 20, 0: 1, 2: 5}, {2: 1, 0: 1, 1: 1}]
-    ):
+    for step, counts in enumerate([{0: 20}, {0: 1, 1: 7}, {1: 20, 0: 1, 2: 5}, {2: 1, 0: 1, 1: 1}]):
         total = sum(counts.values())
         q = values(backend, 10 + step, total, NUM_HEADS * HEAD_DIM)
         k, v = values(backend, 20 + step, 2, total, NUM_KV_HEADS * HEAD_DIM)
@@ -229,20 +199,13 @@ def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
                 slots.append(blocks[request][position // 16] * 16 + position % 16)
             computed[request] += count
         width = max(len(blocks[request]) for request in counts)
-        tables = np.array(
-            [
-                blocks[request] + [0] * (width - len(blocks[request]))
-                for request in counts
-            ]
-        )
+        tables = np.array([blocks[request] + [0] * (width - len(blocks[request])) for request in counts])
         lens = list(counts.values()), [computed[request] for request in counts]
         slots[-1] = -1 if step == 3 else slots[-1]
         reference.store_kv(k, v, key_cache, value_cache, np.array(slots))
         expected = reference.attention(q, key_cache, value_cache, tables, *lens, 0.25)
         floats = (tensor(backend, array) for array in (q, k, v))
-        result = graph(
-            *floats, integers(slots), integers(tables), *map(integers, lens)
-        )[0]
+        result = graph(*floats, integers(slots), integers(tables), *map(integers, lens))[0]
         assert_near(backend, result, expected, 2.0)
 
 
@@ -257,9 +220,7 @@ def test_slot_outside_the_cache_raises(dtype: str) -> None:
 
 
 class StoreOnly(nn.Cell):
-    def __init__(
-        self, store_kv: nn.Cell, key_cache: ms.Parameter, value_cache: ms.Parameter
-    ) -> None:
+    def __init__(self, store_kv: nn.Cell, key_cache: ms.Parameter, value_cache: ms.Parameter) -> None:
         super().__init__()
         self.store_kv = store_kv
         self.key_cache = key_cache

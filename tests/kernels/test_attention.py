@@ -41,10 +41,7 @@ class Cache:
         self.expected_key, self.expected_value = np.zeros(shape), np.zeros(shape)
 
     def slots(self, blocks: list[int], first: int, last: int) -> list[int]:
-        return [
-            blocks[i // self.block_size] * self.block_size + i % self.block_size
-            for i in range(first, last)
-        ]
+        return [blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(first, last)]
 
     def store(self, k: Typed, v: Typed, slots: list[int]) -> None:
         call(
@@ -56,9 +53,7 @@ class Cache:
             integers(slots),
             empty(k.array.shape, self.dtype),
         )
-        reference.store_kv(
-            k.values, v.values, self.expected_key, self.expected_value, np.array(slots)
-        )
+        reference.store_kv(k.values, v.values, self.expected_key, self.expected_value, np.array(slots))
 
     def attend(
         self,
@@ -122,9 +117,7 @@ def rows(rng: np.random.Generator, count: int, width: int, dtype: str) -> Typed:
     return typed(rng.standard_normal((count, width)), dtype)
 
 
-def filled(
-    rng: np.random.Generator, cache: Cache, blocks: list[int], length: int
-) -> None:
+def filled(rng: np.random.Generator, cache: Cache, blocks: list[int], length: int) -> None:
     width = cache.num_kv_heads * cache.head_dim
     k, v = rows(rng, length, width, cache.dtype), rows(rng, length, width, cache.dtype)
     cache.store(k, v, cache.slots(blocks, 0, length))
@@ -143,19 +136,9 @@ def bound(
     is off by that much relatively, by 8 units of its own and, where weights are kept in the type of the cache, by one
     rounding.
     """
-    largest = (
-        np.abs(q.values).max()
-        * np.abs(cache.expected_key).max()
-        * cache.head_dim
-        * SCALE
-    )
+    largest = np.abs(q.values).max() * np.abs(cache.expected_key).max() * cache.head_dim * SCALE
     score = 2 * cache.head_dim * FLOAT32_UNIT * float(largest)
-    delta = (
-        np.expm1(score)
-        + 8 * FLOAT32_UNIT
-        + ROUNDING_UNIT[cache.dtype]
-        + 4 * max(context_lens) * FLOAT32_UNIT
-    )
+    delta = np.expm1(score) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[cache.dtype] + 4 * max(context_lens) * FLOAT32_UNIT
     magnitude = reference.attention(
         q.values,
         cache.expected_key,
@@ -211,17 +194,13 @@ def test_mixed_batch_is_the_reference_up_to_rounding(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(
-    isa: str, dtype: str
-) -> None:
+def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
     length, num_heads = 150, 4
     widths = {"q": num_heads * 32, "k": 64, "v": 64}
     q, k, v = (rows(rng, length, width, dtype) for width in widths.values())
 
-    def computed(
-        blocks: list[int], cuts: list[int], threads: int, noise: float
-    ) -> Array:
+    def computed(blocks: list[int], cuts: list[int], threads: int, noise: float) -> Array:
         """The request in chunks that end at `cuts`, in a cache of old content, beside another request."""
         cache = Cache(dtype)
         for tensor in (cache.key, cache.value):
@@ -231,14 +210,10 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(
         with library.threads_in_use(threads):
             for first, last in zip([0, *cuts], [*cuts, length], strict=True):
                 part = slice(first, last)
-                cache.store(
-                    k.rows(part), v.rows(part), cache.slots(blocks, first, last)
-                )
+                cache.store(k.rows(part), v.rows(part), cache.slots(blocks, first, last))
                 beside = rows(rng, 3, num_heads * 32, dtype)
                 both = Typed(np.concatenate([beside.array, q.array[part]]), dtype)
-                y = cache.attend(
-                    both, [[22, 23], blocks], [3, last - first], [20, last]
-                )
+                y = cache.attend(both, [[22, 23], blocks], [3, last - first], [20, last])
                 results.append(y.bits[3:])
         return np.concatenate(results)
 
@@ -262,9 +237,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("garbage", [np.inf, -np.inf, np.nan])
-def test_content_behind_the_context_is_never_read(
-    isa: str, dtype: str, garbage: float
-) -> None:
+def test_content_behind_the_context_is_never_read(isa: str, dtype: str, garbage: float) -> None:
     rng = np.random.default_rng(3)
     clean, dirty = Cache(dtype), Cache(dtype)
     for tensor in (dirty.key, dirty.value):
@@ -321,9 +294,7 @@ def test_one_key_far_above_the_others_decides(isa: str, dtype: str) -> None:
     blocks = list(range(13))
     values = typed(v, dtype)
     cache.store(typed(k, dtype), values, cache.slots(blocks, 0, 200))
-    assert np.array_equal(
-        cache.attend(typed(q, dtype), [blocks], [1], [200]).bits[0], values.bits[130]
-    )
+    assert np.array_equal(cache.attend(typed(q, dtype), [blocks], [1], [200]).bits[0], values.bits[130])
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -333,8 +304,7 @@ def test_store_writes_its_slots_and_nothing_else(dtype: str) -> None:
     k, v = rows(rng, 3, 64, dtype), rows(rng, 3, 64, dtype)
     cache.store(k, v, [17, -1, 47])
     changed = {
-        tensor: {int(i) // 1024 for i in np.flatnonzero(getattr(cache, tensor).bits)}
-        for tensor in ("key", "value")
+        tensor: {int(i) // 1024 for i in np.flatnonzero(getattr(cache, tensor).bits)} for tensor in ("key", "value")
     }
     assert changed == {"key": {1, 2}, "value": {1, 2}}
     assert np.count_nonzero(cache.key.bits) == np.count_nonzero(k.bits[[0, 2]])
@@ -355,10 +325,7 @@ def test_slots_outside_the_cache_are_an_error_and_write_nothing(slot: int) -> No
         empty((2, 64), "bfloat16"),
     )
     assert status != 0
-    assert (
-        last_error()
-        == f"ReshapeAndCache: slot_mapping[1] = {slot} is outside the 48 slots of the cache"
-    )
+    assert last_error() == f"ReshapeAndCache: slot_mapping[1] = {slot} is outside the 48 slots of the cache"
     assert not cache.key.bits.any() and not cache.value.bits.any()
 
 
@@ -391,10 +358,7 @@ def test_batches_that_do_not_fit_the_cache_are_refused(
 ) -> None:
     cache = Cache("bfloat16")
     q = typed(np.ones((2, 128)), "bfloat16")
-    assert (
-        cache.status(q, tables, query_lens, context_lens, empty((2, 128), "bfloat16"))
-        != 0
-    )
+    assert cache.status(q, tables, query_lens, context_lens, empty((2, 128), "bfloat16")) != 0
     assert last_error() == f"PagedAttention: {message}"
 
 

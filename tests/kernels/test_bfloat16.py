@@ -23,9 +23,7 @@ def test_every_bfloat16_survives_the_way_to_float32_and_back() -> None:
 )
 def test_rounding_takes_the_nearest(value: float) -> None:
     rounded = int(round_to_bfloat16(np.float32([value]))[0])
-    neighbours = from_bfloat16(
-        np.array([rounded - 1, rounded, rounded + 1]) & 0xFFFF
-    ).astype(np.float64)
+    neighbours = from_bfloat16(np.array([rounded - 1, rounded, rounded + 1]) & 0xFFFF).astype(np.float64)
     distances = np.where(np.isfinite(neighbours), np.abs(neighbours - value), np.inf)
     assert distances[1] == distances.min()
     if distances[1] == distances[2] and neighbours[1] != neighbours[2]:
@@ -34,12 +32,5 @@ def test_rounding_takes_the_nearest(value: float) -> None:
 
 def test_overflow_and_nan() -> None:
     with np.errstate(over="ignore"):
-        values = from_bfloat16(
-            round_to_bfloat16(np.float32([3.4e38, -3.4e38, np.nan, np.inf]))
-        )
-    assert (
-        values[0] == np.inf
-        and values[1] == -np.inf
-        and np.isnan(values[2])
-        and values[3] == np.inf
-    )
+        values = from_bfloat16(round_to_bfloat16(np.float32([3.4e38, -3.4e38, np.nan, np.inf])))
+    assert values[0] == np.inf and values[1] == -np.inf and np.isnan(values[2]) and values[3] == np.inf

@@ -17,16 +17,10 @@ def gather(table: Typed, indices: Typed, axis: int) -> Typed:
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "int32", "float64"])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_gather_takes_any_axis_and_type(
-    dtype: str, axis: int, index_dtype: str
-) -> None:
-    table = Typed(
-        np.random.default_rng(1).integers(0, 100, (4, 5, 6)).astype(dtype), dtype
-    )
+def test_gather_takes_any_axis_and_type(dtype: str, axis: int, index_dtype: str) -> None:
+    table = Typed(np.random.default_rng(1).integers(0, 100, (4, 5, 6)).astype(dtype), dtype)
     indices = integers([[3, 0, 1], [2, 2, 3]], index_dtype)
-    assert np.array_equal(
-        gather(table, indices, axis).array, np.take(table.array, indices.array, axis)
-    )
+    assert np.array_equal(gather(table, indices, axis).array, np.take(table.array, indices.array, axis))
 
 
 def test_gather_of_many_rows() -> None:
@@ -48,27 +42,17 @@ def test_gather_outside_the_table_is_an_error(index: int) -> None:
     assert last_error() == f"Gather: index {index} is outside the 4 rows of the table"
 
 
-@pytest.mark.parametrize(
-    ("axis", "sizes"), [(0, [1, 3]), (1, [2, 0, 3]), (-1, [1, 2, 3])]
-)
+@pytest.mark.parametrize(("axis", "sizes"), [(0, [1, 3]), (1, [2, 0, 3]), (-1, [1, 2, 3])])
 def test_split_cuts_an_axis(axis: int, sizes: list[int]) -> None:
     x = Typed(np.random.default_rng(4).standard_normal((4, 5, 6)), "float64")
     expected = np.split(x.array, np.cumsum(sizes)[:-1], axis)
     parts = [empty(part.shape, "float64") for part in expected]
     call("SplitWithSize", x, integers(sizes, "int64"), scalar(axis, "int64"), *parts)
-    assert all(
-        np.array_equal(part.array, want)
-        for part, want in zip(parts, expected, strict=True)
-    )
+    assert all(np.array_equal(part.array, want) for part, want in zip(parts, expected, strict=True))
 
 
 def test_split_into_sizes_that_do_not_add_up_is_an_error() -> None:
     x = Typed(np.zeros((2, 5)), "float64")
     parts = [empty((2, 2), "float64"), empty((2, 2), "float64")]
-    assert (
-        status_of(
-            "SplitWithSize", x, integers([2, 2], "int64"), scalar(-1, "int64"), *parts
-        )
-        != 0
-    )
+    assert status_of("SplitWithSize", x, integers([2, 2], "int64"), scalar(-1, "int64"), *parts) != 0
     assert last_error() == "SplitWithSize: sizes add up to 4 of 5"

@@ -111,22 +111,15 @@ def test_swiglu_of_extreme_gates(isa: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("table_is_float32", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "head_dim"), [(1, 2), (3, 16), (2, 48), (5, 64), (1, 130)]
-)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 16), (2, 48), (5, 64), (1, 130)])
 def test_rotary_is_the_reference_up_to_rounding(
     isa: str, dtype: str, table_is_float32: bool, heads: int, head_dim: int
 ) -> None:
     x = typed(normal(1, 7, heads * head_dim), dtype)
     angles = np.tile(normal(2, 7, head_dim // 2), 2)
-    tables = [
-        typed(f(angles), "float32" if table_is_float32 else dtype)
-        for f in (np.cos, np.sin)
-    ]
+    tables = [typed(f(angles), "float32" if table_is_float32 else dtype) for f in (np.cos, np.sin)]
     expected = reference.rotary(x.values, *(table.values for table in tables))
-    magnitude = reference.rotary(
-        np.abs(x.values), *(np.abs(table.values) for table in tables)
-    )
+    magnitude = reference.rotary(np.abs(x.values), *(np.abs(table.values) for table in tables))
     assert_close(
         rotated(x, *tables),
         expected,
@@ -152,10 +145,7 @@ def test_both_rotary_primitives_agree_and_positions_follow_from_lengths() -> Non
             scalar(2, "int64"),
             *results,
         )
-        assert all(
-            np.array_equal(result.bits, bits)
-            for result, bits in zip(results, expected, strict=True)
-        )
+        assert all(np.array_equal(result.bits, bits) for result, bits in zip(results, expected, strict=True))
     status = status_of(
         "ApplyRotaryPosEmb",
         q,
@@ -167,17 +157,12 @@ def test_both_rotary_primitives_agree_and_positions_follow_from_lengths() -> Non
         *results,
     )
     assert status != 0
-    assert (
-        last_error()
-        == "ApplyRotaryPosEmb: 5 rows fit neither the tables nor the lengths"
-    )
+    assert last_error() == "ApplyRotaryPosEmb: 5 rows fit neither the tables nor the lengths"
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (64, 1024)])
-def test_add_is_exact_up_to_one_rounding(
-    isa: str, dtype: str, shape: tuple[int, int]
-) -> None:
+def test_add_is_exact_up_to_one_rounding(isa: str, dtype: str, shape: tuple[int, int]) -> None:
     a, b = typed(normal(1, *shape), dtype), typed(normal(2, *shape), dtype)
     y = empty(shape, dtype)
     call("AddExt", a, b, scalar(1, "int64"), y)
@@ -200,7 +185,5 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str) -> None:
         with library.threads_in_use(threads):
             for count in (1, 2, 17, 299):
                 part = x.rows(slice(300 - count, 300))
-                for bits, result in zip(
-                    whole, (rms_norm(part, gamma), swiglu(part)), strict=True
-                ):
+                for bits, result in zip(whole, (rms_norm(part, gamma), swiglu(part)), strict=True):
                     assert np.array_equal(result.bits, bits[300 - count :])

@@ -37,9 +37,7 @@ def test_library_is_compiled_once_and_found_again(compiler: Path) -> None:
     num_calls = len(calls(compiler))
     assert library.library_path() == path
     assert len(calls(compiler)) == num_calls
-    assert [
-        entry.name for entry in path.parent.iterdir() if entry.name != "build.lock"
-    ] == [path.name]
+    assert [entry.name for entry in path.parent.iterdir() if entry.name != "build.lock"] == [path.name]
 
 
 def test_every_source_and_instruction_set_is_compiled_and_linked(
@@ -47,23 +45,13 @@ def test_every_source_and_instruction_set_is_compiled_and_linked(
 ) -> None:
     library.library_path()
     *compiled, linked = calls(compiler)
-    sources = {
-        path.name for path in (Path(library.__file__).parent / "csrc").glob("*.cc")
-    } - {"kernels_isa.cc"}
-    assert {
-        Path(word).name
-        for line in compiled
-        for word in line.split()
-        if word.endswith(".cc")
-    } == {
+    sources = {path.name for path in (Path(library.__file__).parent / "csrc").glob("*.cc")} - {"kernels_isa.cc"}
+    assert {Path(word).name for line in compiled for word in line.split() if word.endswith(".cc")} == {
         *sources,
         "kernels_isa.cc",
     }
     isas = {
-        word.removeprefix("-DLLM_ISA=")
-        for line in compiled
-        for word in line.split()
-        if word.startswith("-DLLM_ISA")
+        word.removeprefix("-DLLM_ISA=") for line in compiled for word in line.split() if word.startswith("-DLLM_ISA")
     }
     assert "plain" in isas
     objects = [Path(word).name for word in linked.split() if word.endswith(".o")]
@@ -85,9 +73,7 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
         "-c",
         f"import sys; sys.path[:0] = {sys.path!r}; {program}",
     ]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {process.communicate(timeout=60)[0] for process in started}
     assert len(paths) == 1
     assert sum("-shared" in line for line in calls(compiler)) == 1
@@ -116,17 +102,13 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_fails_shows_why(compiler: Path) -> None:
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo x && exit 0\necho "no such header" >&2\nexit 1\n'
-    )
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo x && exit 0\necho "no such header" >&2\nexit 1\n')
     with pytest.raises(KernelError, match="no such header"):
         library.library_path()
     assert not list((compiler.parent / "cache").glob("*.so"))
 
 
-def test_without_a_folder_to_write_to(
-    compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_to_write_to(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_SERVING_CACHE", str(compiler / "below_a_file"))
     with pytest.raises(KernelError, match="set LLM_SERVING_CACHE"):
         library.library_path()

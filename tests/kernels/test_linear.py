@@ -39,17 +39,13 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def sum_bound(x: Typed, weight: Typed) -> np.ndarray:
     """K products and K sums, each rounded once; products and sums below 2^-126 may be taken as zero."""
     num_inputs = x.array.shape[1]
-    magnitude = (
-        np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
-    )
+    magnitude = np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
     return 2 * num_inputs * (FLOAT32_UNIT * magnitude + 2.0**-126)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("result", [None, "float32"])
-def test_product_is_the_reference_up_to_rounding(
-    isa: str, dtype: str, result: str | None
-) -> None:
+def test_product_is_the_reference_up_to_rounding(isa: str, dtype: str, result: str | None) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         x, weight = typed(normal(rng, m, k), dtype), typed(normal(rng, n, k), dtype)
@@ -59,18 +55,14 @@ def test_product_is_the_reference_up_to_rounding(
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (72, 1111)])
-def test_bits_of_a_row_depend_on_the_row_alone(
-    isa: str, dtype: str, n: int, k: int
-) -> None:
+def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
     x, weight = (
         typed(normal(rng, 300, k), dtype),
         packed(typed(normal(rng, n, k), dtype)),
     )
     with library.threads_in_use(1):
-        alone = np.concatenate(
-            [linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 7)]
-        )
+        alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 7)])
     for threads in (1, 2):
         with library.threads_in_use(threads):
             for m in BATCHES:
@@ -91,9 +83,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(
     dtype=st.sampled_from(FLOAT_TYPES),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_small_integers_are_multiplied_exactly(
-    m: int, n: int, k: int, dtype: str, seed: int
-) -> None:
+def test_small_integers_are_multiplied_exactly(m: int, n: int, k: int, dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, weight = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
     y = linear(typed(x, dtype), packed(typed(weight, dtype)), "float32")
@@ -101,9 +91,7 @@ def test_small_integers_are_multiplied_exactly(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_small_integers_are_exact_on_every_instruction_set(
-    isa: str, dtype: str
-) -> None:
+def test_small_integers_are_exact_on_every_instruction_set(isa: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     for m, n, k in [*SHAPES, (4, 48, 256), (33, 17, 31)]:
         x, weight = rng.integers(-8, 9, (m, k)), rng.integers(-8, 9, (n, k))
@@ -121,13 +109,9 @@ def test_infinity_and_nan_stay_in_their_row_and_column(isa: str, dtype: str) -> 
     expected = linear(typed(clean_x, dtype), packed(typed(clean_weight, dtype))).values
     rows, columns = np.delete(np.arange(9), [3, 6]), np.delete(np.arange(40), 17)
     assert np.array_equal(y[np.ix_(rows, columns)], expected[np.ix_(rows, columns)])
-    assert np.array_equal(
-        y[3, columns], np.copysign(np.inf, typed(weight, dtype).values[columns, 5])
-    )
+    assert np.array_equal(y[3, columns], np.copysign(np.inf, typed(weight, dtype).values[columns, 5]))
     assert np.all(np.isnan(y[6]))
-    assert np.array_equal(
-        y[rows, 17], np.copysign(np.inf, -typed(x, dtype).values[rows, 2])
-    )
+    assert np.array_equal(y[rows, 17], np.copysign(np.inf, -typed(x, dtype).values[rows, 2]))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +131,7 @@ def test_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
     )
     expected = reference.linear(x.values, weight.values)
     # Subnormal inputs may count as zero: what they would have contributed.
-    lost = np.where(np.abs(x.values) < 2.0**-126, np.abs(x.values), 0).astype(
-        np.float64
-    )
+    lost = np.where(np.abs(x.values) < 2.0**-126, np.abs(x.values), 0).astype(np.float64)
     bound = sum_bound(x, weight) + lost @ np.abs(weight.values.astype(np.float64)).T
     assert_close(linear(x, packed(weight), "float32"), expected, bound)
 
@@ -157,9 +139,7 @@ def test_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_weights_that_are_not_packed(
-    dtype: str, transpose_a: bool, transpose_b: bool
-) -> None:
+def test_weights_that_are_not_packed(dtype: str, transpose_a: bool, transpose_b: bool) -> None:
     rng = np.random.default_rng(6)
     x, weight = rng.integers(-8, 9, (5, 37)), rng.integers(-8, 9, (21, 37))
     y = empty((5, 21), "float32")
@@ -198,17 +178,13 @@ def test_no_rows_and_no_inputs() -> None:
         0,
         20,
     )
-    empty_sum = linear(
-        typed(np.ones((3, 0)), "float32"), typed(np.ones((20, 0)), "float32")
-    )
+    empty_sum = linear(typed(np.ones((3, 0)), "float32"), typed(np.ones((20, 0)), "float32"))
     assert np.array_equal(empty_sum.array, np.zeros((3, 20)))
 
 
 def test_shapes_and_types_that_do_not_fit_are_refused() -> None:
     def multiply(x: Typed, weight: Typed, y: Typed) -> int:
-        return status_of(
-            "MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y
-        )
+        return status_of("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
 
     x, weight = typed(np.ones((2, 8)), "float32"), typed(np.ones((4, 9)), "float32")
     y = empty((2, 4), "float32")

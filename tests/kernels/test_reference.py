@@ -13,15 +13,11 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square() -> None:
 
 def test_rotary_by_a_right_angle_swaps_the_halves() -> None:
     cos, sin = np.zeros((1, 4)), np.ones((1, 4))
-    assert reference.rotary(
-        np.array([[1.0, 2, 3, 4, 5, 6, 7, 8]]), cos, sin
-    ).tolist() == [[-3, -4, 1, 2, -7, -8, 5, 6]]
+    assert reference.rotary(np.array([[1.0, 2, 3, 4, 5, 6, 7, 8]]), cos, sin).tolist() == [[-3, -4, 1, 2, -7, -8, 5, 6]]
 
 
 def test_swiglu_takes_the_gate_first() -> None:
-    assert np.allclose(
-        reference.swiglu(np.array([[0.0, 1.0, 5.0, 2.0]])), [[0, 2 / (1 + np.exp(-1))]]
-    )
+    assert np.allclose(reference.swiglu(np.array([[0.0, 1.0, 5.0, 2.0]])), [[0, 2 / (1 + np.exp(-1))]])
 
 
 def test_attention_of_equal_keys_is_the_mean_of_what_a_row_sees() -> None:

@@ -19,7 +19,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array
-from llm_serving.backends.parameters import empty_aligned, parameter_over, to_model_dtype
+from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
 
@@ -84,7 +84,7 @@ class CpuBackend(AscendBackend):
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
         source = np.ascontiguousarray(to_model_dtype(array, self.dtype))
-        memory = empty_aligned(source.shape, self.dtype)
+        memory = zeroed_array(source.shape, self.dtype)
         address = memory.ctypes.data
         kernels = library.load()
         kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import mindspore as ms
@@ -13,6 +14,7 @@ from llm_serving.backends.base import Array
 from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
 
 _ALIGNMENT = 64
+_LARGE_PAGE = 2**21
 _STORAGE: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -27,12 +29,23 @@ def to_model_dtype(array: Array, dtype: str) -> Array:
     return values.astype(storage)
 
 
-def empty_aligned(shape: tuple[int, ...], dtype: str, zero: bool = False) -> Array:
-    """An array that starts on a cache line; `zero` pages come from the system untouched."""
+def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
+    """Zeroed memory for a tensor: aligned to a cache line, in large pages where it spans many.
+
+    Pages come from the system when they are first touched. With pages of 4 KB, scattered blocks and long weights cost
+    the processor more time in finding pages than in reading them.
+    """
     storage = np.dtype(_STORAGE[dtype])
     size = int(np.prod(shape)) * storage.itemsize
-    raw = (np.zeros if zero else np.empty)(size + _ALIGNMENT, dtype=np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
+    large = size >= 2 * _LARGE_PAGE
+    alignment = _LARGE_PAGE if large else _ALIGNMENT
+    if large:
+        pages = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(pages, dtype=np.uint8)
+    else:
+        raw = np.zeros(size + alignment, dtype=np.uint8)
+    offset = -raw.ctypes.data % alignment
     aligned: NDArray[Any] = raw[offset : offset + size].view(storage).reshape(shape)
     return aligned
 

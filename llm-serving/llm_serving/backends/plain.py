@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from llm_serving.backends.base import Array, model_dtype
-from llm_serving.backends.parameters import empty_aligned, parameter_over, to_model_dtype
+from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
 from llm_serving.kernels.bfloat16 import from_bfloat16
 
 
@@ -73,14 +73,13 @@ class PlainBackend:
     ) -> tuple[ms.Parameter, ms.Parameter]:
         shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         keys, values = (
-            parameter_over(empty_aligned(shape, "float32", zero=True), "float32", f"{name}.{part}")
-            for part in ("key", "value")
+            parameter_over(zeroed_array(shape, "float32"), "float32", f"{name}.{part}") for part in ("key", "value")
         )
         return keys, values
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)
-        memory = empty_aligned(array.shape, "float32")
+        memory = zeroed_array(array.shape, "float32")
         memory[...] = from_bfloat16(rounded) if self.dtype == "bfloat16" else rounded
         return parameter_over(memory, "float32", name)
 

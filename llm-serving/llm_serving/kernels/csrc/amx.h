@@ -91,37 +91,45 @@ inline void emulated_multiply(int c, int a, int b) {
 #define LLM_TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// One product of up to 32 rows and two panels, and its place in memory.
+// Sums of up to 32 rows and two panels, and the products to add to them (see `Product` of tile.h).
 struct TileProduct {
-  const BFloat16* a;
-  size_t a_stride;
-  const BFloat16* panels[2];
-  float* c;
-  size_t c_stride;
   size_t rows;
   bool two_panels;
-
-  size_t low_rows() const { return rows < kTileHeight ? rows : kTileHeight; }
-  size_t high_rows() const { return rows - low_rows(); }
+  const BFloat16* a;
+  size_t a_stride;
+  const BFloat16* const* panels;
+  const BFloat16* const* next;  // null for nothing
+  size_t panels_stride;         // from the panels of a segment to those of the next
+  size_t segments, inputs;
+  float* c;
+  size_t c_stride;
 };
 
 inline void configure(const TileProduct& product, size_t step) {
   TileConfig config;
-  const size_t heights[2] = {product.low_rows(), product.high_rows() > 0 ? product.high_rows() : 1};
+  const size_t low = product.rows < kTileHeight ? product.rows : kTileHeight;
+  const size_t high = product.rows > kTileHeight ? product.rows - kTileHeight : 1;
   for (size_t tile = 0; tile < 8; tile++) {
     const bool panel = tile >= 6;
     const bool activations = tile == 4 || tile == 5;
-    config.rows[tile] = static_cast<uint8_t>(panel ? step / 2 : heights[activations ? tile - 4 : tile / 2]);
+    const bool upper = tile == 2 || tile == 3 || tile == 5;
+    config.rows[tile] = static_cast<uint8_t>(panel ? step / 2 : upper ? high : low);
     config.row_bytes[tile] = static_cast<uint16_t>(activations ? step * sizeof(BFloat16) : 64);
   }
   LLM_TILE_CONFIGURE(config);
 }
 
-// Adds the products of `inputs` inputs, a multiple of `step`, beginning at `first`.
-inline void add_steps(const TileProduct& product, size_t first, size_t inputs, size_t step) {
-  if (inputs == 0) return;
+inline void prefetch_step(const TileProduct& product, size_t segment, size_t k, size_t step) {
+  for (size_t p = 0; p < (product.two_panels ? 2 : 1); p++) {
+    const BFloat16* next = product.next[segment * product.panels_stride + p];
+    for (size_t i = 0; i < step; i += 2) __builtin_prefetch(next + (k + i) * kPanelWidth);
+  }
+}
+
+// Adds the inputs from `first` to `last` of every segment, `step` at a time.
+inline void add_steps(const TileProduct& product, size_t first, size_t last, size_t step) {
   configure(product, step);
-  const bool high = product.high_rows() > 0;
+  const bool high = product.rows > kTileHeight;
   const size_t a_bytes = product.a_stride * sizeof(BFloat16);
   const size_t c_bytes = product.c_stride * sizeof(float);
   float* high_c = product.c + kTileHeight * product.c_stride;
@@ -129,18 +137,23 @@ inline void add_steps(const TileProduct& product, size_t first, size_t inputs, s
   if (product.two_panels) LLM_TILE_LOAD(1, product.c + kPanelWidth, c_bytes);
   if (high) LLM_TILE_LOAD(2, high_c, c_bytes);
   if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + kPanelWidth, c_bytes);
-  for (size_t k = first; k < first + inputs; k += step) {
-    LLM_TILE_LOAD(4, product.a + k, a_bytes);
-    LLM_TILE_LOAD(6, product.panels[0] + k * kPanelWidth, 64);
-    LLM_TILE_MULTIPLY(0, 4, 6);
-    if (product.two_panels) {
-      LLM_TILE_LOAD(7, product.panels[1] + k * kPanelWidth, 64);
-      LLM_TILE_MULTIPLY(1, 4, 7);
+  for (size_t segment = 0; segment < product.segments; segment++) {
+    const BFloat16* a = product.a + segment * product.inputs;
+    const BFloat16* const* panels = product.panels + segment * product.panels_stride;
+    for (size_t k = first; k < last; k += step) {
+      if (product.next != nullptr) prefetch_step(product, segment, k, step);
+      LLM_TILE_LOAD(4, a + k, a_bytes);
+      LLM_TILE_LOAD(6, panels[0] + k * kPanelWidth, 64);
+      LLM_TILE_MULTIPLY(0, 4, 6);
+      if (product.two_panels) {
+        LLM_TILE_LOAD(7, panels[1] + k * kPanelWidth, 64);
+        LLM_TILE_MULTIPLY(1, 4, 7);
+      }
+      if (!high) continue;
+      LLM_TILE_LOAD(5, a + kTileHeight * product.a_stride + k, a_bytes);
+      LLM_TILE_MULTIPLY(2, 5, 6);
+      if (product.two_panels) LLM_TILE_MULTIPLY(3, 5, 7);
     }
-    if (!high) continue;
-    LLM_TILE_LOAD(5, product.a + kTileHeight * product.a_stride + k, a_bytes);
-    LLM_TILE_MULTIPLY(2, 5, 6);
-    if (product.two_panels) LLM_TILE_MULTIPLY(3, 5, 7);
   }
   LLM_TILE_STORE(0, product.c, c_bytes);
   if (product.two_panels) LLM_TILE_STORE(1, product.c + kPanelWidth, c_bytes);
@@ -148,29 +161,11 @@ inline void add_steps(const TileProduct& product, size_t first, size_t inputs, s
   if (high && product.two_panels) LLM_TILE_STORE(3, high_c + kPanelWidth, c_bytes);
 }
 
-// As `multiply` of tile.h; `inputs` is a multiple of 16.
-inline void multiply_by_tiles(size_t rows, const BFloat16* a, size_t a_stride, const BFloat16* const* panels,
-                              size_t num_panels, size_t inputs, float* c, size_t c_stride, bool add_to_c) {
-  for (size_t row = 0; row < rows && !add_to_c; row++) {
-    __builtin_memset(c + row * c_stride, 0, num_panels * kPanelWidth * sizeof(float));
-  }
-  for (size_t panel = 0; panel < num_panels; panel += 2) {
-    for (size_t row = 0; row < rows; row += 2 * kTileHeight) {
-      TileProduct product;
-      product.two_panels = panel + 1 < num_panels;
-      product.a = a + row * a_stride;
-      product.a_stride = a_stride;
-      product.panels[0] = panels[panel];
-      product.panels[1] = product.two_panels ? panels[panel + 1] : nullptr;
-      product.c = c + row * c_stride + panel * kPanelWidth;
-      product.c_stride = c_stride;
-      product.rows = rows - row < 2 * kTileHeight ? rows - row : 2 * kTileHeight;
-      const size_t whole = inputs / kStep * kStep;
-      add_steps(product, 0, whole, kStep);
-      add_steps(product, whole, inputs - whole, kHalfStep);
-    }
-  }
-  LLM_TILE_RELEASE();
+// `inputs` is a multiple of 16; several segments have 16 each, or a multiple of 32.
+inline void multiply_by_tiles(const TileProduct& product) {
+  const size_t whole = product.inputs / kStep * kStep;
+  if (whole > 0) add_steps(product, 0, whole, kStep);
+  if (whole < product.inputs) add_steps(product, whole, product.inputs, kHalfStep);
 }
 
 }  // namespace llm::LLM_ISA

@@ -53,7 +53,9 @@ class AttentionTile {
     load_queries();
     for (size_t chunk = 0; chunk * kChunkTokens <= last_seen_; chunk++) {
       const size_t first_row = first_row_seeing(chunk * kChunkTokens);
-      compute_scores(chunk, first_row);
+      num_groups_ = find_groups(args_.key_cache, chunk, keys_);
+      find_groups(args_.value_cache, chunk, values_);
+      compute_scores(first_row);
       for (size_t row = first_row; row < rows_; row++) soften(chunk, row);
       add_values(chunk, first_row);
     }
@@ -86,12 +88,6 @@ class AttentionTile {
     return ((item_.first_row + row / shared_) * args_.num_heads + head) * dim_;
   }
 
-  // Number of groups of this chunk that any row of the tile sees.
-  size_t groups_of(size_t chunk) const {
-    const size_t left = last_seen_ + 1 - chunk * kChunkTokens;
-    return left >= kChunkTokens ? kChunkGroups : (left + kGroupTokens - 1) / kGroupTokens;
-  }
-
   const Element* group(const void* cache, size_t token) const {
     const int64_t block = args_.block_tables[item_.request * args_.table_width + token / args_.block_size];
     return static_cast<const Element*>(cache) + group_offset(static_cast<size_t>(block),
@@ -108,12 +104,19 @@ class AttentionTile {
     __builtin_memset(sums_, 0, rows_ * dim_ * sizeof(float));
   }
 
-  void compute_scores(size_t chunk, size_t first_row) {
-    const Element* panels[kChunkGroups];
-    const size_t groups = groups_of(chunk);
-    for (size_t g = 0; g < groups; g++) panels[g] = group(args_.key_cache, chunk * kChunkTokens + g * kGroupTokens);
-    multiply(rows_ - first_row, q_ + first_row * dim_, dim_, panels, groups, dim_, scores_ + first_row * kChunkTokens,
-             kChunkTokens, false);
+  // Finds the groups of a chunk, and returns how many there are that any row of the tile sees. The blocks they belong
+  // to lie anywhere, so they are prefetched while other groups are read: the hardware cannot guess where.
+  size_t find_groups(const void* cache, size_t chunk, const Element** groups) const {
+    size_t count = 0;
+    for (size_t token = chunk * kChunkTokens; count < kChunkGroups && token <= last_seen_; token += kGroupTokens) {
+      groups[count++] = group(cache, token);
+    }
+    return count;
+  }
+
+  void compute_scores(size_t first_row) {
+    multiply<Element>({rows_ - first_row, q_ + first_row * dim_, dim_, keys_, num_groups_, 1, dim_,
+                       scores_ + first_row * kChunkTokens, kChunkTokens, false, values_});
   }
 
   // Turns the scores of a row into weights relative to its largest score so far, and rescales what is summed already.
@@ -132,7 +135,7 @@ class AttentionTile {
     const float next = found > max_[row] ? found : max_[row];
     // A row of nothing but -inf so far: any finite reference makes all its weights zero.
     const float reference = next == -__builtin_inff() ? 0.0f : next;
-    const float factor = load_lane(exp(broadcast(max_[row] - reference)));
+    const float factor = max_[row] == reference ? 1.0f : exp(broadcast(max_[row] - reference)).part[0][0];
     Floats sum = zeros();
     for (size_t g = 0; g * kLanes < lanes; g++) {
       store(weights + g * kLanes, exp(scaled[g] - broadcast(reference)));
@@ -146,30 +149,48 @@ class AttentionTile {
     }
   }
 
-  static float load_lane(Floats value) { return value.part[0][0]; }
-
   void add_values(size_t chunk, size_t first_row) {
-    for (size_t g = 0; g < groups_of(chunk); g++) {
-      const size_t token = chunk * kChunkTokens + g * kGroupTokens;
-      const Element* values = group(args_.value_cache, token);
-      size_t row = first_row_seeing(token) > first_row ? first_row_seeing(token) : first_row;
-      // Rows that see a part of the group: weights of zero do not hide an infinity or NaN behind it.
-      if (seen_by(row) < token + kGroupTokens - 1 && !all_finite(values)) {
-        for (; row < rows_ && seen_by(row) < token + kGroupTokens - 1; row++) {
-          add_group(g, clean(values, seen_by(row) + 1 - token), row, row + 1);
-        }
-      }
-      if (row < rows_) add_group(g, values, row, rows_);
+    if (seen_by(first_row) + 1 >= (chunk + 1) * kChunkTokens) {
+      const Element* next[kChunkGroups];
+      const bool whole_chunk_follows = find_groups(args_.key_cache, chunk + 1, next) == kChunkGroups;
+      return add_groups(values_, kChunkGroups, 0, first_row, rows_, whole_chunk_follows ? next : nullptr);
     }
+    for (size_t g = 0; g < num_groups_; g++) add_partly_seen_group(values_[g], chunk, g, first_row);
   }
 
-  void add_group(size_t g, const Element* values, size_t first, size_t last) {
-    for (size_t dim = 0; dim < dim_; dim += kPassDims) {
-      const Element* panels[kPassDims / kPanelWidth];
-      const size_t count = (dim_ - dim < kPassDims ? dim_ - dim : kPassDims) / kPanelWidth;
-      for (size_t p = 0; p < count; p++) panels[p] = values + (dim + p * kPanelWidth) * kGroupTokens;
-      multiply(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, kChunkTokens, panels, count,
-               kGroupTokens, sums_ + first * dim_ + dim, dim_, true);
+  void add_partly_seen_group(const Element* values, size_t chunk, size_t g, size_t first_row) {
+    const size_t token = chunk * kChunkTokens + g * kGroupTokens;
+    const size_t last_token = token + kGroupTokens - 1;
+    size_t row = first_row_seeing(token) > first_row ? first_row_seeing(token) : first_row;
+    // Weights of zero do not hide an infinity or NaN behind what a row sees.
+    if (seen_by(row) < last_token && !all_finite(values)) {
+      for (; row < rows_ && seen_by(row) < last_token; row++) {
+        const Element* seen = clean(values, seen_by(row) + 1 - token);
+        add_groups(&seen, 1, g, row, row + 1, nullptr);
+      }
+    }
+    if (row < rows_) add_groups(&values, 1, g, row, rows_, nullptr);
+  }
+
+  // Adds `count` groups of values, weighted by the columns from group `g` on, to the rows from `first` to `last`;
+  // as many groups of `next` are prefetched.
+  void add_groups(const Element* const* groups, size_t count, size_t g, size_t first, size_t last,
+                  const Element* const* next) {
+    const Element* panels[kChunkGroups * kPassPanels];
+    const Element* next_panels[kChunkGroups * kPassPanels];
+    for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
+      const size_t left = (dim_ - dim) / kPanelWidth;
+      const size_t width = left < kPassPanels ? left : kPassPanels;
+      for (size_t i = 0; i < count; i++) {
+        for (size_t p = 0; p < width; p++) {
+          const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
+          panels[i * width + p] = groups[i] + offset;
+          if (next != nullptr) next_panels[i * width + p] = next[i] + offset;
+        }
+      }
+      multiply<Element>({last - first, weights_ + first * kChunkTokens + g * kGroupTokens, kChunkTokens, panels, width,
+                         count, kGroupTokens, sums_ + first * dim_ + dim, dim_, true,
+                         next == nullptr ? nullptr : next_panels});
     }
   }
 
@@ -202,19 +223,22 @@ class AttentionTile {
     }
   }
 
-  static constexpr size_t kPassDims = 128;
+  static constexpr size_t kPassPanels = 8;  // of values in one product
 
   const AttentionArgs& args_;
   const AttentionItem& item_;
   const size_t shared_, rows_, dim_;
   const size_t last_seen_;
-  Activation* q_;        // [rows, dim]
-  float* scores_;        // [rows, kChunkTokens]
-  Activation* weights_;  // [rows, kChunkTokens]
-  float* sums_;          // [rows, dim]
-  float* max_;           // [rows]
-  float* total_;         // [rows]
-  Element* cleaned_;
+  Activation* q_;                      // [rows, dim]
+  float* scores_;                      // [rows, kChunkTokens]
+  Activation* weights_;                // [rows, kChunkTokens]
+  float* sums_;                        // [rows, dim]
+  float* max_;                         // [rows]
+  float* total_;                       // [rows]
+  Element* cleaned_;                   // [kGroupTokens, dim]
+  const Element* keys_[kChunkGroups];  // of the chunk at hand
+  const Element* values_[kChunkGroups];
+  size_t num_groups_ = 0;
 };
 
 inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {

@@ -13,6 +13,9 @@ constexpr size_t kUnitPanels = 4;
 // Inputs of one pass over the rows: the panels of a pass (32 KB of bfloat16) stay in the first-level cache.
 constexpr size_t kPassInputs = 256;
 
+// Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
+constexpr size_t kBytesAhead = 1024;
+
 // Activations as rows of `stride` elements, `stride` a multiple of Operand::kMultiple with zeros as padding.
 template <class Element>
 struct Activations {
@@ -80,16 +83,18 @@ void linear_unit(const LinearArgs& args, Activations<Element> x, size_t unit) {
   auto* padded =
       static_cast<Element*>(scratch(Scratch::kPanel, kUnitPanels * kPanelWidth * x.stride * sizeof(Element)));
   const Element* panels[kUnitPanels];
+  const Element* ahead[kUnitPanels];
   for (size_t p = 0; p < count; p++) {
     panels[p] = whole_panel(args, first + p, x.stride, padded + p * kPanelWidth * x.stride);
+    ahead[p] = panels[p] + kBytesAhead / sizeof(Element);
   }
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, args.m * kColumns * sizeof(float)));
   if (x.stride == 0) __builtin_memset(sums, 0, args.m * kColumns * sizeof(float));
   const size_t pass = args.m <= kTileRows ? x.stride : kPassInputs;
   for (size_t k = 0; k < x.stride; k += pass) {
     const size_t inputs = x.stride - k < pass ? x.stride - k : pass;
-    multiply(args.m, x.data + k, x.stride, panels, count, inputs, sums, kColumns, k > 0, 1024 / sizeof(Element));
-    for (size_t p = 0; p < count; p++) panels[p] += inputs * kPanelWidth;
+    multiply<Element>({args.m, x.data + k, x.stride, panels, count, 1, inputs, sums, kColumns, k > 0, ahead});
+    for (size_t p = 0; p < count; p++) panels[p] += inputs * kPanelWidth, ahead[p] += inputs * kPanelWidth;
   }
   const size_t column = first * kPanelWidth;
   const size_t columns = args.n - column < kColumns ? args.n - column : kColumns;

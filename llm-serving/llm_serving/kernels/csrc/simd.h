@@ -105,21 +105,29 @@ LLM_INLINE Floats keep_first(Floats value, size_t count, float other) {
 
 // The lanes summed in a fixed tree: lane j with lane j + 8, then + 4, + 2, + 1.
 LLM_INLINE float sum_lanes(Floats value) {
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+  return _mm512_reduce_add_ps(value.part[0]);  // this very tree
+#else
   alignas(64) float lane[kLanes];
   __builtin_memcpy(lane, &value, sizeof(lane));
   for (size_t half = kLanes / 2; half > 0; half /= 2) {
     for (size_t j = 0; j < half; j++) lane[j] += lane[j + half];
   }
   return lane[0];
+#endif
 }
 
 LLM_INLINE float max_lane(Floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(value.part[0]);
+#else
   alignas(64) float lane[kLanes];
   __builtin_memcpy(lane, &value, sizeof(lane));
   for (size_t half = kLanes / 2; half > 0; half /= 2) {
     for (size_t j = 0; j < half; j++) lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
   }
   return lane[0];
+#endif
 }
 
 // ---- Memory --------------------------------------------------------------------------------------------------------

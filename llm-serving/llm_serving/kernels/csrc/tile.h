@@ -103,92 +103,137 @@ constexpr size_t kTileRows = 2;
 constexpr size_t kTilePanels = 1;
 #endif
 
-// c [kRows, kPanels * 16] (+)= a [kRows, inputs] * panels; `inputs` is a multiple of Operand::kMultiple.
-// Strides of a and c are in elements. `ahead` elements of each panel are prefetched; 0 for none.
-template <class Element, size_t kRows, size_t kPanels>
-void tile(const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels, size_t inputs, float* c,
-          size_t c_stride, bool add_to_c, size_t ahead) {
+// c [rows, num_panels * 16] (+)= a [rows, segments * inputs] * panels. Strides are in elements.
+template <class Element>
+struct Product {
+  size_t rows;
+  const ActivationOf<Element>* a;
+  size_t a_stride;
+  const Element* const* panels;  // [segments][num_panels], each of `inputs` inputs
+  size_t num_panels, segments;
+  size_t inputs;  // of a segment; a multiple of Operand::kMultiple
+  float* c;
+  size_t c_stride;
+  bool add_to_c;
+  const Element* const* next;  // as panels: what is read after them, to be prefetched meanwhile; null for nothing
+};
+
+// The part of a product that begins at `row` and `panel`.
+template <class Element, size_t kRows, size_t kPanels, bool kPrefetch>
+void tile(const Product<Element>& product, size_t row, size_t panel) {
   using Op = Operand<Element>;
+  float* c = product.c + row * product.c_stride + panel * kPanelWidth;
   Floats sum[kRows][kPanels];
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
-    for (size_t p = 0; p < kPanels; p++) sum[r][p] = add_to_c ? load(c + r * c_stride + p * kPanelWidth) : zeros();
-  }
-  const Element* panel[kPanels];
-#pragma GCC unroll 8
-  for (size_t p = 0; p < kPanels; p++) panel[p] = panels[p];
-  for (size_t k = 0; k < inputs; k += Op::kInputs) {
-    typename Op::Panel b[kPanels];
-#pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      if (ahead > 0) __builtin_prefetch(panel[p] + k * kPanelWidth + ahead);
-      b[p] = Op::load_panel(panel[p] + k * kPanelWidth);
+      sum[r][p] = product.add_to_c ? load(c + r * product.c_stride + p * kPanelWidth) : zeros();
     }
+  }
+  const ActivationOf<Element>* a = product.a + row * product.a_stride;
+  const Element* const* panels = product.panels + panel;
+  const Element* const* next = kPrefetch ? product.next + panel : nullptr;
+  for (size_t segment = 0; segment < product.segments; segment++) {
+    const Element* b[kPanels];
 #pragma GCC unroll 8
-    for (size_t r = 0; r < kRows; r++) {
+    for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
+    for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
+      typename Op::Panel values[kPanels];
 #pragma GCC unroll 8
-      for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::accumulate(a + r * a_stride + k, b[p], sum[r][p]);
+      for (size_t p = 0; p < kPanels; p++) {
+        if (kPrefetch) __builtin_prefetch(next[p] + k * kPanelWidth);
+        values[p] = Op::load_panel(b[p] + k * kPanelWidth);
+      }
+#pragma GCC unroll 8
+      for (size_t r = 0; r < kRows; r++) {
+#pragma GCC unroll 8
+        for (size_t p = 0; p < kPanels; p++) {
+          sum[r][p] = Op::accumulate(a + r * product.a_stride + k, values[p], sum[r][p]);
+        }
+      }
     }
+    a += product.inputs;
+    panels += product.num_panels;
+    if (kPrefetch) next += product.num_panels;
   }
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
-    for (size_t p = 0; p < kPanels; p++) store(c + r * c_stride + p * kPanelWidth, sum[r][p]);
+    for (size_t p = 0; p < kPanels; p++) store(c + r * product.c_stride + p * kPanelWidth, sum[r][p]);
   }
 }
 
-template <class Element, size_t kPanels>
-void tile_of(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels, size_t inputs,
-             float* c, size_t c_stride, bool add_to_c, size_t ahead) {
-  switch (rows) {
+template <class Element, size_t kPanels, bool kPrefetch>
+void tile_of(size_t height, const Product<Element>& product, size_t row, size_t panel) {
+  switch (height) {
     case 1:
-      return tile<Element, 1, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 1, kPanels, kPrefetch>(product, row, panel);
     case 2:
-      return tile<Element, 2, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 2, kPanels, kPrefetch>(product, row, panel);
     case 3:
-      return tile<Element, 3, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 3, kPanels, kPrefetch>(product, row, panel);
     case 4:
-      return tile<Element, 4, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 4, kPanels, kPrefetch>(product, row, panel);
     case 5:
-      return tile<Element, 5, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 5, kPanels, kPrefetch>(product, row, panel);
     case 6:
-      return tile<Element, 6, kPanels>(a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+      return tile<Element, 6, kPanels, kPrefetch>(product, row, panel);
     default:
       return;
   }
 }
 
-// All rows, in tiles of nearly equal height; the first brings the panels into the cache.
+// All rows of a few panels, in tiles of nearly equal height; the first of them prefetches.
 template <class Element, size_t kPanels>
-void tile_rows(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels,
-               size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t ahead) {
-  for (size_t tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; tiles--, ahead = 0) {
-    const size_t height = (rows + tiles - 1) / tiles;
-    tile_of<Element, kPanels>(height, a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-    a += height * a_stride;
-    c += height * c_stride;
-    rows -= height;
+void tile_rows(const Product<Element>& product, size_t panel) {
+  bool prefetch = product.next != nullptr;
+  size_t row = 0;
+  for (size_t tiles = (product.rows + kTileRows - 1) / kTileRows; tiles > 0; tiles--, prefetch = false) {
+    const size_t height = (product.rows - row + tiles - 1) / tiles;
+    if (prefetch) {
+      tile_of<Element, kPanels, true>(height, product, row, panel);
+    } else {
+      tile_of<Element, kPanels, false>(height, product, row, panel);
+    }
+    row += height;
   }
 }
 
-// c [rows, num_panels * 16] (+)= a [rows, inputs] * panels, in tiles.
 template <class Element>
-void multiply(size_t rows, const ActivationOf<Element>* a, size_t a_stride, const Element* const* panels,
-              size_t num_panels, size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t ahead = 0) {
-  for (; num_panels >= kTilePanels; num_panels -= kTilePanels, panels += kTilePanels, c += kTilePanels * kPanelWidth) {
-    tile_rows<Element, kTilePanels>(rows, a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
+void multiply(const Product<Element>& product) {
+  size_t panel = 0;
+  for (; panel + kTilePanels <= product.num_panels; panel += kTilePanels) {
+    tile_rows<Element, kTilePanels>(product, panel);
   }
-  for (; num_panels > 0; num_panels--, panels++, c += kPanelWidth) {
-    tile_rows<Element, 1>(rows, a, a_stride, panels, inputs, c, c_stride, add_to_c, ahead);
-  }
+  for (; panel < product.num_panels; panel++) tile_rows<Element, 1>(product, panel);
 }
 
 #if defined(LLM_AMX)
 template <>
-inline void multiply<BFloat16>(size_t rows, const BFloat16* a, size_t a_stride, const BFloat16* const* panels,
-                               size_t num_panels, size_t inputs, float* c, size_t c_stride, bool add_to_c, size_t) {
-  multiply_by_tiles(rows, a, a_stride, panels, num_panels, inputs, c, c_stride, add_to_c);
+inline void multiply<BFloat16>(const Product<BFloat16>& product) {
+  for (size_t row = 0; row < product.rows && !product.add_to_c; row++) {
+    __builtin_memset(product.c + row * product.c_stride, 0, product.num_panels * kPanelWidth * sizeof(float));
+  }
+  for (size_t panel = 0; panel < product.num_panels; panel += 2) {
+    for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {
+      const size_t left = product.rows - row;
+      TileProduct part;
+      part.rows = left < 2 * kTileHeight ? left : 2 * kTileHeight;
+      part.two_panels = panel + 1 < product.num_panels;
+      part.a = product.a + row * product.a_stride;
+      part.a_stride = product.a_stride;
+      part.panels = product.panels + panel;
+      part.next = product.next != nullptr && row == 0 ? product.next + panel : nullptr;
+      part.panels_stride = product.num_panels;
+      part.segments = product.segments;
+      part.inputs = product.inputs;
+      part.c = product.c + row * product.c_stride + panel * kPanelWidth;
+      part.c_stride = product.c_stride;
+      multiply_by_tiles(part);
+    }
+  }
+  LLM_TILE_RELEASE();
 }
 #endif
 
