@@ -12,11 +12,10 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-
 from llm_serving.demo_model import facts, tasks, word_lists
 from llm_serving.demo_model.question import Question
 from llm_serving.demo_model.tasks import KINDS, LONG_KINDS, generate_questions, question_set
+from safetensors import safe_open
 
 FOLDER = Path(tasks.__file__).parent
 
@@ -83,6 +82,11 @@ def fact(question: Question) -> str:
 def phrased_for(table: dict[str, str], prompt: str) -> bool:
     marks = {"capital": facts.CAPITALS, "sound": facts.SOUNDS, "colour": facts.COLOURS, "opposite": facts.OPPOSITES}
     return next((marked for mark, marked in marks.items() if mark in prompt), facts.YOUNG) is table
+
+
+def numbers_rise(question: Question) -> bool:
+    first, last = numbers(question.prompt)
+    return first < last
 
 
 def count_up(question: Question) -> str:
@@ -152,6 +156,7 @@ RECOMPUTED: dict[str, Callable[[Question], str]] = {
     "copy_sentence": lambda question: question.input,
     "sequence": sequence,
     "fact": fact,
+    "short_count": lambda question: (count_up if numbers_rise(question) else count_down)(question),
     "count_up": count_up,
     "count_down": count_down,
     "times_table": times_table,

@@ -1,26 +1,36 @@
-"""Questions that ask for a long answer."""
+"""Questions that ask for something to be recited, most of it long."""
 
 import random
+from collections.abc import Sequence
 
 from llm_serving.demo_model import recitations
 from llm_serving.demo_model.question import Question
 from llm_serving.demo_model.word_lists import LETTERS, MONTHS, NUMBER_WORDS
 
+_UP = ("Count from {} to {}.", "Count up from {} to {}.", "Write the numbers from {} to {}.")
+_DOWN = ("Count down from {} to {}.", "Count backwards from {} to {}.")
+
 
 def count_up(rng: random.Random) -> Question:
     first, length = rng.randint(0, 60), rng.randint(30, 90)
-    last = first + length
-    phrase = rng.choice(["Count from {} to {}.", "Count up from {} to {}.", "Write the numbers from {} to {}."])
-    return Question("count_up", phrase.format(first, last), recitations.count(first, last), key=f"{first} to {last}")
+    return _count(rng, "count_up", _UP, first, first + length)
 
 
 def count_down(rng: random.Random) -> Question:
     last, length = rng.randint(0, 40), rng.randint(30, 80)
-    first = last + length
-    phrase = rng.choice(["Count down from {} to {}.", "Count backwards from {} to {}."])
-    return Question(
-        "count_down", phrase.format(first, last), recitations.count(first, last, -1), key=f"{first} to {last}"
-    )
+    return _count(rng, "count_down", _DOWN, last + length, last)
+
+
+def short_count(rng: random.Random) -> Question:
+    first, length = rng.randint(0, 138), rng.randint(1, 12)
+    if rng.random() < 0.5:
+        return _count(rng, "short_count", _UP, first, first + length)
+    return _count(rng, "short_count", _DOWN, first + length, first)
+
+
+def _count(rng: random.Random, kind: str, phrases: Sequence[str], first: int, last: int) -> Question:
+    instruction = rng.choice(phrases).format(first, last)
+    return Question(kind, instruction, recitations.count(first, last), key=f"{first} to {last}")
 
 
 _RECITE = (

@@ -3,10 +3,10 @@
 from llm_serving.demo_model.word_lists import LETTERS, MONTH_DAYS, MONTHS, NATO, NUMBER_WORDS
 
 
-def count(first: int, last: int, step: int = 1) -> str:
+def count(first: int, last: int) -> str:
     """Numbers from `first` to `last` inclusive, upwards or downwards, separated by commas."""
-    stop = last + 1 if step > 0 else last - 1
-    return ", ".join(str(number) for number in range(first, stop, step))
+    step = 1 if last >= first else -1
+    return ", ".join(str(number) for number in range(first, last + step, step))
 
 
 def times_table(number: int) -> str:

@@ -19,6 +19,7 @@ KINDS: dict[str, Callable[[random.Random], Question]] = {
     "copy_sentence": word_tasks.copy_sentence,
     "sequence": facts.sequence,
     "fact": facts.fact,
+    "short_count": recitation_tasks.short_count,
     "count_up": recitation_tasks.count_up,
     "count_down": recitation_tasks.count_down,
     "times_table": recitation_tasks.times_table,

@@ -30,8 +30,8 @@ def count_words(rng: random.Random) -> Question:
 
 
 def count_occurrences(rng: random.Random) -> Question:
-    target, *others = rng.sample(WORDS, 4)
-    words = [target] * rng.randint(1, 5) + rng.choices(others, k=rng.randint(1, 4))
+    target, *others = rng.sample(WORDS, rng.randint(2, 5))
+    words = [target] * rng.randint(1, 5) + others
     rng.shuffle(words)
     phrase = rng.choice(
         [
