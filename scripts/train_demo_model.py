@@ -2,7 +2,7 @@
 
     python scripts/train_demo_model.py
 
-takes about 35 minutes on two cores with bfloat16 instructions. Needs torch and sentencepiece; serving the model needs
+takes about 40 minutes on two cores with bfloat16 instructions. Needs torch and sentencepiece; serving the model needs
 no torch. Everything is seeded. An interrupted run goes on from its last checkpoint (`--work-folder`).
 
 Stages (`--stage`): `prepare` trains the tokenizer and writes the configuration; `train` trains the weights; `export`
@@ -10,9 +10,12 @@ writes them as bfloat16 with the set of questions, and measures them in float32 
 """
 
 import argparse
+import math
 import random
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +23,19 @@ import numpy as np
 try:
     import torch
     from safetensors.torch import save_file
-    from torch import nn
+    from torch import distributed, multiprocessing, nn
     from torch.nn import functional
 except ImportError as error:
     sys.exit(f"Training needs torch ({error}). Install it: pip install -e 'llm-serving[train]'")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "llm-serving"), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT / "llm-serving"))
 
 from demo_training.accuracy import accuracy, held_out_questions  # noqa: E402
-from demo_training.batches import Batch, make_batch  # noqa: E402
+from demo_training.batches import make_batch  # noqa: E402
 from demo_training.configuration import SEED, write_configuration, write_json  # noqa: E402
 from demo_training.network import Llama  # noqa: E402
-from demo_training.tokenizer import Encoder, train_tokenizer  # noqa: E402
-
+from demo_training.tokenizer import Encoder, Example, train_tokenizer  # noqa: E402
 from llm_serving.demo_model.tasks import (  # noqa: E402
     KINDS,
     LONG_KINDS,
@@ -42,28 +44,57 @@ from llm_serving.demo_model.tasks import (  # noqa: E402
     question_set,
 )
 
-SHORT_PER_STEP = 144
-LONG_PER_STEP = 6
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 200
-EVALUATE_EVERY = 500
+EVALUATE_EVERY = 250
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is trained until step `end`.
+
+    Attributes:
+        num_short, num_long: Questions of short and of long kinds in a step.
+        length_exponent: A token of an answer of n tokens weighs n**length_exponent in the loss.
+        least_share: Kinds are drawn in proportion to their errors plus this.
+    """
+
+    end: float
+    num_short: int
+    num_long: int
+    length_exponent: float
+    least_share: float
+
+
+# First the forms of all answers; then long ones, with full weight on their few hard tokens (where a count ends); last,
+# and longest, many short questions, for these are worked out and need practice, while long answers are known by heart.
+PHASES = (
+    Phase(end=1000, num_short=144, num_long=6, length_exponent=-0.5, least_share=0.25),
+    Phase(end=1500, num_short=112, num_long=10, length_exponent=0.0, least_share=0.25),
+    Phase(end=math.inf, num_short=176, num_long=6, length_exponent=0.0, least_share=0.1),
+)
+
+
+def phase_of(step: int) -> Phase:
+    return next(phase for phase in PHASES if step < phase.end)
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, a plateau, then linear decay to zero over the second half."""
-    return PEAK_LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, 2 * (1 - step / steps))
+    """Linear warm-up, a plateau, then linear decay to zero from the end of the first phase on."""
+    decay = (steps - step) / (steps - PHASES[0].end)
+    return PEAK_LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, decay)
 
 
-def draw_batch(step: int, encoder: Encoder, shares: dict[str, float]) -> Batch:
-    """The batch of one step; it depends on the step and the shares alone, so a resumed run sees the same batches."""
-    rng = random.Random(f"{SEED} {step}")
-    kinds = rng.choices(SHORT_KINDS, weights=[shares[kind] for kind in SHORT_KINDS], k=SHORT_PER_STEP)
-    kinds += rng.choices(LONG_KINDS, weights=[shares[kind] for kind in LONG_KINDS], k=LONG_PER_STEP)
-    return make_batch([encoder.encode(draw_question(rng, kind, held_out=False)) for kind in kinds])
+def draw_examples(step: int, encoder: Encoder, shares: dict[str, float]) -> list[Example]:
+    """Examples of one step; they depend on the step and the shares alone, so a resumed run sees the same ones."""
+    rng, phase = random.Random(f"{SEED} {step}"), phase_of(step)
+    kinds = rng.choices(SHORT_KINDS, weights=[shares[kind] for kind in SHORT_KINDS], k=phase.num_short)
+    kinds += rng.choices(LONG_KINDS, weights=[shares[kind] for kind in LONG_KINDS], k=phase.num_long)
+    return [encoder.encode(draw_question(rng, kind, held_out=False)) for kind in kinds]
 
 
 def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers (it needs about half the steps of AdamW here), AdamW for the rest."""
+    """Muon for the matrices of the layers, AdamW for embeddings, norms and head."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [*model.model.embed_tokens.parameters(), *model.lm_head.parameters()]
     others += [weight for weight in model.model.parameters() if weight.ndim == 1]
@@ -73,59 +104,92 @@ def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(folder: Path, checkpoint: Path, steps: int) -> Llama:
-    """Trains up to `steps` steps, from the checkpoint where there is one."""
+def add_gradients(model: Llama) -> None:
+    """Adds up the gradients of all processes."""
+    gradients = [weight.grad for weight in model.parameters()]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    distributed.all_reduce(flat)
+    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def train_step(model: Llama, examples: Sequence[Example], step: int) -> float:
+    """Leaves in the model the gradient of the mean loss over `examples`, of which each process computes its part.
+
+    Returns:
+        This process's part of the mean loss.
+    """
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    exponent = phase_of(step).length_exponent
+    total = sum((len(example.token_ids) - example.answer_start) ** (1 + exponent) for example in examples)
+    # Sorted by length, so that the parts cost about the same.
+    batch = make_batch(sorted(examples, key=lambda example: len(example.token_ids))[rank::world_size])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(batch)
+    each = functional.cross_entropy(logits.float(), batch.targets, reduction="none")
+    loss = (each * batch.answer_lens**exponent).sum() / total
+    loss.backward()
+    add_gradients(model)
+    return float(loss.item())
+
+
+def train(rank: int, folder: Path, work_folder: Path, steps: int, num_processes: int) -> None:
+    """Trains up to `steps` steps from the checkpoint, where there is one, and leaves a checkpoint.
+
+    Several processes of one thread each: they meet once a step, threads at every operation.
+    """
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    meeting = work_folder / "meeting"
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_processes)
     encoder, model = Encoder(folder), Llama()
     optimizers = make_optimizers(model)
     shares = dict.fromkeys(KINDS, 1.0)
     first_step, spent_s = 0, 0.0
+    checkpoint = work_folder / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        shares, first_step, spent_s = state["shares"], state["step"], state["spent"]
+        shares, first_step, spent_s = state["shares"], state["step"], state["spent_s"]
         print(f"from the checkpoint of step {first_step}", flush=True)
 
     started, losses = time.monotonic() - spent_s, []
     for step in range(first_step, steps):
-        batch = draw_batch(step, encoder, shares)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(batch)
-        each = functional.cross_entropy(logits.float(), batch.targets, reduction="none")
-        loss = (each * batch.weights).sum() / batch.weights.sum()
-        loss.backward()
+        losses.append(train_step(model, draw_examples(step, encoder, shares), step))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
 
-        if (step + 1) % 50 == 0:
-            seconds = time.monotonic() - started
-            print(f"step {step + 1}/{steps} loss {np.mean(losses[-50:]):.4f} {seconds:.0f} s", flush=True)
+        if (step + 1) % 50 == 0 and rank == 0:
+            mean = num_processes * np.mean(losses[-50:])
+            print(f"step {step + 1}/{steps} loss {mean:.4f} {time.monotonic() - started:.0f} s", flush=True)
         if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 reached = accuracy(model, encoder, held_out_questions(SEED + 1, 60, 12))
-            print(report("held-out", reached), flush=True)
             # Weak kinds come more often; every kind keeps a share, so that none is forgotten.
-            shares = {kind: 0.25 + (1 - reached[kind]) for kind in KINDS}
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "shares": shares,
-                "step": step + 1,
-                "spent": time.monotonic() - started,
-            }
-            torch.save(state, checkpoint)
-    return model
+            shares = {kind: phase_of(step + 1).least_share + (1 - reached[kind]) for kind in KINDS}
+            if rank == 0:
+                print(report("held-out", reached), flush=True)
+                state = {
+                    "model": model.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    "shares": shares,
+                    "step": step + 1,
+                    "spent_s": time.monotonic() - started,
+                }
+                torch.save(state, checkpoint)
+    distributed.destroy_process_group()
 
 
-def export(folder: Path, model: Llama) -> None:
+def export(folder: Path, checkpoint: Path) -> None:
     """Writes weights and questions, and prints the accuracy of the weights as written."""
+    model = Llama()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     model.bfloat16()
     weights = folder / "model.safetensors"
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -150,26 +214,24 @@ def report(title: str, reached: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the demo model from nothing.")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "llm-serving" / "llm_serving" / "demo_model", help="where the model goes"
     )
     parser.add_argument("--work-folder", type=Path, default=ROOT / "build" / "demo_model", help="for the checkpoint")
     parser.add_argument("--stage", choices=["all", "prepare", "train", "export"], default="all")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     arguments.work_folder.mkdir(parents=True, exist_ok=True)
     if arguments.stage in ("all", "prepare"):
         train_tokenizer(arguments.folder)
         write_configuration(arguments.folder)
-    if arguments.stage == "prepare":
-        return
-    # No steps: the last checkpoint as it is.
-    steps = 0 if arguments.stage == "export" else arguments.steps
-    model = train(arguments.folder, arguments.work_folder / "checkpoint.pt", steps)
-    if arguments.stage != "train":
-        export(arguments.folder, model)
+    if arguments.stage in ("all", "train"):
+        (arguments.work_folder / "meeting").unlink(missing_ok=True)
+        settings = (arguments.folder, arguments.work_folder.resolve(), arguments.steps, arguments.processes)
+        multiprocessing.spawn(train, settings, nprocs=arguments.processes)
+    if arguments.stage in ("all", "export"):
+        export(arguments.folder, arguments.work_folder / "checkpoint.pt")
 
 
 if __name__ == "__main__":

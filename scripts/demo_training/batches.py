@@ -27,8 +27,8 @@ class Batch:
         groups: (rows, columns) of each group; rows * columns add up to num_tokens.
         predicting: [num_targets], int64; flat indices of the tokens whose successor belongs to an answer.
         targets: [num_targets], int64; those successors.
-        weights: [num_targets], float32; weight of each in the loss.
         owners: [num_targets], int64; index of the example of each.
+        answer_lens: [num_targets], float32; number of targets of that example.
     """
 
     input_ids: Tensor
@@ -36,8 +36,8 @@ class Batch:
     groups: list[tuple[int, int]]
     predicting: Tensor
     targets: Tensor
-    weights: Tensor
     owners: Tensor
+    answer_lens: Tensor
 
 
 def make_batch(examples: Sequence[Example]) -> Batch:
@@ -48,7 +48,7 @@ def make_batch(examples: Sequence[Example]) -> Batch:
         by_length.setdefault(math.ceil(length / unit) * unit, []).append(index)
 
     input_ids, positions, groups = [], [], []
-    predicting, targets, weights, owners = [], [], [], []
+    predicting, targets, owners = [], [], []
     offset = 0
     for columns, indices in sorted(by_length.items()):
         rectangle = np.full((len(indices), columns), PAD_ID)
@@ -59,22 +59,21 @@ def make_batch(examples: Sequence[Example]) -> Batch:
             first = offset + row * columns + start - 1
             predicting.append(np.arange(first, first + answer_len))
             targets.append(np.array(token_ids[start:]))
-            # Between a mean over tokens (long answers rule) and a mean over examples (their tokens hardly count).
-            weights.append(np.full(answer_len, answer_len**-0.5, np.float32))
             owners.append(np.full(answer_len, index))
         input_ids.append(rectangle.reshape(-1))
         positions.append(np.tile(np.arange(columns), len(indices)))
         groups.append((len(indices), columns))
         offset += rectangle.size
 
+    owner_of_target = _flat(owners)
     return Batch(
         input_ids=_flat(input_ids),
         positions=_flat(positions),
         groups=groups,
         predicting=_flat(predicting),
         targets=_flat(targets),
-        weights=_flat(weights),
-        owners=_flat(owners),
+        owners=owner_of_target,
+        answer_lens=owner_of_target.bincount()[owner_of_target].float(),
     )
 
 

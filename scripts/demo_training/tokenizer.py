@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
-
-from demo_training.configuration import BOS_ID, EOS_ID, PAD_ID, SEED, VOCAB_SIZE
 from llm_serving.demo_model.question import Question
 from llm_serving.demo_model.tasks import generate_questions
+
+from demo_training.configuration import BOS_ID, EOS_ID, PAD_ID, SEED, VOCAB_SIZE
 
 
 def train_tokenizer(folder: Path) -> None:
