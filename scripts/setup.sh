@@ -1,5 +1,6 @@
-# Sourced by the other scripts: finds Python 3.11, makes a virtual environment and installs the package when something is missing.
-# Sets: root (folder of the project), venv and run_dir (LLM_SERVING_VENV and LLM_SERVING_RUN_DIR put them elsewhere).
+# Sourced by the other scripts: finds Python 3.11, makes a virtual environment and installs the package when something
+# is missing. Sets: root (folder of the project), venv and run_dir (LLM_SERVING_VENV and LLM_SERVING_RUN_DIR put them
+# elsewhere).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${LLM_SERVING_VENV:-$root/.venv}
@@ -22,7 +23,7 @@ find_python() {
     die "Python 3.11 is needed and was not found; install it (on Debian: apt-get install python3.11 python3.11-venv)"
 }
 
-# show_progress TITLE: one line that is written over on a terminal, a few plain lines elsewhere.
+# show_progress TITLE: one line that is written over on a terminal, two plain ones elsewhere.
 show_progress() {
     local title=$1 line start=$SECONDS
     if [ -t 2 ]; then
@@ -38,24 +39,33 @@ show_progress() {
     fi
 }
 
-# install EXTRAS: makes $venv hold the package with the given extras; quick when it does already.
+# make_venv: a virtual environment with pip; one that was left half made is completed.
+make_venv() {
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    local python
+    python=$(find_python) || exit 1
+    "$python" -m venv "$venv" ||
+        die "cannot make a virtual environment in $venv; install Python's venv (on Debian: python3.11-venv) and try again"
+}
+
+# install EXTRAS: makes $venv hold the package with the given extras ("" or "[dev]"); at once when it does already.
 install() {
-    local extras=$1 wanted
-    wanted="$extras $(cat "$root/llm-serving/pyproject.toml" "$root/llm-serving/requirements.lock" | cksum)"
-    # A set-up with the tests' extras serves as well.
-    if grep -qxF "$wanted" "$venv/installed" 2>/dev/null; then
-        return
+    local extras=$1 fingerprint
+    fingerprint=$(cat "$root/llm-serving/pyproject.toml" "$root/llm-serving/requirements.lock" | cksum)
+    fingerprint="$fingerprint $root" # an editable install points at its folder
+    mkdir -p "$venv" || die "cannot write to $venv"
+    exec 9>"$venv/install.lock"
+    flock 9 # two first starts install one after the other
+    # An install with extras serves where none are asked for.
+    if ! grep -qF -- "$extras installed $fingerprint" "$venv/installed" 2>/dev/null; then
+        make_venv
+        if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+            -c "$root/llm-serving/requirements.lock" -e "$root/llm-serving$extras" 2>&1 |
+            tee "$venv/install.log" | show_progress "installing into ${venv/#$root\//}"; then
+            tail -n 20 "$venv/install.log" >&2
+            die "the packages could not be installed; the whole output is in $venv/install.log"
+        fi
+        echo "$extras installed $fingerprint" >"$venv/installed"
     fi
-    if [ ! -x "$venv/bin/python" ]; then
-        local python
-        python=$(find_python) || exit 1
-        "$python" -m venv "$venv" || die "cannot make a virtual environment in $venv (on Debian: python3.11-venv)"
-    fi
-    if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-        -c "$root/llm-serving/requirements.lock" -e "$root/llm-serving$extras" 2>&1 |
-        tee "$venv/install.log" | show_progress "installing into .venv"; then
-        tail -n 20 "$venv/install.log" >&2
-        die "the packages could not be installed; the whole output is in $venv/install.log"
-    fi
-    echo "$wanted" >>"$venv/installed"
+    exec 9>&-
 }

@@ -4,6 +4,7 @@
 #   scripts/start.sh [--config YAML] [--model FOLDER] [--set section.key=value ...] [--port N] [--foreground]
 #
 # Without --config and --model it serves the demo model with configs/demo_cpu.yaml.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -2,6 +2,7 @@
 # Ends the servers that scripts/start.sh started and nothing else.
 #
 #   scripts/stop.sh [--port N]
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

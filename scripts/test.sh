@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs lint, types and all tests. Arguments go to pytest.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import httpx
 import psutil
 
 RUN_DIR = Path(tempfile.mkdtemp(prefix="llm-serving-run-"))
+atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
 """Logs and pids of the servers of this test run."""
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,10 +76,10 @@ def start_server(*arguments: str, num_agents: int = 1) -> Server:
     return Server(port, [master, *master.children(recursive=True)])
 
 
-async def metric(client: httpx.AsyncClient, name: str) -> float:
-    """Sum of a metric over its labels."""
+async def metric(client: httpx.AsyncClient, name: str, label: str = "") -> float:
+    """Sum of a metric over its labels, or over those series that have `label`."""
     lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line)
 
 
 def shared_memory_names() -> set[str]:

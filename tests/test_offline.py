@@ -37,7 +37,10 @@ def answer(output: RequestOutput) -> Answer:
 
 def together(model: LLM) -> list[Answer]:
     prompts, samplings = zip(*REQUESTS, strict=True)
-    return [answer(output) for output in model.generate(list(prompts), list(samplings))]
+    outputs = model.generate(list(prompts), list(samplings))
+    model.engine.scheduler.check_integrity()
+    assert model.engine.scheduler.blocks.pool.num_used_blocks == 0
+    return [answer(output) for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -34,30 +34,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="llm-serving", description="LLM serving on MindSpore.")
+    parser = argparse.ArgumentParser(prog="llm-serving", description="LLM serving on MindSpore.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="run the master, its WorkAgents and the HTTP server until interrupted")
+    serve = commands.add_parser(
+        "serve", help="run the master, its WorkAgents and the HTTP server until interrupted", allow_abbrev=False
+    )
     _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
 
-    start = commands.add_parser("start", help="serve in the background; returns when requests are answered")
+    start = commands.add_parser(
+        "start", help="serve in the background; returns when requests are answered", allow_abbrev=False
+    )
     _add_serve_arguments(start)
     _add_run_dir_argument(start)
     start.set_defaults(run=_start)
 
-    stop = commands.add_parser("stop", help="end what `start` started")
+    stop = commands.add_parser("stop", help="end what `start` started", allow_abbrev=False)
     stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
     _add_run_dir_argument(stop)
     stop.set_defaults(run=_stop)
 
-    config = commands.add_parser("config", help="work with a configuration")
+    config = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
     config_commands = config.add_subparsers(required=True, metavar="COMMAND")
-    check = config_commands.add_parser("check", help="print the effective values and where each came from")
+    check = config_commands.add_parser(
+        "check", help="print the effective values and where each came from", allow_abbrev=False
+    )
     _add_config_arguments(check)
     check.set_defaults(run=_check)
 
-    version = commands.add_parser("version", help="print the version")
+    version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
     return parser
 

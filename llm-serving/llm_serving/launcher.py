@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +18,7 @@ import psutil
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.errors import ConfigError, LLMServingError
+from llm_serving.server.http_server import bind
 
 POLL_S = 0.1
 STOP_MARGIN_S = 15.0
@@ -64,7 +65,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
     running = _read(folder)
     if running is not None and running.process() is not None:
         raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); end it with scripts/stop.sh")
-    _check_port(host, port)
+    bind(host, port).close()  # says now what keeps the port from being used
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
     with log.open("wb") as output:
@@ -76,6 +77,8 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
     created = psutil.Process(process.pid).create_time()
     record = ServerRecord(process.pid, created, host, port, str(log), timeout)
     (folder / "server.json").write_bytes(msgspec.json.encode(record))
+    for notice in config.notices:
+        _say(f"notice: {notice}")
     try:
         _wait_until_ready(process, record)
     except BaseException:
@@ -144,26 +147,15 @@ def _health(host: str, port: int) -> tuple[bool, str]:
     return answer.status == 200 and not content.get("loading"), str(content.get("detail", ""))
 
 
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            rule = "is in use by another program; end that one or choose another port with --port"
-            raise ConfigError(f"serving_config.server_port: port {port} {rule} ({error.strerror})") from error
-
-
 def _end(process: psutil.Process, timeout_s: float) -> None:
     """Asks the server to end, insists after `timeout_s`; its WorkAgents follow it."""
-    agents = process.children(recursive=True)
-    process.terminate()
-    try:
-        process.wait(timeout_s)
-    except psutil.TimeoutExpired:
-        process.kill()
-        process.wait()
-    psutil.wait_procs(agents, timeout=STOP_MARGIN_S)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end by itself at any moment
+        family = [process, *process.children(recursive=True)]
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=timeout_s)
+        for left in alive:
+            left.kill()
+        psutil.wait_procs(alive, timeout=STOP_MARGIN_S)
 
 
 def _read(folder: Path) -> ServerRecord | None:

@@ -35,7 +35,7 @@ def run(config: ServingConfig) -> int:
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         agent = start_work_agent(config, index, on_progress)
         try:
-            executor = RemoteExecutor(agent.channel, agent.buffers)
+            executor = RemoteExecutor(agent.channel, agent.buffers, config.serving.step_timeout_s)
             yield build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, publish, index)
         finally:
             agent.stop()

@@ -93,7 +93,7 @@ def _accept(listener: socket.socket, token: str) -> Channel[MasterMessage]:
             channel: Channel[MasterMessage] = Channel(connection, MasterMessage)  # type: ignore[arg-type]
             with contextlib.suppress(TransportError):
                 hello = channel.receive(timeout_s=5.0)
-                if isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+                if isinstance(hello, Hello) and hmac.compare_digest(hello.token.encode(), token.encode()):
                     channel.send(Welcome(PROTOCOL_VERSION, os.getpid()))
                     return channel
                 channel.send(Failed("this WorkAgent belongs to another master"))

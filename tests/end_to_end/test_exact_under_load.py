@@ -113,17 +113,23 @@ def test_the_shipped_model_answers_its_questions(server: Server) -> None:
     assert sum(right) >= 0.95 * len(right)
 
 
+async def aborted(client: httpx.AsyncClient) -> float:
+    return await metric(client, "vllm:request_success_total", 'finished_reason="abort"')
+
+
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     async def run() -> None:
         async with server.client() as client:
+            aborted_before = await aborted(client)
             body = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await anext(response.aiter_lines())
                 assert await metric(client, "vllm:num_requests_running") == 1
-            for _ in range(2000):
-                if await metric(client, "vllm:num_requests_running") == 0:
-                    break
+            async with asyncio.timeout(60):
+                while await metric(client, "vllm:num_requests_running") > 0:
+                    await asyncio.sleep(0)
             assert await metric(client, "vllm:kv_cache_usage_perc") == 0
+            assert await aborted(client) == aborted_before + 1
 
     asyncio.run(run())
 

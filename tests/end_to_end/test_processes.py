@@ -27,7 +27,7 @@ def test_two_replicas_serve_and_one_may_die() -> None:
         assert len(agents) == 2
 
         async def run() -> None:
-            async with server.client() as client:
+            async with asyncio.timeout(120), server.client() as client:
                 streams = [asyncio.create_task(client.post("/v1/completions", json=ENDLESS)) for _ in range(4)]
                 while await metric(client, "vllm:num_requests_running") < 4:
                     await asyncio.sleep(0)

@@ -69,6 +69,8 @@ class Setup:
         runner = self.runners[index] = GatedRunner(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
         tokenizer: Any = WordTokenizer()
         yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+        scheduler.check_integrity()
+        assert scheduler.blocks.pool.num_used_blocks == 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[AsyncEngine]:
@@ -174,7 +176,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
             while engine.num_running == 0:
                 await asyncio.sleep(0)
             waiting = [engine.generate([5], GREEDY, request_id="b") for _ in range(2)]
-            with pytest.raises(CapacityError, match="2 requests are waiting") as refused:
+            with pytest.raises(CapacityError, match="2 of 2 places in the queue are taken") as refused:
                 engine.generate([5], GREEDY, request_id="c")
             assert refused.value.retry_after is not None
             setup.runners[0].gate.set()

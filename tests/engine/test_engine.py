@@ -12,9 +12,9 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import LocalExecutor, StepFailedError
+from llm_serving.engine.executor import LocalExecutor
 from llm_serving.engine.metrics import Metrics
-from llm_serving.errors import WorkerDiedError
+from llm_serving.errors import WorkerDiedError, WorkerError
 from word_tokenizer import WordTokenizer
 
 
@@ -159,15 +159,16 @@ def test_abort_is_legal_at_every_moment(steps: int) -> None:
     assert harness.token_ids(other.request_id) == expected_output(other.prompt_token_ids, 6)
 
 
-def test_a_failed_step_ends_only_its_requests() -> None:
-    harness = Harness(ahead=False, max_prefill_seqs=1, max_decode_gap=1)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_failed_step_ends_only_its_requests(ahead: bool) -> None:
+    harness = Harness(ahead=ahead, max_prefill_seqs=1, max_decode_gap=1)
     doomed, later = create_request(4), create_request(4)
     execute = harness.runner.execute
 
     def fail_once(step: StepInput) -> StepOutput:
         output = execute(step)
         if step.step == 1:
-            raise StepFailedError("bad luck")
+            raise WorkerError("bad luck")
         return output
 
     harness.runner.execute = fail_once  # type: ignore[method-assign]
@@ -177,7 +178,7 @@ def test_a_failed_step_ends_only_its_requests() -> None:
     harness.engine.submit(later)
     harness.run()
     assert harness.last(doomed.request_id).finish_reason is FinishReason.ERROR
-    assert harness.last(doomed.request_id).error == "bad luck"
+    assert harness.last(doomed.request_id).error == "WorkerError: bad luck"
     assert harness.token_ids(later.request_id) == expected_output(later.prompt_token_ids, 8)
 
 
@@ -200,8 +201,9 @@ def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
     harness.engine.abort(requests[0].request_id)
 
 
-def test_a_row_without_a_token_fails_alone() -> None:
-    harness = Harness(ahead=False)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
+    harness = Harness(ahead=ahead)
     bad, good = create_request(4), create_request(5)
     execute = harness.runner.execute
 

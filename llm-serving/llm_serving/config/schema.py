@@ -118,6 +118,9 @@ class ServerConfig:
     shutdown_timeout_s: float = option(30.0, seconds())
     """Seconds that running requests get to finish when the server is told to stop."""
 
+    step_timeout_s: float = option(300.0, seconds())
+    """Seconds. A WorkAgent that takes longer for one step counts as dead."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 

@@ -136,8 +136,9 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.config.model.max_generate_length
+        """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
+        slots = [engine.scheduler.blocks.num_slots for engine in self._living()]
+        return min([self.config.model.max_generate_length, *slots])
 
     @property
     def num_running(self) -> int:
@@ -163,9 +164,7 @@ class AsyncEngine:
         check_request(
             prompt_token_ids, sampling, priority, self.model_spec.vocab_size, self.config.model, engine.scheduler.blocks
         )
-        if engine.num_waiting >= self.config.scheduler.max_waiting_queue:
-            limit = self.config.scheduler.max_waiting_queue
-            raise CapacityError(f"{limit} requests are waiting already (scheduler_config.max_waiting_queue)", 1.0)
+        self.check_capacity(1)
         request = Request(
             # A client may send the same id twice; inside, every request has its own.
             request_id=f"{request_id}-{next(self._counter)}",
@@ -185,6 +184,14 @@ class AsyncEngine:
             self._forget(request.request_id)
             raise
         return stream
+
+    def check_capacity(self, num_requests: int) -> None:
+        """Raises CapacityError unless the waiting queues of the living replicas have room for so many more."""
+        limit = self.config.scheduler.max_waiting_queue * len(self._living())
+        waiting = self.num_waiting
+        if waiting + num_requests > limit:
+            rule = f"{waiting} of {limit} places in the queue are taken (scheduler_config.max_waiting_queue)"
+            raise CapacityError(f"{rule}; {num_requests} needed", retry_after=1.0)
 
     def _abort(self, request_id: str) -> None:
         engine = self._owners.get(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -75,10 +76,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step; one that has ended already is left alone."""
-        with self._inbox_lock:
-            if self.dead is not None:
-                return
-        self._post(lambda: self._abort(request_id))
+        with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
+            self._post(lambda: self._abort(request_id))
 
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
@@ -139,9 +138,9 @@ class Engine:
             output = self._executor.collect()
         except StepFailedError as error:
             self._fail(schedule, str(error))
-            return
-        updated = self.scheduler.update(schedule, output.token_ids.tolist())
-        self._deliver(schedule, updated, output)
+        else:
+            updated = self.scheduler.update(schedule, output.token_ids.tolist())
+            self._deliver(schedule, updated, output)
         self._record(schedule)
 
     def _record(self, schedule: Schedule) -> None:
@@ -226,10 +225,13 @@ class Engine:
     def _wait(self) -> None:
         """Sleeps until a message comes, the WorkAgent dies or a batch has waited long enough to be formed."""
         executor_fd = self._executor.fileno()
-        watched = [self._wake_fd] if executor_fd is None else [self._wake_fd, executor_fd]
-        timeout = self.scheduler.limits.batch_waiting_time if len(self.scheduler.waiting) else None
-        readable, _, _ = select.select(watched, [], [], timeout)
-        if self._wake_fd in readable:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        if executor_fd is not None:
+            poll.register(executor_fd, select.POLLIN)
+        timeout_ms = 1000 * self.scheduler.limits.batch_waiting_time if len(self.scheduler.waiting) else None
+        ready = {fd for fd, _ in poll.poll(timeout_ms)}
+        if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        elif executor_fd in readable:
+        elif executor_fd in ready:
             self._executor.collect()  # nothing is in flight, so only bad news can have come

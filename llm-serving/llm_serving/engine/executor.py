@@ -6,7 +6,14 @@ from collections import deque
 from typing import Protocol
 
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.errors import ChannelClosedError, LLMServingError, ProtocolError, StepMismatchError, WorkerDiedError
+from llm_serving.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    LLMServingError,
+    ProtocolError,
+    StepMismatchError,
+    WorkerDiedError,
+)
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output, step_arrays
 from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepFailed
@@ -54,7 +61,12 @@ class LocalExecutor:
         self._submitted.append(step)
 
     def collect(self) -> StepOutput:
-        return self._runner.execute(self._submitted.popleft())
+        try:
+            return self._runner.execute(self._submitted.popleft())
+        except WorkerDiedError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
 
     def fileno(self) -> int | None:
         return None
@@ -67,8 +79,12 @@ class RemoteExecutor:
     flight none is ever rewritten while it is read.
     """
 
-    def __init__(self, channel: Channel[AgentMessage], buffers: SharedBuffers) -> None:
+    def __init__(
+        self, channel: Channel[AgentMessage], buffers: SharedBuffers, step_timeout_s: float | None = None
+    ) -> None:
+        """A WorkAgent that takes longer than `step_timeout_s` for a step counts as dead."""
         self._channel = channel
+        self._step_timeout_s = step_timeout_s
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
         self.max_steps_in_flight = buffers.num_buffers
@@ -86,7 +102,9 @@ class RemoteExecutor:
 
     def collect(self) -> StepOutput:
         try:
-            reply = self._channel.receive()
+            reply = self._channel.receive(self._step_timeout_s)
+        except DeadlineExceededError as error:
+            raise WorkerDiedError(f"no reply within {self._step_timeout_s:g} s") from error
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
         expected = self._in_flight.popleft()

@@ -8,8 +8,11 @@ from llm_serving.engine.executor import Executor
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.kvcache import BlockManager
+from llm_serving.log import get_logger
 from llm_serving.scheduler import Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import POLICIES
+
+logger = get_logger(__name__)
 
 
 def build_scheduler(config: ServingConfig, num_blocks: int) -> Scheduler:
@@ -38,5 +41,6 @@ def build_engine(
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks`."""
     scheduler = build_scheduler(config, num_blocks)
+    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, scheduler.bounds())
     steps = 2 if config.scheduler.schedule_ahead else 1
     return Engine(scheduler, executor, tokenizer, metrics, publish, index=index, max_steps_in_flight=steps)

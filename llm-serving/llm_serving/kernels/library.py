@@ -85,18 +85,31 @@ def find_compiler() -> Compiler:
 
 
 def library_path() -> Path:
-    """Path of the library for this package and compiler; built first if it is not there.
+    """Path of the library for these sources; built first if it is not there.
+
+    A compiler is needed once: without one, a library that was built from the same sources serves.
 
     Raises:
-        KernelError: No compiler, no folder to write to, or a source does not compile.
+        KernelError: No compiler and no library, no folder to write to, or a source does not compile.
     """
-    compiler = find_compiler()
     folder = _cache_folder()
-    path = folder / f"libllm_serving_{_fingerprint(compiler)}.so"
+    sources = _fingerprint_of_sources()
+    try:
+        compiler = find_compiler()
+    except KernelError:
+        if built := sorted(folder.glob(f"libllm_serving_{sources}_*.so")):
+            return built[0]
+        raise
+    path = folder / f"libllm_serving_{sources}_{_digest(repr(compiler).encode())}.so"
     with _locked(folder / "build.lock"):
         if not path.exists():
             _build(compiler, path)
     return path
+
+
+def last_error() -> str:
+    """Why the latest operator that failed did so: MindSpore's own error names the operator only."""
+    return str(load().llm_last_error().decode())
 
 
 @functools.cache
@@ -191,12 +204,18 @@ def _cache_folder() -> Path:
     )
 
 
-def _fingerprint(compiler: Compiler) -> str:
-    """Names everything the library follows from."""
-    digest = hashlib.sha256(repr((compiler, _FLAGS, _ISA_FLAGS, platform.machine())).encode())
+def _fingerprint_of_sources() -> str:
+    """Names everything but the compiler that the library follows from."""
+    parts = [repr((_FLAGS, _ISA_FLAGS, platform.machine())).encode()]
     for source in sorted(_SOURCES.iterdir()):
-        digest.update(source.name.encode())
-        digest.update(source.read_bytes())
+        parts += [source.name.encode(), source.read_bytes()]
+    return _digest(*parts)
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:16]
 
 

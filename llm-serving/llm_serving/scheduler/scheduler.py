@@ -52,6 +52,7 @@ class Schedule:
     step: int
     rows: list[ScheduledRow]
     num_preempted: int
+    """Since the schedule before this one."""
     num_bound_violations: int
     """Decoding requests left out for longer than the bound allows; 0 unless the scheduler has a fault."""
 
@@ -80,6 +81,7 @@ class Scheduler:
         """Sorted by `queue_key`."""
         self._step = 0
         self._sequence = 0
+        self._num_preempted = 0
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door."""
@@ -100,13 +102,15 @@ class Scheduler:
         stages.insert(0 if prefill_first else 1, lambda step: self._schedule_prefills(step, now))
         for stage in stages:
             stage(step)
+        self._num_preempted += step.num_preempted
         if not step.rows:
             return None
         for row in step.rows.values():
             self._advance(row, now)
         self._step += 1
         violations = int(self._decode_gap() > self.limits.max_decode_gap)
-        return Schedule(step.number, list(step.rows.values()), step.num_preempted, violations)
+        num_preempted, self._num_preempted = self._num_preempted, 0
+        return Schedule(step.number, list(step.rows.values()), num_preempted, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
@@ -143,6 +147,13 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def bounds(self) -> str:
+        """What a request can be made to wait for, as the limits have it."""
+        gap, preemptions = self.limits.max_decode_gap, self.limits.max_preemptions
+        return (
+            f"a running request is left out of at most {gap} steps in a row and preempted at most {preemptions} times"
+        )
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mindspore as ms
 
 from llm_serving.backends import Backend, create_backend
@@ -27,12 +29,13 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         ms.set_context(enable_graph_kernel=True, graph_kernel_flags=device.graph_kernel_flags)
 
 
-def backend_for(device: DeviceConfig, dtype: str) -> Backend:
+def backend_for(device: DeviceConfig, dtype: str, on_progress: Callable[[str], None] = logger.warning) -> Backend:
     """The backend that `device_target` and `kernels` ask for.
 
     Args:
         device: Section `device_config`.
         dtype: Type of weights, activations and KV cache.
+        on_progress: Told when MindSpore's own operations have to take the place of the operator library.
 
     Raises:
         KernelError: `kernels: plugin` was asked for and the operator library cannot be built or loaded.
@@ -46,5 +49,5 @@ def backend_for(device: DeviceConfig, dtype: str) -> Backend:
     except KernelError as error:
         if device.kernels == "plugin":
             raise
-        logger.warning("No operator library (%s): MindSpore's own operations serve, slower", error)
+        on_progress(f"no operator library, MindSpore's own operations serve, many times slower: {error}")
         return create_backend("plain", dtype)

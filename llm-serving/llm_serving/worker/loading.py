@@ -43,7 +43,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> Mode
     )
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
-    backend = backend_for(device, settings.dtype)
+    backend = backend_for(device, settings.dtype, on_progress)
     folder = Path(settings.model_path)
     spec = ModelSpec.from_folder(folder)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)

@@ -79,11 +79,13 @@ class ModelRunner:
         Raises:
             StepMismatchError: The step is not the one after the latest; nothing was computed.
             WorkerError: The step contradicts itself or reaches outside model or cache; nothing was computed. The step
-                counts as done, and the next one cannot refer to its tokens.
+                counts as done; a row of the next one that refers to its tokens computes something to be thrown away.
         """
         if step.step != self._next_step:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
-        previous, self._previous = self._previous, NO_TOKENS
+        # Until this step's tokens are chosen they count as failed ones: a step that is on its way already may refer to
+        # them for requests that this failure ends, and must still compute its other rows.
+        previous, self._previous = self._previous, np.full(len(step.sample_rows), -1, np.int32)
         self._next_step += 1
         check_sampling(step.sampling, self._limits.vocab_size)
         logits = self._forward(build_model_inputs(step, previous, self._limits))

@@ -13,6 +13,8 @@ constexpr size_t kUnitPanels = 4;
 // Inputs of one pass over the rows: the panels of a pass (32 KB of bfloat16) stay in the first-level cache.
 constexpr size_t kPassInputs = 256;
 
+// Rows whose sums (256 bytes each) stay in the second-level cache.
+constexpr size_t kBlockRows = 512;
 // Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
 
@@ -74,31 +76,44 @@ void write_rows(const float* sums, size_t sums_stride, size_t rows, size_t colum
   }
 }
 
+// Sums of a block of rows with a few whole panels, in passes over the inputs.
+template <class Element>
+void sum_products(size_t rows, const ActivationOf<Element>* x, size_t stride, const Element* const* panels,
+                  size_t count, float* sums) {
+  constexpr size_t kColumns = kUnitPanels * kPanelWidth;
+  if (stride == 0) __builtin_memset(sums, 0, rows * kColumns * sizeof(float));
+  const size_t pass = rows <= kTileRows ? stride : kPassInputs;
+  for (size_t k = 0; k < stride; k += pass) {
+    const size_t inputs = stride - k < pass ? stride - k : pass;
+    const Element* now[kUnitPanels];
+    const Element* ahead[kUnitPanels];
+    for (size_t p = 0; p < count; p++) {
+      now[p] = panels[p] + k * kPanelWidth;
+      ahead[p] = now[p] + kBytesAhead / sizeof(Element);
+    }
+    multiply<Element>({rows, x + k, stride, now, count, 1, inputs, sums, kColumns, k > 0, ahead});
+  }
+}
+
 template <class Element, class Result>
 void linear_unit(const LinearArgs& args, Activations<Element> x, size_t unit) {
+  constexpr size_t kColumns = kUnitPanels * kPanelWidth;
   const size_t first = unit * kUnitPanels;
   const size_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth - first;
   const size_t count = num_panels < kUnitPanels ? num_panels : kUnitPanels;
-  constexpr size_t kColumns = kUnitPanels * kPanelWidth;
-  auto* padded =
-      static_cast<Element*>(scratch(Scratch::kPanel, kUnitPanels * kPanelWidth * x.stride * sizeof(Element)));
+  auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, kColumns * x.stride * sizeof(Element)));
   const Element* panels[kUnitPanels];
-  const Element* ahead[kUnitPanels];
   for (size_t p = 0; p < count; p++) {
     panels[p] = whole_panel(args, first + p, x.stride, padded + p * kPanelWidth * x.stride);
-    ahead[p] = panels[p] + kBytesAhead / sizeof(Element);
-  }
-  auto* sums = static_cast<float*>(scratch(Scratch::kTile, args.m * kColumns * sizeof(float)));
-  if (x.stride == 0) __builtin_memset(sums, 0, args.m * kColumns * sizeof(float));
-  const size_t pass = args.m <= kTileRows ? x.stride : kPassInputs;
-  for (size_t k = 0; k < x.stride; k += pass) {
-    const size_t inputs = x.stride - k < pass ? x.stride - k : pass;
-    multiply<Element>({args.m, x.data + k, x.stride, panels, count, 1, inputs, sums, kColumns, k > 0, ahead});
-    for (size_t p = 0; p < count; p++) panels[p] += inputs * kPanelWidth, ahead[p] += inputs * kPanelWidth;
   }
   const size_t column = first * kPanelWidth;
   const size_t columns = args.n - column < kColumns ? args.n - column : kColumns;
-  write_rows<Element>(sums, kColumns, args.m, columns, static_cast<Result*>(args.y) + column, args.n);
+  for (size_t row = 0; row < args.m; row += kBlockRows) {
+    const size_t rows = args.m - row < kBlockRows ? args.m - row : kBlockRows;
+    auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * kColumns * sizeof(float)));
+    sum_products<Element>(rows, x.data + row * x.stride, x.stride, panels, count, sums);
+    write_rows<Element>(sums, kColumns, rows, columns, static_cast<Result*>(args.y) + row * args.n + column, args.n);
+  }
 }
 
 template <class Element, class Result>

@@ -53,6 +53,8 @@ from llm_serving.server.schemas import (
 from llm_serving.server.streaming import DONE, StreamResponse, complete, event
 
 MAX_MESSAGES: Final = 4096
+RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
+"""What a chat template gets from us, or Jinja takes for itself."""
 
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
@@ -95,13 +97,15 @@ async def render_chat(
     """The prompt text of a conversation; long ones are rendered off the event loop.
 
     Raises:
-        RequestError: A message has no text, or the model's chat template refuses them.
+        RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-    reserved = {"messages", "add_generation_prompt"}
-    extra = {name: value for name, value in (variables or {}).items() if name not in reserved}
+    extra = variables or {}
+    for name in RESERVED_VARIABLES:
+        if name in extra:
+            raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
 
     def render() -> str:
         return engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
