@@ -1,0 +1,121 @@
+"""Makes a Llama folder with random weights, for measuring speed: python performance/make_model.py SHAPE FOLDER
+
+The shapes are those the comparisons use: `1.1b` is TinyLlama's, `15m` that of llama2.c's stories15M. Weights are seeded
+normal numbers in bfloat16; the tokenizer is the demo model's, as benchmarks speak in token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "llm-serving" / "llm_serving" / "demo_model"
+SHAPES = {
+    "1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
+    "15m": {
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 48,
+        "tie_word_embeddings": True,
+    },
+}
+VOCAB_SIZE = 32000
+STANDARD_DEVIATION = 0.02
+SEED = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args(argv)
+    make_model(SHAPES[arguments.shape], arguments.folder)
+    return 0
+
+
+def make_model(shape: dict[str, int], folder: Path) -> None:
+    """Writes config.json, model.safetensors and a tokenizer into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        **shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_safetensors(folder / "model.safetensors", list(_tensors(shape)))
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+
+
+def _tensors(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight, in Hugging Face form."""
+    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
+    for index in range(shape["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.self_attn.q_proj.weight", (heads, hidden)
+        yield f"{layer}.self_attn.k_proj.weight", (kv_heads, hidden)
+        yield f"{layer}.self_attn.v_proj.weight", (kv_heads, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, heads)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not shape["tie_word_embeddings"]:
+        yield "lm_head.weight", (VOCAB_SIZE, hidden)
+
+
+def _write_safetensors(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+    header, offset = {}, 0
+    for name, shape in tensors:
+        end = offset + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    rng = np.random.default_rng(SEED)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for _, shape in tensors:
+            file.write(_weights(rng, shape).tobytes())
+
+
+def _weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+    """bfloat16 bits: gains of norms are 1, all else is normal."""
+    if len(shape) == 1:
+        values = np.ones(shape, np.float32)
+    else:
+        values = rng.standard_normal(shape, np.float32) * np.float32(STANDARD_DEVIATION)
+    return ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
