@@ -88,11 +88,7 @@ def status_of(operator: str, *parameters: Typed | None) -> int:
 
 def call(operator: str, *parameters: Typed | None) -> None:
     """Call an operator that must succeed."""
-    assert status_of(operator, *parameters) == 0, last_error()
-
-
-def last_error() -> str:
-    return library.load().llm_last_error().decode()
+    assert status_of(operator, *parameters) == 0, library.last_error()
 
 
 def packed(weight: Typed) -> Typed:

@@ -24,21 +24,9 @@ load_plugin()
     ("name", "dtype", "message"),
     [
         ("gpu", "float32", "`backend` must be one of cpu, ascend, plain. Given: gpu"),
-        (
-            "cpu",
-            "int8",
-            "`model_dtype` must be one of float32, bfloat16, float16. Given: int8",
-        ),
-        (
-            "plain",
-            "int8",
-            "`model_dtype` must be one of float32, bfloat16, float16. Given: int8",
-        ),
-        (
-            "ascend",
-            "float32",
-            "`model_dtype` on ascend must be one of float16, bfloat16. Given: float32",
-        ),
+        ("cpu", "int8", "`model_dtype` must be one of float32, bfloat16, float16. Given: int8"),
+        ("plain", "int8", "`model_dtype` must be one of float32, bfloat16, float16. Given: int8"),
+        ("ascend", "float32", "`model_dtype` on ascend must be one of float16, bfloat16. Given: float32"),
     ],
 )
 def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: str) -> None:
@@ -75,11 +63,7 @@ def test_parameters_alias_aligned_memory_and_take_names() -> None:
     backend = create_backend("cpu", "bfloat16")
     weight = backend.linear_weight(np.ones((40, 64), dtype=np.float32), "weight")
     key, value = backend.kv_cache(4, 16, 2, 32, "layer.0")
-    assert [weight.name, key.name, value.name] == [
-        "weight",
-        "layer.0.key",
-        "layer.0.value",
-    ]
+    assert [weight.name, key.name, value.name] == ["weight", "layer.0.key", "layer.0.value"]
     assert all(parameter.data_ptr() % 64 == 0 for parameter in (weight, key, value))
     assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
 
@@ -114,11 +98,7 @@ except KernelError as error:
 
 def test_a_library_named_too_late_is_an_error_and_not_wrong_numbers() -> None:
     finished = subprocess.run(
-        [sys.executable, "-c", LATE_PLUGIN],
-        capture_output=True,
-        text=True,
-        env=_environment(),
-        timeout=120,
+        [sys.executable, "-c", LATE_PLUGIN], capture_output=True, text=True, env=_environment(), timeout=120
     )
     assert "an operator ran before the operator library was named" in finished.stdout, finished.stderr
 
@@ -160,15 +140,7 @@ class DecoderLayer(nn.Cell):
         self.logits = backend.logits()
 
     def construct(
-        self,
-        token_ids: Any,
-        cos: Any,
-        sin: Any,
-        slots: Any,
-        tables: Any,
-        query_lens: Any,
-        context_lens: Any,
-        lens: Any,
+        self, token_ids: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any, lens: Any
     ) -> Any:
         h = self.embedding(token_ids, self.table)
         q, k, v = self.split(self.linear(self.norm(h, self.gamma), self.qkv_weight))
@@ -177,21 +149,8 @@ class DecoderLayer(nn.Cell):
         if self.prompts:
             h = self.add(h, self.prompt_attention(q, k, v, None, lens))
         else:
-            h = self.add(
-                h,
-                self.attention(
-                    q,
-                    self.key_cache,
-                    self.value_cache,
-                    tables,
-                    query_lens,
-                    context_lens,
-                ),
-            )
-        h = self.add(
-            h,
-            self.linear(self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight),
-        )
+            h = self.add(h, self.attention(q, self.key_cache, self.value_cache, tables, query_lens, context_lens))
+        h = self.add(h, self.linear(self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight))
         return self.logits(h, self.head_weight)
 
 
@@ -202,12 +161,7 @@ def test_a_layer_of_ascend_primitives_exports_to_mindir(prompts: bool, tmp_path:
     network = DecoderLayer(backend, prompts)
     network.set_train(False)
     rows, int32 = [None], ms.int32
-    shapes = [
-        (rows, int32),
-        ([None, 16], ms.bfloat16),
-        ([None, 16], ms.bfloat16),
-        (rows, int32),
-    ]
+    shapes = [(rows, int32), ([None, 16], ms.bfloat16), ([None, 16], ms.bfloat16), (rows, int32)]
     shapes += [([None, None], int32), (rows, int32), (rows, int32), ([4], ms.int64)]
     inputs = [ms.Tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
     network.set_inputs(*inputs)

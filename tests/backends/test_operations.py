@@ -168,16 +168,7 @@ class StoreAndAttend(nn.Cell):
         self.store_kv = backend.store_kv()
         self.attention = backend.attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
 
-    def construct(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        slots: Any,
-        tables: Any,
-        query_lens: Any,
-        context_lens: Any,
-    ) -> Any:
+    def construct(self, q: Any, k: Any, v: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any) -> Any:
         stored = self.store_kv(k, v, self.key_cache, self.value_cache, slots)
         q = ops.depend(q, stored)
         return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, context_lens)

@@ -12,7 +12,6 @@ from kernel_calls import (
     call,
     empty,
     integers,
-    last_error,
     scalar,
     status_of,
     typed,
@@ -34,82 +33,36 @@ class Cache:
 
     def __post_init__(self) -> None:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        self.key, self.value = (
-            typed(np.zeros(shape), self.dtype),
-            typed(np.zeros(shape), self.dtype),
-        )
+        self.key, self.value = (typed(np.zeros(shape), self.dtype), typed(np.zeros(shape), self.dtype))
         self.expected_key, self.expected_value = np.zeros(shape), np.zeros(shape)
 
     def slots(self, blocks: list[int], first: int, last: int) -> list[int]:
         return [blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(first, last)]
 
     def store(self, k: Typed, v: Typed, slots: list[int]) -> None:
-        call(
-            "ReshapeAndCache",
-            k,
-            v,
-            self.key,
-            self.value,
-            integers(slots),
-            empty(k.array.shape, self.dtype),
-        )
+        call("ReshapeAndCache", k, v, self.key, self.value, integers(slots), empty(k.array.shape, self.dtype))
         reference.store_kv(k.values, v.values, self.expected_key, self.expected_value, np.array(slots))
 
-    def attend(
-        self,
-        q: Typed,
-        tables: list[list[int]],
-        query_lens: list[int],
-        context_lens: list[int],
-    ) -> Typed:
+    def attend(self, q: Typed, tables: list[list[int]], query_lens: list[int], context_lens: list[int]) -> Typed:
         y = empty(q.array.shape, self.dtype)
-        assert self.status(q, tables, query_lens, context_lens, y) == 0, last_error()
+        assert self.status(q, tables, query_lens, context_lens, y) == 0, library.last_error()
         return y
 
     def status(
-        self,
-        q: Typed,
-        tables: list[list[int]],
-        query_lens: list[int] | None,
-        context_lens: list[int],
-        y: Typed,
+        self, q: Typed, tables: list[list[int]], query_lens: list[int] | None, context_lens: list[int], y: Typed
     ) -> int:
         num_heads = q.array.shape[1] // self.head_dim
         width = max(map(len, tables))
         padded = integers([table + [0] * (width - len(table)) for table in tables])
         if self.dtype == "float32":
             lens = (integers(query_lens), integers(context_lens))
-            return status_of(
-                "attention_float32",
-                q,
-                self.key,
-                self.value,
-                padded,
-                *lens,
-                typed([SCALE], "float32"),
-                y,
-            )
+            return status_of("attention_float32", q, self.key, self.value, padded, *lens, typed([SCALE], "float32"), y)
         modes = [scalar(0, "int64")] * 3
         return status_of(
             "PagedAttention",
-            *(
-                q,
-                self.key,
-                self.value,
-                padded,
-                integers(context_lens),
-                None,
-                None,
-                None,
-            ),
+            *(q, self.key, self.value, padded, integers(context_lens), None, None, None),
             *(None if query_lens is None else integers(query_lens), None),
-            *(
-                scalar(num_heads, "int64"),
-                scalar(SCALE, "float32"),
-                scalar(self.num_kv_heads, "int64"),
-                *modes,
-                y,
-            ),
+            *(scalar(num_heads, "int64"), scalar(SCALE, "float32"), scalar(self.num_kv_heads, "int64"), *modes, y),
         )
 
 
@@ -123,13 +76,7 @@ def filled(rng: np.random.Generator, cache: Cache, blocks: list[int], length: in
     cache.store(k, v, cache.slots(blocks, 0, length))
 
 
-def bound(
-    cache: Cache,
-    q: Typed,
-    tables: Array,
-    query_lens: list[int],
-    context_lens: list[int],
-) -> Array:
+def bound(cache: Cache, q: Typed, tables: Array, query_lens: list[int], context_lens: list[int]) -> Array:
     """How far rounding can move a result: each weight by a relative `delta`, each sum by its own rounding.
 
     A score is a sum of head_dim products, so it is off by at most 2 * head_dim units of its magnitude. Its exponential
@@ -140,13 +87,7 @@ def bound(
     score = 2 * cache.head_dim * FLOAT32_UNIT * float(largest)
     delta = np.expm1(score) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[cache.dtype] + 4 * max(context_lens) * FLOAT32_UNIT
     magnitude = reference.attention(
-        q.values,
-        cache.expected_key,
-        np.abs(cache.expected_value),
-        tables,
-        query_lens,
-        context_lens,
-        SCALE,
+        q.values, cache.expected_key, np.abs(cache.expected_value), tables, query_lens, context_lens, SCALE
     )
     return 2.2 * delta * magnitude
 
@@ -154,22 +95,10 @@ def bound(
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [
-        (1, 1, 16, 16),
-        (8, 2, 64, 16),
-        (6, 2, 48, 32),
-        (4, 4, 80, 16),
-        (56, 1, 16, 16),
-        (2, 1, 144, 16),
-    ],
+    [(1, 1, 16, 16), (8, 2, 64, 16), (6, 2, 48, 32), (4, 4, 80, 16), (56, 1, 16, 16), (2, 1, 144, 16)],
 )
 def test_mixed_batch_is_the_reference_up_to_rounding(
-    isa: str,
-    dtype: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
+    isa: str, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     rng = np.random.default_rng(1)
     cache = Cache(dtype, 24, block_size, num_kv_heads, head_dim)
@@ -181,13 +110,7 @@ def test_mixed_batch_is_the_reference_up_to_rounding(
     q = rows(rng, sum(query_lens), num_heads * head_dim, dtype)
     padded = np.array([table + [0] * (5 - len(table)) for table in tables])
     expected = reference.attention(
-        q.values,
-        cache.expected_key,
-        cache.expected_value,
-        padded,
-        query_lens,
-        context_lens,
-        SCALE,
+        q.values, cache.expected_key, cache.expected_value, padded, query_lens, context_lens, SCALE
     )
     y = cache.attend(q, tables, query_lens, context_lens)
     assert_close(y, expected, bound(cache, q, padded, query_lens, context_lens))
@@ -221,18 +144,8 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype:
     whole = computed(in_order, [], 1, 0.0)
     for blocks in (in_order, scattered):
         for threads in (1, 2):
-            for cuts in (
-                [],
-                [1],
-                [64],
-                [7, 16, 80, 81, 128, 149],
-                list(range(1, length)),
-            ):
-                assert np.array_equal(computed(blocks, cuts, threads, 3.0), whole), (
-                    blocks,
-                    threads,
-                    cuts,
-                )
+            for cuts in ([], [1], [64], [7, 16, 80, 81, 128, 149], list(range(1, length))):
+                assert np.array_equal(computed(blocks, cuts, threads, 3.0), whole), (blocks, threads, cuts)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -242,11 +155,7 @@ def test_content_behind_the_context_is_never_read(isa: str, dtype: str, garbage:
     clean, dirty = Cache(dtype), Cache(dtype)
     for tensor in (dirty.key, dirty.value):
         tensor.array[...] = typed(np.full(tensor.array.shape, garbage), dtype).array
-    k, v, q = (
-        rows(rng, 37, 64, dtype),
-        rows(rng, 37, 64, dtype),
-        rows(rng, 5, 128, dtype),
-    )
+    k, v, q = (rows(rng, 37, 64, dtype), rows(rng, 37, 64, dtype), rows(rng, 5, 128, dtype))
     results = []
     for cache in (clean, dirty):
         cache.store(k, v, cache.slots([4, 9, 2], 0, 37))
@@ -315,35 +224,17 @@ def test_store_writes_its_slots_and_nothing_else(dtype: str) -> None:
 def test_slots_outside_the_cache_are_an_error_and_write_nothing(slot: int) -> None:
     cache = Cache("bfloat16", num_blocks=3)
     k = typed(np.ones((2, 64)), "bfloat16")
-    status = status_of(
-        "ReshapeAndCache",
-        k,
-        k,
-        cache.key,
-        cache.value,
-        integers([0, slot]),
-        empty((2, 64), "bfloat16"),
-    )
+    status = status_of("ReshapeAndCache", k, k, cache.key, cache.value, integers([0, slot]), empty((2, 64), "bfloat16"))
     assert status != 0
-    assert last_error() == f"ReshapeAndCache: slot_mapping[1] = {slot} is outside the 48 slots of the cache"
+    assert library.last_error() == f"ReshapeAndCache: slot_mapping[1] = {slot} is outside the 48 slots of the cache"
     assert not cache.key.bits.any() and not cache.value.bits.any()
 
 
 @pytest.mark.parametrize(
     ("tables", "query_lens", "context_lens", "message"),
     [
-        (
-            [[0, 24]],
-            [2],
-            [20],
-            "block 24 of request 0 is outside the 24 blocks of the cache",
-        ),
-        (
-            [[0, -1]],
-            [2],
-            [20],
-            "block -1 of request 0 is outside the 24 blocks of the cache",
-        ),
+        ([[0, 24]], [2], [20], "block 24 of request 0 is outside the 24 blocks of the cache"),
+        ([[0, -1]], [2], [20], "block -1 of request 0 is outside the 24 blocks of the cache"),
         ([[0]], [2], [20], "request 0 needs 2 blocks, its table has 1"),
         ([[0, 1]], [3], [20], "query_lens add up to 3, q has 2 rows"),
         ([[0, 1]], [2], [1], "request 0 has 2 query rows in a context of 1"),
@@ -351,15 +242,12 @@ def test_slots_outside_the_cache_are_an_error_and_write_nothing(slot: int) -> No
     ],
 )
 def test_batches_that_do_not_fit_the_cache_are_refused(
-    tables: list[list[int]],
-    query_lens: list[int],
-    context_lens: list[int],
-    message: str,
+    tables: list[list[int]], query_lens: list[int], context_lens: list[int], message: str
 ) -> None:
     cache = Cache("bfloat16")
     q = typed(np.ones((2, 128)), "bfloat16")
     assert cache.status(q, tables, query_lens, context_lens, empty((2, 128), "bfloat16")) != 0
-    assert last_error() == f"PagedAttention: {message}"
+    assert library.last_error() == f"PagedAttention: {message}"
 
 
 def test_without_query_lens_each_request_has_one_row() -> None:

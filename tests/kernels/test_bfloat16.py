@@ -12,15 +12,7 @@ def test_every_bfloat16_survives_the_way_to_float32_and_back() -> None:
     assert np.all(np.isnan(from_bfloat16(back[np.isnan(values)])))
 
 
-@given(
-    st.floats(
-        width=32,
-        allow_nan=False,
-        allow_infinity=False,
-        min_value=-(2.0**127),
-        max_value=2.0**127,
-    )
-)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**127), max_value=2.0**127))
 def test_rounding_takes_the_nearest(value: float) -> None:
     rounded = int(round_to_bfloat16(np.float32([value]))[0])
     neighbours = from_bfloat16(np.array([rounded - 1, rounded, rounded + 1]) & 0xFFFF).astype(np.float64)

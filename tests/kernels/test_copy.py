@@ -1,15 +1,13 @@
 import numpy as np
 import pytest
-from kernel_calls import Typed, call, empty, integers, last_error, scalar, status_of
+from kernel_calls import Typed, call, empty, integers, scalar, status_of
+from llm_serving.kernels import library
 
 
 def gather(table: Typed, indices: Typed, axis: int) -> Typed:
     shape = table.array.shape
     axis_index = axis % len(shape)
-    y = empty(
-        (*shape[:axis_index], *indices.array.shape, *shape[axis_index + 1 :]),
-        table.dtype,
-    )
+    y = empty((*shape[:axis_index], *indices.array.shape, *shape[axis_index + 1 :]), table.dtype)
     call("Gather", table, indices, scalar(axis, "int64"), scalar(0, "int64"), y)
     return y
 
@@ -32,14 +30,9 @@ def test_gather_of_many_rows() -> None:
 @pytest.mark.parametrize("index", [-1, 4])
 def test_gather_outside_the_table_is_an_error(index: int) -> None:
     table = Typed(np.zeros((4, 2), dtype="float32"), "float32")
-    parameters = (
-        integers([0, index]),
-        scalar(0, "int64"),
-        scalar(0, "int64"),
-        empty((2, 2), "float32"),
-    )
+    parameters = (integers([0, index]), scalar(0, "int64"), scalar(0, "int64"), empty((2, 2), "float32"))
     assert status_of("Gather", table, *parameters) != 0
-    assert last_error() == f"Gather: index {index} is outside the 4 rows of the table"
+    assert library.last_error() == f"Gather: index {index} is outside the 4 rows of the table"
 
 
 @pytest.mark.parametrize(("axis", "sizes"), [(0, [1, 3]), (1, [2, 0, 3]), (-1, [1, 2, 3])])
@@ -55,4 +48,4 @@ def test_split_into_sizes_that_do_not_add_up_is_an_error() -> None:
     x = Typed(np.zeros((2, 5)), "float64")
     parts = [empty((2, 2), "float64"), empty((2, 2), "float64")]
     assert status_of("SplitWithSize", x, integers([2, 2], "int64"), scalar(-1, "int64"), *parts) != 0
-    assert last_error() == "SplitWithSize: sizes add up to 4 of 5"
+    assert library.last_error() == "SplitWithSize: sizes add up to 4 of 5"

@@ -1,18 +1,6 @@
 import numpy as np
 import pytest
-from kernel_calls import (
-    FLOAT32_UNIT,
-    FLOAT_TYPES,
-    Typed,
-    assert_close,
-    call,
-    empty,
-    integers,
-    last_error,
-    scalar,
-    status_of,
-    typed,
-)
+from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, Typed, assert_close, call, empty, integers, scalar, status_of, typed
 from llm_serving.kernels import library, reference
 
 WIDTHS = (1, 15, 16, 17, 64, 100, 288, 2048)
@@ -21,14 +9,7 @@ EPS = 1e-5
 
 def rms_norm(x: Typed, gamma: Typed) -> Typed:
     y = empty(x.array.shape, x.dtype)
-    call(
-        "RmsNorm",
-        x,
-        gamma,
-        scalar(EPS, "float32"),
-        y,
-        empty((len(x.array), 1), "float32"),
-    )
+    call("RmsNorm", x, gamma, scalar(EPS, "float32"), y, empty((len(x.array), 1), "float32"))
     return y
 
 
@@ -79,33 +60,13 @@ def test_swiglu_is_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_swiglu_of_extreme_gates(isa: str, dtype: str) -> None:
     gates = np.array(
-        [
-            -1e4,
-            -200.0,
-            -90.0,
-            -87.5,
-            -20.0,
-            -1e-4,
-            -0.0,
-            0.0,
-            1e-7,
-            20.0,
-            88.0,
-            200.0,
-            1e4,
-            np.inf,
-            np.nan,
-        ]
+        [-1e4, -200.0, -90.0, -87.5, -20.0, -1e-4, -0.0, 0.0, 1e-7, 20.0, 88.0, 200.0, 1e4, np.inf, np.nan]
     )
     x = typed(np.concatenate([gates, np.ones_like(gates)])[None], dtype)
     expected = reference.swiglu(x.values)
     y = swiglu(x)
     finite = np.isfinite(expected)
-    assert_close(
-        Typed(y.array[finite], dtype),
-        expected[finite],
-        12 * FLOAT32_UNIT * np.abs(expected[finite]) + 1e-36,
-    )
+    assert_close(Typed(y.array[finite], dtype), expected[finite], 12 * FLOAT32_UNIT * np.abs(expected[finite]) + 1e-36)
     assert y.values[0, -2] == np.inf and np.isnan(y.values[0, -1])
 
 
@@ -120,11 +81,7 @@ def test_rotary_is_the_reference_up_to_rounding(
     tables = [typed(f(angles), "float32" if table_is_float32 else dtype) for f in (np.cos, np.sin)]
     expected = reference.rotary(x.values, *(table.values for table in tables))
     magnitude = reference.rotary(np.abs(x.values), *(np.abs(table.values) for table in tables))
-    assert_close(
-        rotated(x, *tables),
-        expected,
-        3 * FLOAT32_UNIT * (np.abs(magnitude) + np.abs(x.values).max()),
-    )
+    assert_close(rotated(x, *tables), expected, 3 * FLOAT32_UNIT * (np.abs(magnitude) + np.abs(x.values).max()))
 
 
 def test_both_rotary_primitives_agree_and_positions_follow_from_lengths() -> None:
@@ -136,28 +93,11 @@ def test_both_rotary_primitives_agree_and_positions_follow_from_lengths() -> Non
     expected = [rotated(x, *tables).bits for x in (q, k)]
     for cos_sin, lengths in ((tables, [1]), ((cos, sin), [3, 2])):
         results = empty((5, 64), "bfloat16"), empty((5, 32), "bfloat16")
-        call(
-            "ApplyRotaryPosEmb",
-            q,
-            k,
-            *cos_sin,
-            integers(lengths),
-            scalar(2, "int64"),
-            *results,
-        )
+        call("ApplyRotaryPosEmb", q, k, *cos_sin, integers(lengths), scalar(2, "int64"), *results)
         assert all(np.array_equal(result.bits, bits) for result, bits in zip(results, expected, strict=True))
-    status = status_of(
-        "ApplyRotaryPosEmb",
-        q,
-        k,
-        cos,
-        sin,
-        integers([3, 3]),
-        scalar(2, "int64"),
-        *results,
-    )
+    status = status_of("ApplyRotaryPosEmb", q, k, cos, sin, integers([3, 3]), scalar(2, "int64"), *results)
     assert status != 0
-    assert last_error() == "ApplyRotaryPosEmb: 5 rows fit neither the tables nor the lengths"
+    assert library.last_error() == "ApplyRotaryPosEmb: 5 rows fit neither the tables nor the lengths"
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -174,7 +114,7 @@ def test_add_refuses_shapes_that_differ_and_factors() -> None:
     a, b = typed(np.ones((2, 8)), "float32"), typed(np.ones((1, 8)), "float32")
     assert status_of("AddExt", a, b, scalar(1, "int64"), empty((2, 8), "float32")) != 0
     assert status_of("AddExt", a, a, scalar(2, "int64"), empty((2, 8), "float32")) != 0
-    assert last_error() == "AddExt: alpha must be 1"
+    assert library.last_error() == "AddExt: alpha must be 1"
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

@@ -40,9 +40,7 @@ def test_library_is_compiled_once_and_found_again(compiler: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir() if entry.name != "build.lock"] == [path.name]
 
 
-def test_every_source_and_instruction_set_is_compiled_and_linked(
-    compiler: Path,
-) -> None:
+def test_every_source_and_instruction_set_is_compiled_and_linked(compiler: Path) -> None:
     library.library_path()
     *compiled, linked = calls(compiler)
     sources = {path.name for path in (Path(library.__file__).parent / "csrc").glob("*.cc")} - {"kernels_isa.cc"}
@@ -66,13 +64,20 @@ def test_another_compiler_makes_another_library(compiler: Path) -> None:
     assert library.library_path() != first
 
 
+def test_without_a_compiler_a_library_of_the_same_sources_serves(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = library.library_path()
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    assert library.library_path() == built
+    built.unlink()
+    with pytest.raises(KernelError, match="no C\\+\\+ compiler found"):
+        library.library_path()
+
+
 def test_processes_that_start_together_compile_once(compiler: Path) -> None:
     program = "from llm_serving.kernels import library; print(library.library_path())"
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[:0] = {sys.path!r}; {program}",
-    ]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {program}"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     paths = {process.communicate(timeout=60)[0] for process in started}
     assert len(paths) == 1
@@ -95,8 +100,7 @@ def test_progress_is_logged(compiler: Path, caplog: pytest.LogCaptureFixture) ->
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/compiler")
     with pytest.raises(
-        KernelError,
-        match="no C\\+\\+ compiler found \\(looked for /nowhere/compiler\\); install g\\+\\+",
+        KernelError, match="no C\\+\\+ compiler found \\(looked for /nowhere/compiler\\); install g\\+\\+"
     ):
         library.find_compiler()
 
@@ -115,10 +119,7 @@ def test_without_a_folder_to_write_to(compiler: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_instruction_set_lists_the_known_ones() -> None:
-    with (
-        pytest.raises(KernelError, match=r"must be one of .*plain\. Given: sse9"),
-        library.isa_in_use("sse9"),
-    ):
+    with pytest.raises(KernelError, match=r"must be one of .*plain\. Given: sse9"), library.isa_in_use("sse9"):
         pass
 
 
@@ -130,11 +131,6 @@ def test_environment_chooses_instruction_set_and_threads(isa: str) -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        env={
-            "LLM_SERVING_ISA": isa,
-            "LLM_SERVING_THREADS": "3",
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(Path.home()),
-        },
+        env={"LLM_SERVING_ISA": isa, "LLM_SERVING_THREADS": "3", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
     )
     assert finished.stdout.split() == [str(isa.encode()), "3"], finished.stderr

@@ -5,10 +5,7 @@ from llm_serving.kernels import reference
 
 
 def test_rms_norm_divides_by_the_root_of_the_mean_square() -> None:
-    assert np.allclose(
-        reference.rms_norm(np.array([[3.0, 4.0]]), np.array([1.0, 2.0]), 0.0),
-        [[3, 8]] / np.sqrt(12.5),
-    )
+    assert np.allclose(reference.rms_norm(np.array([[3.0, 4.0]]), np.array([1.0, 2.0]), 0.0), [[3, 8]] / np.sqrt(12.5))
 
 
 def test_rotary_by_a_right_angle_swaps_the_halves() -> None:
@@ -22,15 +19,7 @@ def test_swiglu_takes_the_gate_first() -> None:
 
 def test_attention_of_equal_keys_is_the_mean_of_what_a_row_sees() -> None:
     key_cache, value_cache = np.zeros((3, 2, 1, 1)), np.arange(6.0).reshape(3, 2, 1, 1)
-    y = reference.attention(
-        np.ones((4, 2)),
-        key_cache,
-        value_cache,
-        np.array([[2, 0], [1, 0]]),
-        [3, 1],
-        [3, 2],
-        1.0,
-    )
+    y = reference.attention(np.ones((4, 2)), key_cache, value_cache, np.array([[2, 0], [1, 0]]), [3, 1], [3, 2], 1.0)
     # Request 0 reads slots 4, 5, 0 and request 1 slots 2, 3.
     assert y.tolist() == [[4, 4], [4.5, 4.5], [3, 3], [2.5, 2.5]]
 
