@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes import DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
+from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.vocabulary import SentencePieceVocabulary
 from server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/chat/completions"
@@ -85,6 +87,23 @@ def test_what_is_not_served_is_refused(field, value):
 )
 def test_what_asks_for_nothing_is_accepted(fields):
     assert post(FakeEngine(), PATH, {"messages": USER, **fields}).status_code == 200
+
+
+def test_variables_reach_the_chat_template():
+    engine = FakeEngine()
+    template = "{% if loud %}LOUD {% endif %}{{ messages[0].content }}"
+    vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
+    engine.tokenizer = Tokenizer(vocabulary, {}, chat_template=template)
+    assert post(engine, PATH, {"messages": USER, "chat_template_kwargs": {"loud": True}}).status_code == 200
+    expected = engine.tokenizer.encode("LOUD hello", add_special_tokens=False)
+    assert engine.submitted[0].prompt_token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt"])
+def test_variables_with_a_reserved_name_are_refused(name):
+    error = error_of(post(FakeEngine(), PATH, {"messages": USER, "chat_template_kwargs": {name: 1}}))
+    rule = "must not hold any of add_generation_prompt, messages, self"
+    assert error["message"] == f"`chat_template_kwargs` {rule}. Given: '{name}'"
 
 
 class TestStream:
