@@ -32,6 +32,7 @@ def test_statuses_of_the_families():
         "ContextLengthError": 400,
         "ModelNotFoundError": 404,
         "RequestTooLargeError": 413,
+        "RequestTimeoutError": 408,
         "CapacityError": 429,
         "UnavailableError": 503,
     }

@@ -7,7 +7,8 @@ LLMServingError
 ├── RequestError          400   a client's request breaks a rule: field, rule, value
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
 │   ├── ModelNotFoundError 404  the request names a model that is not served
-│   └── RequestTooLargeError 413
+│   ├── RequestTooLargeError 413
+│   └── RequestTimeoutError  408  its body did not arrive in time
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── WorkerError           500   a WorkAgent failed on a step
@@ -87,6 +88,12 @@ class RequestTooLargeError(RequestError):
     """The body exceeds `serving_config.max_request_body_bytes`."""
 
     http_status: ClassVar[int] = 413
+
+
+class RequestTimeoutError(RequestError):
+    """The body of the request did not arrive in time."""
+
+    http_status: ClassVar[int] = 408
 
 
 class CapacityError(LLMServingError):

@@ -18,6 +18,7 @@ import openai
 import pytest
 from fakes import FakeEngine, Script
 from llm_serving.errors import ConfigError
+from llm_serving.server import request_body
 from llm_serving.server.app import create_app
 from llm_serving.server.http_server import HttpServer, bind
 
@@ -123,6 +124,23 @@ def test_a_client_that_closes_its_connection_aborts():
             assert json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"][0]["text"] == "Hello"
         assert aborted.wait(10)
     assert len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/models/demo"])
+def test_a_body_that_does_not_arrive_ends_the_connection(path, monkeypatch):
+    monkeypatch.setattr(request_body, "READ_TIMEOUT_S", 0.0)
+    engine = FakeEngine()
+    with serving(engine) as url:
+        port = int(url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: server\r\nContent-Length: 50\r\n\r\n{{".encode())
+            with connection.makefile("rb") as reader:
+                head, _, body = reader.read().partition(b"\r\n\r\n")  # returns when the server closes
+    status, *headers = head.split(b"\r\n")
+    assert status == b"HTTP/1.1 408 Request Timeout"
+    assert b"connection: close" in headers
+    assert b"`body` must arrive within 0 seconds" in body
+    assert engine.submitted == []
 
 
 class TestBind:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from llm_serving.errors import RequestError, RequestTooLargeError
+from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
 
 READ_TIMEOUT_S: Final = 60.0
 """A client that needs longer to send its body holds a connection for nothing."""
@@ -22,7 +22,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     Raises:
         RequestTooLargeError: It is longer than `max_bytes`; noticed before it is all read.
-        RequestError: It did not arrive in time.
+        RequestTimeoutError: It did not arrive in time.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                     raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
                 chunks.append(chunk)
     except TimeoutError:
-        raise RequestError("body", f"must arrive within {READ_TIMEOUT_S:g} seconds") from None
+        raise RequestTimeoutError("body", f"must arrive within {READ_TIMEOUT_S:g} seconds") from None
     return b"".join(chunks)
 
 
