@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from fakes import FakeEngine
+from llm_serving.core.sampling_params import MAX_STOP_TOKEN_IDS
 from llm_serving.server.app import create_app
 from server_client import error_of, post
 
@@ -58,7 +59,7 @@ def refused(body, path=COMPLETIONS, status=400):
         ("stop", [1]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [2**31]),
-        ("stop_token_ids", list(range(1025))),
+        ("stop_token_ids", list(range(129))),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"²": 1}),
@@ -124,6 +125,12 @@ def test_too_many_biases_are_refused():
     body = {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}
     response = post(FakeEngine(max_body_bytes=2**20), COMPLETIONS, body)
     assert error_of(response)["message"] == "`logit_bias` must hold at most 1024 tokens. Given: 1025"
+
+
+def test_as_many_stop_token_ids_as_the_engine_takes_are_accepted():
+    engine = FakeEngine()
+    post(engine, COMPLETIONS, {"prompt": "x", "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))})
+    assert engine.submitted[0].sampling.stop_token_ids == tuple(range(MAX_STOP_TOKEN_IDS))
 
 
 def test_a_long_body_is_refused_by_its_declared_length():

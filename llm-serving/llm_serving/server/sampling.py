@@ -12,7 +12,6 @@ from llm_serving.server.schemas import GenerationRequest
 
 T = TypeVar("T")
 
-MAX_STOP_TOKEN_IDS: Final = 1024
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of all choices differ; 2^64 divided by the golden ratio spreads them."""
 
@@ -36,7 +35,7 @@ def sampling_params(request: GenerationRequest, max_tokens: int, logprobs: int |
         logit_bias=_logit_bias(request.logit_bias),
         seed=seed_or_random(request.seed),
         stop=stop_strings(request.stop),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
@@ -85,12 +84,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         raise RequestError("use_beam_search", "is not supported")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise RequestError("best_of", "is not supported beyond `n`", request.best_of)
-
-
-def _stop_token_ids(token_ids: list[int] | None) -> tuple[int, ...]:
-    if token_ids and len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids", len(token_ids))
-    return tuple(token_ids or ())
 
 
 def _logit_bias(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
