@@ -114,6 +114,7 @@ class FakeEngine:
     """An engine that answers every request with `script` and remembers what it was asked."""
 
     script: Script = field(default_factory=Script)
+    model_name: str = "demo"
     script_for: Callable[[Submitted], Script] | None = None
     refusal: LLMServingError | None = None
     refuse_from: int = 0
@@ -132,7 +133,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.config = ServingConfig(
-            model=ModelConfig(model_name="demo", max_generate_length=MAX_MODEL_LEN, decode_batch_size=8),
+            model=ModelConfig(model_name=self.model_name, max_generate_length=MAX_MODEL_LEN, decode_batch_size=8),
             serving=ServerConfig(server_port=0, max_request_body_bytes=self.max_body_bytes, shutdown_timeout_s=10.0),
             scheduler=SchedulerConfig(max_waiting_queue=20),
         )

@@ -197,6 +197,19 @@ def test_another_name_is_not_found():
         assert response.json()["error"]["code"] == "model_not_found"
 
 
+def test_the_name_of_a_model_may_hold_slashes():
+    engine = FakeEngine(SCRIPT, model_name="org/tiny")
+    whole = post(engine, "/models/org/tiny/generate", body()).text
+    assert json.loads(whole)["generated_text"] == "Grüß Gott"
+    assert post(engine, "/models/org/tiny", body()).text == whole
+    stream = post(engine, "/models/org/tiny/generate_stream", body()).text
+    assert stream == post(engine, "/models/org/tiny", body(stream=True)).text != whole
+    for path in ("/models/org", "/models/tiny/generate", "/models/generate"):
+        response = post(engine, path, body())
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
 def test_a_malformed_body_gets_the_status_it_always_got():
     response = post(FakeEngine(), "/models/llama2", {"inputs": 5})
     assert response.status_code == 422

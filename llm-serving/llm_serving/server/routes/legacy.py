@@ -279,9 +279,12 @@ def _generation_endpoint(path: str, handler: Any, summary: str) -> Endpoint:
 
 
 ENDPOINTS: Final = (
-    _generation_endpoint("/models/{name}", generate_as_asked, "Continue a prompt (older protocol)"),
-    _generation_endpoint("/models/{name}/generate", generate_whole, "Continue a prompt (older protocol)"),
-    _generation_endpoint("/models/{name}/generate_stream", generate_stream, "Stream a continuation (older protocol)"),
+    # The names of models may hold slashes, so the paths with an end of their own come first.
+    _generation_endpoint("/models/{name:path}/generate", generate_whole, "Continue a prompt (older protocol)"),
+    _generation_endpoint(
+        "/models/{name:path}/generate_stream", generate_stream, "Stream a continuation (older protocol)"
+    ),
+    _generation_endpoint("/models/{name:path}", generate_as_asked, "Continue a prompt (older protocol)"),
     Endpoint("GET", "/serving/get_bs", show_batch_size, "Number of running requests"),
     Endpoint("GET", "/serving/get_request_numbers", show_request_numbers, "Number of running and waiting requests"),
     Endpoint("GET", "/serving/get_serverd_model_info", show_model_info, "Describe the served model"),
