@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,11 +21,11 @@ from fakes import FakeEngine, Script
 from llm_serving.errors import ConfigError
 from llm_serving.server import request_body
 from llm_serving.server.app import create_app
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import MAX_OPEN_FILES, HttpServer, bind, raise_open_files_limit
 
 TESTS = Path(__file__).parents[1]
 SERVE = """
-import asyncio, sys, threading
+import asyncio, resource, sys, threading
 from fakes import FakeEngine, Script
 from llm_serving.log import configure_logging
 from llm_serving.server.app import serve
@@ -41,7 +42,10 @@ class Engine(FakeEngine):
 
 configure_logging()
 engine = Engine(Script(hold_after=1))
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 code = serve(engine)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard)
 print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
 """
 
@@ -141,6 +145,31 @@ def test_a_body_that_does_not_arrive_ends_the_connection(path, monkeypatch):
     assert b"connection: close" in headers
     assert b"`body` must arrive within 0 seconds" in body
     assert engine.submitted == []
+
+
+class TestOpenFiles:
+    @pytest.fixture
+    def limits(self, monkeypatch):
+        """The soft and the hard limit, for the test to set and to look at."""
+        limits = [0, 0]
+        monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+        monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.__setitem__(slice(None), values))
+        return limits
+
+    @pytest.mark.parametrize(
+        ("soft", "hard", "raised"),
+        [
+            (1024, 20_000, 20_000),
+            (1024, 2**20, MAX_OPEN_FILES),
+            (1024, resource.RLIM_INFINITY, MAX_OPEN_FILES),
+            (2**18, 2**20, 2**18),
+            (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+        ],
+    )
+    def test_the_soft_limit_rises_as_far_as_it_may(self, limits, soft, hard, raised):
+        limits[:] = soft, hard
+        raise_open_files_limit()
+        assert limits == [raised, hard]
 
 
 class TestBind:

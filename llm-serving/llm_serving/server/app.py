@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.error_responses import json_response
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -46,6 +46,7 @@ def serve(engine: AsyncEngine) -> int:
     Raises:
         ConfigError: The address cannot be used.
     """
+    raise_open_files_limit()
     serving = engine.config.serving
     with bind(serving.server_ip, serving.server_port) as listener:
         HttpServer(create_app(engine), listener, serving.shutdown_timeout_s).run_within(_running(engine))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -22,7 +23,17 @@ logger = get_logger(__name__)
 
 BACKLOG: Final = 2048
 """Connections the kernel keeps until they are accepted."""
+MAX_OPEN_FILES: Final = 65536
+"""Files and connections the process may have open; the usual 1,024 are fewer than the backlog alone."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def raise_open_files_limit() -> None:
+    """Raises the soft limit of open files to `MAX_OPEN_FILES`, or to the hard limit where that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
