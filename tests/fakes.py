@@ -151,6 +151,10 @@ class FakeEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 
+    def check_capacity(self, num_requests: int) -> None:
+        if self.num_waiting + num_requests > self.config.scheduler.max_waiting_queue:
+            raise FULL_QUEUE
+
     def generate(
         self, prompt_token_ids: list[int], sampling: SamplingParams, *, request_id: str, priority: int = 0
     ) -> FakeStream:

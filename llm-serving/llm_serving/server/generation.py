@@ -10,7 +10,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
-from llm_serving.errors import CapacityError, ContextLengthError, RequestError, WorkerError
+from llm_serving.errors import ContextLengthError, RequestError, WorkerError
 from llm_serving.server.sampling import with_choice_seed
 
 MIN_LOGPROB: Final = -9999.0
@@ -108,9 +108,8 @@ async def start_generation(
         LLMServingError: The engine refuses one of them; none runs then.
     """
     num_choices = check_choices(len(prompts), n)
-    limit = engine.config.scheduler.max_waiting_queue
-    if num_choices > 1 and engine.num_waiting + num_choices > limit:
-        raise CapacityError(f"{engine.num_waiting} of {limit} places in the queue are taken, {num_choices} needed", 1.0)
+    if num_choices > 1:
+        engine.check_capacity(num_choices)
     streams: list[RequestStream] = []
     try:
         for prompt, sampling in zip(prompts, samplings, strict=True):
