@@ -1,23 +1,45 @@
-"""What the two OpenAI generation routes share: identity of an answer, model names, usage, ends."""
+"""What the two OpenAI generation routes share: reading a request, identity of an answer, usage, responding."""
 
 from __future__ import annotations
 
 import re
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError
+from llm_serving.server.error_responses import json_response, openai_error
+from llm_serving.server.generation import Generation
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.sampling import refuse_unsupported
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
+from llm_serving.server.streaming import DONE, StreamResponse, complete, event
 
 LEGACY_MODEL_NAMES: Final = ("llama2", "internlm")
 """Names of older routes; they mean the served model, whatever it is."""
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+
+
+async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
+    """A request for the served model that asks for nothing of what both routes refuse.
+
+    Raises:
+        RequestError: Names the field that is wrong.
+    """
+    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    request = decode_body(body, kind)
+    check_model(engine, request.model)
+    refuse_unsupported(request)
+    return request
 
 
 @dataclass(frozen=True)
@@ -56,14 +78,45 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
         raise ModelNotFoundError("model", f"must be {served}, the model that is served", name)
 
 
-def check_stream_options(request: GenerationRequest) -> tuple[bool, bool]:
-    """(usage at the end, usage in every piece)."""
+class StreamedUsage(NamedTuple):
+    """Where a stream tells the usage."""
+
+    at_end: bool = False
+    in_every_piece: bool = False
+
+
+def check_stream_options(request: GenerationRequest) -> StreamedUsage:
+    """Raises RequestError where something other than a stream has `stream_options`."""
     options = request.stream_options
     if options is None:
-        return False, False
+        return StreamedUsage()
     if not request.stream:
         raise RequestError("stream_options", "must be given with stream: true only")
-    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+    at_end = bool(options.include_usage)
+    return StreamedUsage(at_end, at_end and bool(options.continuous_usage_stats))
+
+
+class Answer(Protocol):
+    """Puts the pieces of a generation into the form of a route."""
+
+    async def whole(self, generation: Generation) -> Any: ...
+
+    def stream(self, generation: Generation) -> AsyncIterator[bytes]: ...
+
+
+async def respond(
+    http_request: Request, request: GenerationRequest, generation: Generation, answer: Answer, identity: Identity
+) -> Response:
+    """The answer as a stream of events or as one piece of JSON, whichever the request asks for."""
+    if request.stream:
+        return StreamResponse(
+            answer.stream(generation),
+            generation,
+            lambda error: event(openai_error(error)) + DONE,
+            headers=identity.headers,
+        )
+    result = await complete(http_request, generation, answer.whole(generation))
+    return json_response(result, headers=identity.headers)
 
 
 class UsageCounter:

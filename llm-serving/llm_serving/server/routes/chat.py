@@ -16,7 +16,6 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import (
     INLINE_CHARS,
     MIN_LOGPROB,
@@ -28,14 +27,15 @@ from llm_serving.server.generation import (
 )
 from llm_serving.server.openai_requests import (
     Identity,
+    StreamedUsage,
     UsageCounter,
-    check_model,
     check_stream_options,
     identify,
+    read_request,
+    respond,
     usage_so_far,
 )
-from llm_serving.server.request_body import decode_body, read_body
-from llm_serving.server.sampling import refuse_unsupported, sampling_params
+from llm_serving.server.sampling import sampling_params
 from llm_serving.server.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -50,7 +50,7 @@ from llm_serving.server.schemas import (
     TopLogprob,
     Usage,
 )
-from llm_serving.server.streaming import DONE, StreamResponse, complete, event
+from llm_serving.server.streaming import DONE, event
 
 MAX_MESSAGES: Final = 4096
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
@@ -59,12 +59,9 @@ RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Answers a conversation, `n` times."""
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
-    request = decode_body(body, ChatCompletionRequest)
-    check_model(engine, request.model)
-    refuse_unsupported(request)
+    request = await read_request(engine, http_request, ChatCompletionRequest)
     _refuse_unsupported_chat(request)
-    include_usage, continuous_usage = check_stream_options(request)
+    streamed_usage = check_stream_options(request)
     identity = identify(engine, http_request, request, "chatcmpl")
     n = 1 if request.n is None else request.n
     check_choices(1, n)
@@ -78,14 +75,8 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     generation = await start_generation(
         engine, [prompt], [sampling], n=n, request_id=identity.request_id, priority=request.priority or 0
     )
-    answer = _Answer(engine.tokenizer, request, identity, prompt, n)
-    if request.stream:
-        pieces = answer.stream(generation, include_usage, continuous_usage)
-        return StreamResponse(
-            pieces, generation, lambda error: event(openai_error(error)) + DONE, headers=identity.headers
-        )
-    result = await complete(http_request, generation, answer.whole(generation))
-    return json_response(result, headers=identity.headers)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, n)
+    return await respond(http_request, request, generation, answer, identity)
 
 
 async def render_chat(
@@ -156,13 +147,20 @@ class _Answer:
     """Puts the pieces of a generation into the form of the protocol."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request: ChatCompletionRequest, identity: Identity, prompt: list[int], n: int
+        self,
+        tokenizer: Tokenizer,
+        request: ChatCompletionRequest,
+        identity: Identity,
+        streamed_usage: StreamedUsage,
+        prompt: list[int],
+        n: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._request = request
         self._identity = identity
         self._prompt = prompt
         self._n = n
+        self._streamed_usage = streamed_usage
         self._usage = UsageCounter(n)
 
     async def whole(self, generation: Generation) -> ChatCompletion:
@@ -200,14 +198,14 @@ class _Answer:
             prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
         )
 
-    async def stream(self, generation: Generation, include_usage: bool, continuous_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         request = self._request
         started: set[int] = set()
-        silent_pieces = request.logprobs or request.return_token_ids or continuous_usage
+        silent_pieces = request.logprobs or request.return_token_ids or self._streamed_usage.in_every_piece
         async for index, output in generation.outputs():
             raise_on_error(output)
             self._usage.add(index, output)
-            usage = usage_so_far(output) if continuous_usage else UNSET
+            usage = usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET
             if index not in started:
                 started.add(index)
                 role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
@@ -227,7 +225,7 @@ class _Answer:
             if request.return_token_ids:
                 choice.token_ids = list(output.token_ids)
             yield event(self._chunk([choice], usage))
-        if include_usage:
+        if self._streamed_usage.at_end:
             yield event(self._chunk([], self._usage.total()))
         yield DONE
 

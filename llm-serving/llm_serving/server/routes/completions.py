@@ -14,7 +14,6 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import (
     MAX_CHOICES,
     MIN_LOGPROB,
@@ -26,31 +25,29 @@ from llm_serving.server.generation import (
 )
 from llm_serving.server.openai_requests import (
     Identity,
+    StreamedUsage,
     UsageCounter,
-    check_model,
     check_stream_options,
     identify,
+    read_request,
+    respond,
     usage_so_far,
 )
-from llm_serving.server.request_body import decode_body, read_body
-from llm_serving.server.sampling import refuse_unsupported, sampling_params
+from llm_serving.server.sampling import sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from llm_serving.server.streaming import DONE, StreamResponse, complete, event
+from llm_serving.server.streaming import DONE, event
 
 DEFAULT_MAX_TOKENS: Final = 16
 
 
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Continues one or several prompts, `n` times each."""
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
-    request = decode_body(body, CompletionRequest)
-    check_model(engine, request.model)
-    refuse_unsupported(request)
+    request = await read_request(engine, http_request, CompletionRequest)
     if request.suffix:
         raise RequestError("suffix", "is not supported")
     if request.echo and request.logprobs is not None:
         raise RequestError("echo", "is not supported together with logprobs")
-    include_usage, continuous_usage = check_stream_options(request)
+    streamed_usage = check_stream_options(request)
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_params(request, max_tokens, request.logprobs)
@@ -66,14 +63,8 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         request_id=identity.request_id,
         priority=request.priority or 0,
     )
-    answer = _Answer(engine.tokenizer, request, identity, items, prompts, n)
-    if request.stream:
-        pieces = answer.stream(generation, include_usage, continuous_usage)
-        return StreamResponse(
-            pieces, generation, lambda error: event(openai_error(error)) + DONE, headers=identity.headers
-        )
-    result = await complete(http_request, generation, answer.whole(generation))
-    return json_response(result, headers=identity.headers)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, n)
+    return await respond(http_request, request, generation, answer, identity)
 
 
 def prompt_items(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -103,6 +94,7 @@ class _Answer:
         tokenizer: Tokenizer,
         request: CompletionRequest,
         identity: Identity,
+        streamed_usage: StreamedUsage,
         items: Sequence[str | list[int]],
         prompts: Sequence[list[int]],
         n: int,
@@ -113,6 +105,7 @@ class _Answer:
         self._items = items
         self._prompts = prompts
         self._n = n
+        self._streamed_usage = streamed_usage
         self._usage = UsageCounter(n)
         self._text_offsets: dict[int, int] = {}
 
@@ -150,10 +143,10 @@ class _Answer:
             choice.text = "".join(texts[choice.index])
         return self._completion(choices, usage=self._usage.total())
 
-    async def stream(self, generation: Generation, include_usage: bool, continuous_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         started: set[int] = set()
         request = self._request
-        silent_pieces = request.logprobs is not None or request.return_token_ids or continuous_usage
+        silent_pieces = request.logprobs is not None or request.return_token_ids or self._streamed_usage.in_every_piece
         async for index, output in generation.outputs():
             raise_on_error(output)
             self._usage.add(index, output)
@@ -172,8 +165,10 @@ class _Answer:
                 choice.token_ids = list(output.token_ids)
                 if first:
                     choice.prompt_token_ids = self._prompts[index // self._n]
-            yield event(self._completion([choice], usage_so_far(output) if continuous_usage else UNSET))
-        if include_usage:
+            yield event(
+                self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET)
+            )
+        if self._streamed_usage.at_end:
             yield event(self._completion([], usage=self._usage.total()))
         yield DONE
 
