@@ -77,18 +77,19 @@ inline void emulated_multiply(int c, int a, int b) {
 
 #define LLM_TILE_CONFIGURE(config) emulated.config = config
 #define LLM_TILE_RELEASE()
-#define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, 1024)
 #define LLM_TILE_LOAD(tile, source, stride) emulated_load(tile, source, stride)
 #define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
 #define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
 #else
-// gcc 12's _tile_loadconfig names only a part of the configuration as its input.
-#define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config))
-#define LLM_TILE_RELEASE() _tile_release()
-#define LLM_TILE_ZERO(tile) _tile_zero(tile)
-#define LLM_TILE_LOAD(tile, source, stride) _tile_loadd(tile, source, stride)
-#define LLM_TILE_STORE(tile, target, stride) _tile_stored(tile, target, stride)
-#define LLM_TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
+// Written out because gcc 12's intrinsics do not tell the compiler which memory they read.
+#define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
+#define LLM_TILE_RELEASE() asm volatile("tilerelease")
+#define LLM_TILE_ADDRESS(memory, stride) "r"(memory), "r"(static_cast<int64_t>(stride))
+#define LLM_TILE_LOAD(tile, source, stride) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
+#define LLM_TILE_STORE(tile, target, stride) \
+  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::LLM_TILE_ADDRESS(target, stride) : "memory")
+#define LLM_TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
 // Sums of up to 32 rows and two panels, and the products to add to them (see `Product` of tile.h).
