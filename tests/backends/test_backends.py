@@ -18,6 +18,7 @@ from mindspore import nn, ops
 pytestmark = pytest.mark.mindspore
 
 load_plugin()
+ms.set_device("CPU", 0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from mindspore import nn, ops
 pytestmark = pytest.mark.mindspore
 
 load_plugin()
+ms.set_device("CPU", 0)
 ms.set_context(mode=ms.GRAPH_MODE)
 
 BACKENDS = [
