@@ -1,0 +1,146 @@
+"""From sampled tokens to pieces, token by token."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+from factories import create_request
+from llm_serving.core.request import FinishReason, RequestStatus
+from llm_serving.core.request_output import TokenLogprobs
+from llm_serving.core.step import StepOutput
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.output_processor import OutputProcessor
+from word_tokenizer import WordTokenizer
+
+
+def step_output(*token_ids, num_top=0):
+    """Sample s chose `token_ids[s]`; its likeliest tokens are 10 s, 10 s + 1, ..."""
+    samples = len(token_ids)
+    ranks = np.arange(num_top, dtype=np.int32)
+    top_ids = 10 * np.arange(samples, dtype=np.int32)[:, None] + ranks
+    top_logprobs = np.broadcast_to(-1.0 - ranks, (samples, num_top)).astype(np.float32)
+    chosen = -0.5 - np.arange(samples, dtype=np.float32)
+    return StepOutput(0, np.array(token_ids, np.int32), chosen, top_ids, top_logprobs)
+
+
+@pytest.fixture
+def processor():
+    ticks = count()
+    return OutputProcessor(WordTokenizer(), Metrics(), lambda: float(next(ticks)))
+
+
+def start(processor, **fields):
+    request = create_request(**fields)
+    processor.start(request)
+    return request
+
+
+def take(processor, request, token_id, reason=None, **output):
+    """Gives the request a token, with which it ends if `reason` says so."""
+    request.output_token_ids.append(token_id)
+    if reason is not None:
+        end(request, reason)
+    return processor.take(request, 0, step_output(token_id, **output))
+
+
+def end(request, reason):
+    request.status, request.finish_reason = RequestStatus.FINISHED, reason
+
+
+def test_a_piece_has_what_came_since_the_last_one(processor):
+    request = start(processor, num_prompt_tokens=3, request_id="r")
+    take(processor, request, 5)
+    take(processor, request, 6)
+    piece = processor.piece(request)
+    assert (piece.request_id, piece.text, piece.token_ids, piece.logprobs) == ("r", "5 6 ", (5, 6), ())
+    assert (piece.num_prompt_tokens, piece.num_output_tokens, piece.finish_reason) == (3, 2, None)
+    take(processor, request, 7, FinishReason.LENGTH)
+    piece = processor.piece(request)
+    assert (piece.text, piece.token_ids) == ("7 ", (7,))
+    assert (piece.num_output_tokens, piece.finish_reason) == (3, FinishReason.LENGTH)
+
+
+def test_logprobs_are_cut_to_what_each_request_asked_for(processor):
+    requests = [start(processor, logprobs=number) for number in (2, 0, None)]
+    output = step_output(5, 6, 7, num_top=3)
+    for sample, request in enumerate(requests):
+        request.output_token_ids.append(5 + sample)
+        processor.take(request, sample, output)
+    assert [processor.piece(request).logprobs for request in requests] == [
+        (TokenLogprobs(5, -0.5, (0, 1), (-1.0, -2.0)),),
+        (TokenLogprobs(6, -1.5, (), ()),),
+        (),
+    ]
+
+
+def test_logprobs_belong_to_their_piece(processor):
+    request = start(processor, logprobs=1)
+    take(processor, request, 5, num_top=1)
+    assert [token.token_id for token in processor.piece(request).logprobs] == [5]
+    take(processor, request, 6, num_top=1)
+    assert [token.token_id for token in processor.piece(request).logprobs] == [6]
+
+
+def test_the_token_that_ends_the_output_is_sent_without_its_text(processor):
+    request = start(processor, stop_token_ids=frozenset({2}))
+    take(processor, request, 5)
+    take(processor, request, 2, FinishReason.STOP)
+    piece = processor.piece(request)
+    assert (piece.text, piece.token_ids, piece.num_output_tokens) == ("5 ", (5, 2), 2)
+
+
+def test_the_token_that_reaches_the_limit_keeps_its_text(processor):
+    request = start(processor, stop_token_ids=frozenset({2}))
+    take(processor, request, 5, FinishReason.LENGTH)
+    assert processor.piece(request).text == "5 "
+
+
+def test_a_stop_string_is_reported_and_cut(processor):
+    request = start(processor, stop=("6 7",))
+    assert take(processor, request, 5) is None
+    assert take(processor, request, 6) is None
+    assert processor.piece(request).text == "5 "
+    assert take(processor, request, 7) == "6 7"
+    end(request, FinishReason.STOP)
+    piece = processor.piece(request)
+    assert (piece.text, piece.token_ids) == ("", (7,))
+
+
+def test_text_held_back_for_a_stop_string_comes_with_the_last_piece(processor):
+    request = start(processor, stop=("6 7",))
+    take(processor, request, 6)
+    assert processor.piece(request).text == ""
+    end(request, FinishReason.ABORT)
+    assert processor.piece(request).text == "6 "
+
+
+def test_an_error_ends_the_answer_after_what_has_come(processor):
+    request = start(processor)
+    take(processor, request, 5)
+    end(request, FinishReason.ERROR)
+    piece = processor.piece(request, "the WorkAgent is gone")
+    assert (piece.text, piece.token_ids) == ("5 ", (5,))
+    assert (piece.finish_reason, piece.error) == (FinishReason.ERROR, "the WorkAgent is gone")
+
+
+def test_a_request_is_known_until_its_last_piece(processor):
+    request, other = start(processor, request_id="r"), start(processor)
+    take(processor, request, 5)
+    processor.piece(request)
+    assert processor.knows(request)
+    assert processor.find("r") is request
+    assert processor.unfinished() == [request, other]
+    end(request, FinishReason.ABORT)
+    processor.piece(request)
+    assert not processor.knows(request)
+    assert processor.find("r") is None
+    assert processor.unfinished() == [other]
+
+
+def test_the_time_in_the_queue_is_that_until_the_first_step(processor):
+    request = start(processor, arrival_time=10.0)
+    assert processor.piece(request).queued_s == 0.0
+    request.first_scheduled_time = 12.5
+    assert processor.piece(request).queued_s == 2.5
