@@ -1,0 +1,158 @@
+"""Starting and ending WorkAgent processes. Their programs are stand-ins, so that none loads a model."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from fake_runner import expected_output
+from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.engine import supervisor
+from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.engine.supervisor import load_settings, start_work_agent
+from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
+from server_process import free_ports
+from step_factories import sampling_input, step_input
+
+TESTS = Path(__file__).parents[1]
+WORK_AGENT = """
+import sys, types
+from fake_runner import FakeRunner
+from llm_serving.errors import ConfigError
+
+def load_runner(settings, on_progress):
+    on_progress(f"compiling for {settings.device_target}")
+    if settings.num_blocks == 1:
+        raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
+    runner = FakeRunner(8, 4)
+    runner.kv_tensors = types.SimpleNamespace(num_blocks=8)
+    return runner
+
+loading = types.ModuleType("llm_serving.worker.loading")
+loading.load_runner = load_runner
+sys.modules["llm_serving.worker.loading"] = loading
+from llm_serving.work_agent import main
+sys.exit(main(sys.argv[3:]))  # after "-m llm_serving.work_agent"
+"""
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """Every process that was started; their pipes are closed at last."""
+    processes, spawn = [], supervisor._spawn
+    monkeypatch.setattr(supervisor, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_instead(monkeypatch, tmp_path):
+    """Makes every WorkAgent process run a shell script; "$@" are the arguments that Python would get."""
+
+    def run_instead(script):
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return run_instead
+
+
+@pytest.fixture
+def run_stand_in(run_instead, monkeypatch, tmp_path):
+    """Makes every WorkAgent process a real one but for its model."""
+    script = tmp_path / "work_agent.py"
+    script.write_text(WORK_AGENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
+    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"')
+
+
+def a_config(port=None, num_blocks=None):
+    return ServingConfig(
+        model=ModelConfig(max_generate_length=64, decode_batch_size=4),
+        serving=ServerConfig(agent_ports=(free_ports(1)[0] if port is None else port,)),
+        scheduler=SchedulerConfig(max_prefill_tokens=64),
+        pa=CacheConfig(num_blocks=num_blocks),
+    )
+
+
+def test_a_work_agent_loads_serves_and_ends(run_stand_in):
+    progress = []
+    agent = start_work_agent(a_config(), 0, progress.append)
+    assert progress == ["WorkAgent 0: compiling for CPU"]
+    assert agent.loaded.num_blocks == 8
+    executor = RemoteExecutor(agent.channel, agent.buffers)
+    prompt = [5, 6, 7]
+    executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
+    assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
+    agent.stop()
+    assert agent.process.returncode == 0
+
+
+def test_a_work_agent_that_does_not_end_when_asked_is_killed(run_stand_in, monkeypatch):
+    agent = start_work_agent(a_config(), 0, lambda text: None)
+    monkeypatch.setattr(type(agent.channel), "send", lambda channel, message: None)
+    monkeypatch.setattr("llm_serving.engine.supervisor._EXIT_TIMEOUT_S", 0.0)
+    agent.process.send_signal(signal.SIGSTOP)  # it does not even notice that its input has ended
+    os.waitid(os.P_PID, agent.process.pid, os.WSTOPPED)
+    agent.stop()
+    assert agent.process.returncode == -signal.SIGKILL
+
+
+def test_what_keeps_a_model_from_loading_is_told(run_stand_in):
+    with pytest.raises(ModelError, match=r"pa_config\.num_blocks: must be at least 2\. Given: 1"):
+        start_work_agent(a_config(num_blocks=1), 0, lambda text: None)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"serving_config\.agent_ports: port {port} is in use by another"):
+            start_work_agent(a_config(port), 0, lambda text: None)
+
+
+@pytest.mark.parametrize("script", ["exit 3", "read token; exit 3"])
+def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead, script):
+    run_instead(script)
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
+        start_work_agent(a_config(), 0, lambda text: None)
+
+
+def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
+    answer = (
+        "import socket, sys; fd = int(sys.argv[sys.argv.index('--listen-fd') + 1]); "
+        "connection, _ = socket.socket(fileno=fd).accept(); "
+        "connection.sendall(b'HTTP/1.1 400 Bad Request'); sys.stdin.read()"
+    )
+    run_instead(f'exec {shlex.quote(sys.executable)} -c "{answer}" "$@"')
+    with pytest.raises(ProtocolError):
+        start_work_agent(a_config(), 0, lambda text: None)
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="the pipe to a process that failed is left open")
+def test_the_pipe_to_a_process_that_failed_is_closed(run_instead, processes):
+    run_instead("exit 3")
+    with pytest.raises(WorkerDiedError):
+        start_work_agent(a_config(), 0, lambda text: None)
+    assert processes[0].stdin.closed
+
+
+class TestLoadSettings:
+    def test_each_work_agent_has_a_device_of_its_own(self):
+        serving = ServerConfig(agent_ports=(16002, 16003), start_device_id=3)
+        settings = [load_settings(ServingConfig(serving=serving), index) for index in range(2)]
+        assert [item.device_id for item in settings] == [3, 4]
+        assert [item.num_agents for item in settings] == [2, 2]
+
+    def test_cores_are_shared_between_work_agents(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
+        for num_agents, num_threads in ((1, 7), (2, 3), (9, 1)):
+            config = ServingConfig(serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_agents))))
+            assert load_settings(config, 0).num_threads == num_threads
