@@ -1,0 +1,193 @@
+"""Starting and stopping in the background: which process is meant, and what the operator is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import msgspec
+import psutil
+import pytest
+from llm_serving.config.schema import ModelConfig, ServerConfig, ServingConfig
+from llm_serving.errors import ConfigError
+from llm_serving.launcher import ServerRecord, StartError, curl_line, start, stop
+from server_process import free_ports
+
+
+@contextmanager
+def a_process(script="echo ready; exec sleep 600"):
+    """A process that stands for a server, once it has said that it is ready."""
+    process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def record_of(pid, port=8835, age_s=0.0, stop_timeout_s=30.0):
+    """The record of a process; with `age_s` that of another one, which had the pid so much earlier."""
+    return ServerRecord(pid, psutil.Process(pid).create_time() - age_s, "127.0.0.1", port, "server.log", stop_timeout_s)
+
+
+def write(run_dir, record):
+    folder = run_dir / str(record.port)
+    folder.mkdir()
+    path = folder / "server.json"
+    path.write_bytes(msgspec.json.encode(record))
+    return path
+
+
+def a_config(port, host="127.0.0.1"):
+    return ServingConfig(model=ModelConfig(model_name="demo"), serving=ServerConfig(server_ip=host, server_port=port))
+
+
+def is_alive(process):
+    return process.poll() is None
+
+
+class TestRecord:
+    def test_the_process_that_was_started_is_found(self):
+        assert record_of(os.getpid()).process() == psutil.Process()
+
+    def test_another_process_with_the_same_pid_is_not(self):
+        assert record_of(os.getpid(), age_s=60.0).process() is None
+        assert record_of(os.getpid(), age_s=-60.0).process() is None
+
+    def test_a_process_that_has_ended_is_not(self):
+        with a_process() as process:
+            record = record_of(process.pid)
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert record.process() is None, "a zombie"
+        assert record.process() is None
+
+
+class TestStop:
+    def test_nothing_runs(self, tmp_path, capsys):
+        assert stop(tmp_path / "never", None) == 0
+        assert stop(tmp_path, 8835) == 0
+        assert capsys.readouterr().err == "no server was running\nno server was running on port 8835\n"
+
+    @pytest.mark.parametrize("content", [b"", b"{", b'{"pid": "x"}', b"\xff"])
+    def test_a_broken_record_stops_nothing(self, tmp_path, content, capsys):
+        folder = tmp_path / "8835"
+        folder.mkdir()
+        (folder / "server.json").write_bytes(content)
+        assert stop(tmp_path, None) == 0
+        assert capsys.readouterr().err == "no server was running\n"
+
+    def test_a_stranger_with_the_pid_of_the_server_is_left_alone(self, tmp_path, capsys):
+        with a_process() as stranger:
+            path = write(tmp_path, record_of(stranger.pid, age_s=60.0))
+            assert stop(tmp_path, 8835) == 0
+            assert is_alive(stranger)
+        assert not path.exists()
+        assert capsys.readouterr().err == "no server was running on port 8835\n"
+
+    def test_only_the_server_on_the_port_is_stopped(self, tmp_path, capsys):
+        with a_process() as first, a_process() as second:
+            path = write(tmp_path, record_of(first.pid, 8835))
+            other = write(tmp_path, record_of(second.pid, 8836))
+            assert stop(tmp_path, 8835) == 0
+            assert not is_alive(first)
+            assert is_alive(second)
+            assert (path.exists(), other.exists()) == (False, True)
+            assert capsys.readouterr().err == f"stopped the server on port 8835 (pid {first.pid})\n"
+
+    def test_all_servers_of_the_folder_are_stopped(self, tmp_path):
+        with a_process() as first, a_process() as second:
+            paths = [write(tmp_path, record_of(first.pid, 8835)), write(tmp_path, record_of(second.pid, 8836))]
+            assert stop(tmp_path, None) == 0
+            assert not is_alive(first)
+            assert not is_alive(second)
+            assert not any(path.exists() for path in paths)
+
+    def test_a_server_that_does_not_end_is_killed_with_its_work_agents(self, tmp_path):
+        script = "trap '' TERM; sleep 600 & echo ready; wait; wait"
+        with a_process(script) as server:
+            (agent,) = psutil.Process(server.pid).children()
+            write(tmp_path, record_of(server.pid, stop_timeout_s=0.0))
+            assert stop(tmp_path, None) == 0
+            assert not is_alive(server)
+            assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+class TestStart:
+    @pytest.fixture
+    def run_instead(self, monkeypatch, tmp_path):
+        """Makes the server process run a shell script; "$@" are the arguments that Python would get."""
+
+        def run_instead(script):
+            program = tmp_path / "program"
+            program.write_text(f"#!/bin/sh\n{script}\n")
+            program.chmod(0o755)
+            monkeypatch.setattr(sys, "executable", str(program))
+
+        return run_instead
+
+    def test_any_free_port_cannot_be_had_in_the_background(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"serving_config\.server_port: must be a fixed port"):
+            start(a_config(0), [], tmp_path)
+
+    def test_a_port_of_another_program_is_named(self, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"serving_config\.server_port: .*{port} is in use"):
+                start(a_config(port), [], tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_second_server_on_the_port_is_refused(self, tmp_path):
+        write(tmp_path, record_of(os.getpid(), 8835))
+        with pytest.raises(ConfigError, match=rf"a server runs on port 8835 already \(pid {os.getpid()}\)"):
+            start(a_config(8835), [], tmp_path)
+
+    def test_the_log_of_a_server_that_ends_is_shown(self, tmp_path, run_instead):
+        (port,) = free_ports(1)
+        run_instead('echo "$@"; seq 20; echo "error: no such model" >&2; exit 1')
+        with pytest.raises(StartError) as caught:
+            start(a_config(port), ["--model", "x"], tmp_path)
+        head, *lines = str(caught.value).splitlines()
+        assert head == "the server did not become ready; its log ends:"
+        assert lines == [*(f"  {number}" for number in range(7, 21)), "  error: no such model"]
+        folder = tmp_path / str(port)
+        assert (folder / "server.log").read_text().startswith("-m llm_serving serve --model x\n")
+        assert not (folder / "server.json").exists()
+
+    @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # as it shall be
+    def test_a_server_that_serves_is_written_down(self, tmp_path, run_instead, capsys):
+        (port,) = free_ports(1)
+        serve = (
+            "from http.server import *\n"
+            "class Handler(BaseHTTPRequestHandler):\n"
+            "    def do_GET(self):\n"
+            "        self.send_response(200)\n"
+            "        self.end_headers()\n"
+            "        self.wfile.write(b'{}')\n"
+            f"HTTPServer(('127.0.0.1', {port}), Handler).serve_forever()\n"
+        )
+        run_instead(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(serve)}")
+        assert start(a_config(port), [], tmp_path) == 0
+        record = msgspec.json.decode((tmp_path / str(port) / "server.json").read_bytes(), type=ServerRecord)
+        assert (record.host, record.port) == ("127.0.0.1", port)
+        server = record.process()
+        assert server.is_running()
+        captured = capsys.readouterr()
+        assert captured.out == curl_line(a_config(port)) + "\n"
+        assert f"serving demo on http://127.0.0.1:{port}" in captured.err
+        assert stop(tmp_path, port) == 0
+        assert record.process() is None
+
+
+def test_the_line_to_paste_is_a_request_to_this_server():
+    words = shlex.split(curl_line(a_config(9001)))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:9001/v1/completions"]
+    assert words[3:5] == ["-H", "Content-Type: application/json"]
+    assert words[5] == "-d"
+    assert json.loads(words[6]) == {"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0}
