@@ -136,7 +136,6 @@ def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
         start_work_agent(a_config(), 0, lambda text: None)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="the pipe to a process that failed is left open")
 def test_the_pipe_to_a_process_that_failed_is_closed(run_instead, processes):
     run_instead("exit 3")
     with pytest.raises(WorkerDiedError):

@@ -186,8 +186,16 @@ class AsyncEngine:
         return stream
 
     def check_capacity(self, num_requests: int) -> None:
-        """Raises CapacityError unless the waiting queues of the living replicas have room for so many more."""
-        limit = self.config.scheduler.max_waiting_queue * len(self._living())
+        """Checks that the waiting queues of the living replicas have room for so many more.
+
+        Raises:
+            CapacityError: They have not.
+            UnavailableError: No WorkAgent is ready.
+        """
+        num_living = len(self._living())
+        if num_living == 0:
+            raise UnavailableError(self.health().detail)
+        limit = self.config.scheduler.max_waiting_queue * num_living
         waiting = self.num_waiting
         if waiting + num_requests > limit:
             rule = f"{waiting} of {limit} places in the queue are taken (scheduler_config.max_waiting_queue)"

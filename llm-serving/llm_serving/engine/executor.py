@@ -112,7 +112,10 @@ class RemoteExecutor:
             raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
-        return decode_output(reply)
+        try:
+            return decode_output(reply)
+        except ProtocolError as error:
+            raise WorkerDiedError(str(error)) from error
 
     def fileno(self) -> int | None:
         return self._channel.fileno()

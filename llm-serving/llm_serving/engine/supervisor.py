@@ -93,11 +93,11 @@ def start_work_agent(config: ServingConfig, index: int, on_progress: Callable[[s
         if channel is not None:
             channel.close()
         process.kill()
-        returncode = process.wait()
+        process.communicate()  # waits for its end and closes the pipe, even with something left in it
         buffers.close()
         os.close(buffers.fd)
         if isinstance(error, ChannelClosedError | OSError):
-            raise WorkerDiedError(f"WorkAgent {index} ended (code {returncode}) before it was ready") from error
+            raise WorkerDiedError(f"WorkAgent {index} ended (code {process.returncode}) before it was ready") from error
         raise
     return WorkAgentProcess(index, process, channel, buffers, answer)
 

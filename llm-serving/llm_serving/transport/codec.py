@@ -60,10 +60,13 @@ def decode_output(message: StepDone) -> StepOutput:
     Raises:
         ProtocolError: The lengths do not agree.
     """
-    token_ids = np.frombuffer(message.token_ids, "<i4")
-    logprobs = np.frombuffer(message.logprobs, "<f4")
-    top_token_ids = np.frombuffer(message.top_token_ids, "<i4")
-    top_logprobs = np.frombuffer(message.top_logprobs, "<f4")
+    try:
+        token_ids = np.frombuffer(message.token_ids, "<i4")
+        logprobs = np.frombuffer(message.logprobs, "<f4")
+        top_token_ids = np.frombuffer(message.top_token_ids, "<i4")
+        top_logprobs = np.frombuffer(message.top_logprobs, "<f4")
+    except ValueError as error:
+        raise ProtocolError(f"the reply to step {message.step} has an array of broken length: {error}") from None
     count = len(token_ids)
     if (
         len(logprobs) != count

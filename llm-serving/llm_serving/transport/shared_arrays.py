@@ -31,18 +31,17 @@ class SharedBuffers:
     """
 
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
-        """Maps the file behind `fd`, which stays the caller's."""
+        """Maps the file behind `fd`, which stays the caller's; both sides round `buffer_bytes` up to the alignment."""
         self.fd = fd
         self.num_buffers = num_buffers
-        self.buffer_bytes = buffer_bytes
-        self._memory = mmap.mmap(fd, num_buffers * buffer_bytes)
+        self.buffer_bytes = _aligned(buffer_bytes)
+        self._memory = mmap.mmap(fd, num_buffers * self.buffer_bytes)
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
         """A new file; `close` and then `os.close(buffers.fd)` give it up."""
-        buffer_bytes = _aligned(buffer_bytes)
         fd = os.memfd_create("llm_serving_steps", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_buffers * buffer_bytes)
+        os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
         return cls(fd, num_buffers, buffer_bytes)
 
     def write(self, buffer: int, arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
