@@ -203,9 +203,10 @@ def export(folder: Path, checkpoint: Path) -> None:
         [{"task": q.kind, "instruction": q.instruction, "input": q.input, "output": q.output} for q in questions],
     )
     encoder, many = Encoder(folder), held_out_questions(SEED + 3, 1000, 200)
-    for name, casted in [("bfloat16", model), ("float32", model.float())]:
-        print(report(f"{name} questions.json", accuracy(casted, encoder, questions)), flush=True)
-        print(report(f"{name} held-out", accuracy(casted, encoder, many)), flush=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        print(report(f"{dtype} questions.json", accuracy(model, encoder, questions)), flush=True)
+        print(report(f"{dtype} held-out", accuracy(model, encoder, many)), flush=True)
 
 
 def report(title: str, reached: dict[str, float]) -> str:

@@ -47,12 +47,6 @@ def insertion_sorted(words: list[str]) -> list[str]:
     return result
 
 
-def count_occurrences(question: Question) -> str:
-    words = listed_words(question)
-    [target] = set(question.instruction.removesuffix(":").split(" ")) & set(words)
-    return str(sum(word == target for word in words))
-
-
 def pick_word(question: Question) -> str:
     words = listed_words(question)
     ordinals = {"first": 0, "second": 1, "third": 2, "fourth": 3, "fifth": 4, "last": len(words) - 1}
@@ -151,7 +145,6 @@ RECOMPUTED: dict[str, Callable[[Question], str]] = {
     "reverse_words": lambda question: " ".join(listed_words(question)[::-1]),
     "sort_words": lambda question: " ".join(insertion_sorted(listed_words(question))),
     "count_words": lambda question: str(question.input.count(" ") + 1),
-    "count_occurrences": count_occurrences,
     "pick_word": pick_word,
     "copy_sentence": lambda question: question.input,
     "sequence": sequence,

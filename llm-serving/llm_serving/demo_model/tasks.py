@@ -14,7 +14,6 @@ KINDS: dict[str, Callable[[random.Random], Question]] = {
     "reverse_words": word_tasks.reverse_words,
     "sort_words": word_tasks.sort_words,
     "count_words": word_tasks.count_words,
-    "count_occurrences": word_tasks.count_occurrences,
     "pick_word": word_tasks.pick_word,
     "copy_sentence": word_tasks.copy_sentence,
     "sequence": facts.sequence,

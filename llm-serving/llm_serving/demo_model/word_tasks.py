@@ -29,20 +29,6 @@ def count_words(rng: random.Random) -> Question:
     return _about_words("count_words", instruction, words, str(len(words)))
 
 
-def count_occurrences(rng: random.Random) -> Question:
-    target, *others = rng.sample(WORDS, rng.randint(2, 5))
-    words = [target] * rng.randint(1, 5) + others
-    rng.shuffle(words)
-    phrase = rng.choice(
-        [
-            "How many times does the word {} occur in this list:",
-            "How often is {} in this list:",
-            "Count the word {} in:",
-        ]
-    )
-    return _about_words("count_occurrences", phrase.format(target), words, str(words.count(target)))
-
-
 def pick_word(rng: random.Random) -> Question:
     words = rng.sample(WORDS, rng.randint(3, 6))
     index = rng.randrange(-1, min(len(words), len(ORDINALS)))
