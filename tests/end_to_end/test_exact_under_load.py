@@ -19,6 +19,10 @@ QUESTIONS: list[dict[str, str]] = json.loads(
 )
 
 
+def prompt_of(question: dict[str, str]) -> str:
+    return f"{question['instruction']} {question['input']}".strip()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     before = shared_memory_names()
@@ -35,7 +39,7 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     requests = []
     for index in range(count):
         question = QUESTIONS[index * 7 % len(QUESTIONS)]
-        request: dict[str, Any] = {"prompt": question["instruction"] + question["input"], "max_tokens": 8 + index % 56}
+        request: dict[str, Any] = {"prompt": prompt_of(question), "max_tokens": 8 + index % 56}
         if index % 5 == 1:
             request["prompt"] = " ".join([request["prompt"]] * (2 + index % 9))
         if index % 3 == 2:
@@ -101,7 +105,7 @@ def test_the_shipped_model_answers_its_questions(server: Server) -> None:
     questions = QUESTIONS[:: max(1, len(QUESTIONS) // 96)]
 
     async def answer(client: httpx.AsyncClient, question: dict[str, str]) -> bool:
-        body = {"prompt": question["instruction"] + question["input"], "max_tokens": 600, "temperature": 0}
+        body = {"prompt": prompt_of(question), "max_tokens": 600, "temperature": 0}
         response = await client.post("/v1/completions", json=body)
         return bool(response.json()["choices"][0]["text"].strip() == question["output"].strip())
 
@@ -156,7 +160,7 @@ def test_openai_client(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     model = client.models.list().data[0].id
     question = QUESTIONS[0]
-    messages: Any = [{"role": "user", "content": question["instruction"] + question["input"]}]
+    messages: Any = [{"role": "user", "content": prompt_of(question)}]
     whole = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64)
     pieces = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64, stream=True)
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
@@ -167,7 +171,7 @@ def test_openai_client(server: Server) -> None:
 def test_legacy_stream_ends_with_the_whole_text(server: Server) -> None:
     question = QUESTIONS[1]
     parameters = {"do_sample": "False", "return_full_text": "True", "max_new_tokens": 64}
-    body = {"inputs": question["instruction"] + question["input"], "parameters": parameters, "stream": True}
+    body = {"inputs": prompt_of(question), "parameters": parameters, "stream": True}
     lines = httpx.post(f"{server.url}/models/llama2/generate_stream", json=body, timeout=60.0).text.splitlines()
     texts = [json.loads(line)["data"][0]["generated_text"] for line in lines if line]
     assert "".join(texts[:-1]) == texts[-1]

@@ -72,7 +72,7 @@ def test_started_twice_and_port_in_use() -> None:
             port = taken.getsockname()[1]
             refused = run_script("start.sh", "--port", str(port))
             assert refused.returncode == 2
-            assert f"port {port} is in use by another program" in refused.stderr
+            assert f"127.0.0.1:{port} is in use by another program" in refused.stderr
         assert httpx.get(f"{server.url}/health").status_code == 200
     finally:
         server.stop()
