@@ -2,8 +2,9 @@
 
     python scripts/train_demo_model.py
 
-takes about 40 minutes on two cores with bfloat16 instructions. Needs torch and sentencepiece; serving the model needs
-no torch. Everything is seeded. An interrupted run goes on from its last checkpoint (`--work-folder`).
+takes about 50 minutes on two shared cores with bfloat16 instructions. Needs torch and sentencepiece; serving the model
+needs no torch. Everything is seeded. An interrupted run goes on from its last checkpoint (`--work-folder`). The phases
+were tuned in the course of the run that gave the shipped weights: another run ends near them, not at the same bytes.
 
 Stages (`--stage`): `prepare` trains the tokenizer and writes the configuration; `train` trains the weights; `export`
 writes them as bfloat16 with the set of questions, and measures them in float32 and bfloat16.
