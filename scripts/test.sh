@@ -13,4 +13,5 @@ python_folders=(llm-serving tests performance scripts)
 find llm-serving/llm_serving/kernels/csrc \( -name '*.cc' -o -name '*.h' \) -print0 |
     xargs -0 "$venv/bin/clang-format" --dry-run -Werror
 (cd llm-serving && "$venv/bin/mypy")
+[ $# -gt 0 ] || set -- tests
 exec "$venv/bin/python" -m pytest -c "$config" --rootdir "$root" "$@"
