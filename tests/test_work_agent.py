@@ -96,7 +96,7 @@ def start(pool, monkeypatch):
     """Starts an agent whose model is loaded by `load_runner`; by default a runner that never fails."""
     masters = []
 
-    def start(load_runner=lambda settings, on_progress: Runner(), config=None):
+    def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None):
         monkeypatch.setattr(work_agent, "load_runner", load_runner)
         masters.append(Master(config or ServingConfig(), pool))
         return masters[-1]
@@ -121,12 +121,12 @@ class TestLoading:
         def load_runner(settings, on_progress):
             on_progress("reading weights")
             on_progress(f"compiling for {settings.device_target}")
-            return Runner()
+            return Runner(), "slower than usual"
 
         master = start(load_runner)
         assert master.load() == Progress("reading weights")
         assert master.receive() == Progress("compiling for CPU")
-        assert master.receive() == Loaded(NUM_BLOCKS)
+        assert master.receive() == Loaded(NUM_BLOCKS, "slower than usual")
 
     def test_a_model_that_cannot_be_loaded_is_told_and_ends_it(self, start):
         def load_runner(settings, on_progress):
@@ -192,7 +192,7 @@ class TestSteps:
             assert token_of(master.receive()) == expected_output(prompt, 1)
 
     def test_a_failing_step_is_told_and_the_next_one_runs(self, start):
-        master = start(lambda settings, on_progress: Runner(failing={0}))
+        master = start(lambda settings, on_progress: (Runner(failing={0}), ""))
         master.load()
         master.run(a_step(0, 0, 5))
         master.run(a_step(1, 0, 5, 6))

@@ -36,7 +36,9 @@ def run(config: ServingConfig) -> int:
         agent = start_work_agent(config, index, on_progress)
         try:
             executor = RemoteExecutor(agent.channel, agent.buffers, config.serving.step_timeout_s)
-            yield build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, publish, index)
+            engine = build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, publish, index)
+            engine.notice = agent.loaded.notice
+            yield engine
         finally:
             agent.stop()
 

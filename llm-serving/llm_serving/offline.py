@@ -46,7 +46,7 @@ class LLM:
         self.model_spec = ModelSpec.from_folder(config.model.model_path)
         self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
         self.metrics = Metrics(config.model.model_name)
-        runner = load_runner(load_settings(config, 0), logger.info)
+        runner, _ = load_runner(load_settings(config, 0), logger.info)
         executor = LocalExecutor(runner)
         num_blocks = runner.kv_tensors.num_blocks
         self.engine = build_engine(config, num_blocks, executor, self.tokenizer, self.metrics, self._publish)

@@ -59,7 +59,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
         return
     try:
-        runner = load_runner(settings, on_progress=lambda text: channel.send(Progress(text)))
+        runner, notice = load_runner(settings, on_progress=lambda text: channel.send(Progress(text)))
     except LLMServingError as error:
         channel.send(Failed(str(error)))
         return
@@ -67,7 +67,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         logger.exception("the model cannot be loaded")
         channel.send(Failed(f"the model cannot be loaded: {error}"))
         return
-    channel.send(Loaded(runner.kv_tensors.num_blocks))
+    channel.send(Loaded(runner.kv_tensors.num_blocks, notice))
     buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
     for message in _steps(channel):
         try:

@@ -147,6 +147,16 @@ def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None
     asyncio.run(run())
 
 
+def test_health_passes_on_what_the_operator_should_know() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            engine._engines[0].notice = "many times slower"
+            assert (engine.health().ready, engine.health().detail) == (True, "ready; WorkAgent 0: many times slower")
+
+    asyncio.run(run())
+
+
 def test_health_tells_the_progress_of_loading() -> None:
     async def run() -> None:
         setup = Setup()

@@ -31,7 +31,7 @@ def load_runner(settings, on_progress):
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
     runner = FakeRunner(8, 4)
     runner.kv_tensors = types.SimpleNamespace(num_blocks=8)
-    return runner
+    return runner, ""
 
 loading = types.ModuleType("llm_serving.worker.loading")
 loading.load_runner = load_runner

@@ -27,7 +27,9 @@ def made(monkeypatch):
 
 def test_without_a_compiler_auto_falls_back_with_a_notice(made, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger(ROOT), "propagate", True)
-    assert backend_for(DeviceConfig(kernels="auto"), "bfloat16") == "plain"
+    backend, notice = backend_for(DeviceConfig(kernels="auto"), "bfloat16")
+    assert backend == "plain"
+    assert "no C++ compiler found" in notice
     assert made == [("cpu", "bfloat16"), ("plain", "bfloat16")]
     assert "no C++ compiler found" in caplog.text
 
@@ -38,9 +40,9 @@ def test_without_a_compiler_plugin_is_an_error(made):
 
 
 def test_plain_does_not_look_for_a_compiler(made):
-    assert backend_for(DeviceConfig(kernels="plain"), "float32") == "plain"
+    assert backend_for(DeviceConfig(kernels="plain"), "float32") == ("plain", "")
     assert made == [("plain", "float32")]
 
 
 def test_an_ascend_device_has_its_own_backend(made):
-    assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == "ascend"
+    assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend", "")

@@ -24,7 +24,7 @@ from llm_serving.worker.model_runner import ModelRunner
 configure_logging()
 spec = tiny_spec(num_hidden_layers=1)
 configure_device(DeviceConfig())
-backend = backend_for(DeviceConfig(), "bfloat16")
+backend, _ = backend_for(DeviceConfig(), "bfloat16")
 runner = ModelRunner(spec, Path(sys.argv[1]), backend, num_blocks=8, block_size=16, max_model_len=64)
 text = list(range(3, 23))
 for step in range(4):

@@ -125,12 +125,13 @@ class AsyncEngine:
         failed = self._failures | {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
         ready = any(engine.dead is None for engine in engines.values())
         loading = len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
-        failures = "; ".join(f"WorkAgent {index}: {reason}" for index, reason in sorted(failed.items()))
+        notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
+        remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
         if not ready and not loading:
-            return EngineHealth(False, f"no WorkAgent lives: {failures}")
+            return EngineHealth(False, f"no WorkAgent lives: {remarks}")
         if loading:
             return EngineHealth(ready, self._progress, loading)
-        return EngineHealth(ready, f"ready; {failures}" if failures else "ready")
+        return EngineHealth(ready, f"ready; {remarks}" if remarks else "ready")
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class Engine:
         self.scheduler = scheduler
         self.dead: str | None = None
         """Why the engine ended, once it has."""
+        self.notice = ""
+        """What the operator should know of its WorkAgent; usually empty."""
         self._executor = executor
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, clock)

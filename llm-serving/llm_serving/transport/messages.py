@@ -66,6 +66,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
+    notice: str
+    """What the operator should know of the way this WorkAgent computes; usually empty."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

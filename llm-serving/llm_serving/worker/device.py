@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mindspore as ms
 
 from llm_serving.backends import Backend, create_backend
@@ -29,25 +27,28 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
         ms.set_context(enable_graph_kernel=True, graph_kernel_flags=device.graph_kernel_flags)
 
 
-def backend_for(device: DeviceConfig, dtype: str, on_progress: Callable[[str], None] = logger.warning) -> Backend:
+def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     """The backend that `device_target` and `kernels` ask for.
 
     Args:
         device: Section `device_config`.
         dtype: Type of weights, activations and KV cache.
-        on_progress: Told when MindSpore's own operations have to take the place of the operator library.
+
+    Returns:
+        The backend, and a notice for the operator where MindSpore's own operations had to take the library's place.
 
     Raises:
         KernelError: `kernels: plugin` was asked for and the operator library cannot be built or loaded.
     """
     if device.device_target != "CPU":
-        return create_backend("ascend", dtype)
+        return create_backend("ascend", dtype), ""
     if device.kernels == "plain":
-        return create_backend("plain", dtype)
+        return create_backend("plain", dtype), ""
     try:
-        return create_backend("cpu", dtype)
+        return create_backend("cpu", dtype), ""
     except KernelError as error:
         if device.kernels == "plugin":
             raise
-        on_progress(f"no operator library, MindSpore's own operations serve, many times slower: {error}")
-        return create_backend("plain", dtype)
+        notice = f"no operator library, MindSpore's own operations serve, many times slower: {error}"
+        logger.warning("%s", notice)
+        return create_backend("plain", dtype), notice

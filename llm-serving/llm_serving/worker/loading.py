@@ -23,8 +23,11 @@ SHARE_OF_FREE_MEMORY = 0.5
 """What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
 
 
-def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> ModelRunner:
+def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
     """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
+
+    Returns:
+        The runner, and what the operator should know of it; usually an empty text.
 
     Raises:
         ConfigError: The model cannot be read, or its cache does not fit.
@@ -43,7 +46,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> Mode
     )
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
-    backend = backend_for(device, settings.dtype, on_progress)
+    backend, notice = backend_for(device, settings.dtype)
     folder = Path(settings.model_path)
     spec = ModelSpec.from_folder(folder)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
@@ -51,7 +54,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> Mode
     runner = ModelRunner(spec, folder, backend, num_blocks, settings.block_size, settings.max_model_len)
     on_progress("compiling the network")
     runner.warm_up()
-    return runner
+    return runner, notice
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
