@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_serving.errors import KernelError
 from llm_serving.log import get_logger
@@ -142,6 +143,10 @@ def load() -> ctypes.CDLL:
     library.llm_set_num_threads.restype = None
     library.llm_num_calls.restype = ctypes.c_int64
     library.llm_last_error.restype = ctypes.c_char_p
+    library.llm_set_profiling.argtypes = [ctypes.c_int]
+    library.llm_set_profiling.restype = None
+    library.llm_profile.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)]
+    library.llm_profile.restype = ctypes.c_char_p
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library
 
@@ -182,6 +187,33 @@ def threads_in_use(count: int) -> Iterator[None]:
         yield
     finally:
         library.llm_set_num_threads(before)
+
+
+class OperatorTime(NamedTuple):
+    """What one operator took since profiling was switched on."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+@contextmanager
+def profiling() -> Iterator[None]:
+    """Counts the time of every operator called inside; `operator_times` tells it, also afterwards."""
+    load().llm_set_profiling(1)
+    try:
+        yield
+    finally:
+        load().llm_set_profiling(0)
+
+
+def operator_times() -> list[OperatorTime]:
+    """Every operator that was called, the longest first."""
+    calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
+    times: list[OperatorTime] = []
+    while (name := load().llm_profile(len(times), ctypes.byref(calls), ctypes.byref(nanoseconds))) is not None:
+        times.append(OperatorTime(name.decode(), calls.value, nanoseconds.value / 1e9))
+    return sorted(times, key=lambda time: time.seconds, reverse=True)
 
 
 def _isas() -> list[str]:

@@ -3,6 +3,7 @@
 
 #include "dtype.h"
 #include "floating_mode.h"
+#include "profile.h"
 
 namespace llm {
 
@@ -59,6 +60,8 @@ const char* last_error();
 #define LLM_OPERATOR(name)                                                                                       \
   static int run_##name(const llm::Call& call);                                                                  \
   LLM_EXPORT int name(int count, void** data, int* ranks, int64_t** shapes, const char** dtypes, void*, void*) { \
+    static llm::OperatorClock clock(#name);                                                                      \
+    const llm::Timed timed(clock);                                                                               \
     const llm::SubnormalsAsZero mode;                                                                            \
     return run_##name(llm::Call(#name, count, data, ranks, shapes, dtypes));                                     \
   }                                                                                                              \

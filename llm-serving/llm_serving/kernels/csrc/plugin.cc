@@ -48,4 +48,14 @@ LLM_EXPORT int llm_select_isa(const char* isa) { return llm::select_kernels(isa)
 LLM_EXPORT int64_t llm_num_threads() { return static_cast<int64_t>(llm::num_threads()); }
 LLM_EXPORT void llm_set_num_threads(int64_t count) { llm::set_num_threads(static_cast<size_t>(count < 1 ? 1 : count)); }
 LLM_EXPORT int64_t llm_num_calls() { return llm::num_calls(); }
+// Starts counting calls and nanoseconds of the operators from zero, or stops.
+LLM_EXPORT void llm_set_profiling(int on) { llm::set_profiling(on != 0); }
+// Name of the i-th operator called so far and its counts; null behind the last.
+LLM_EXPORT const char* llm_profile(int64_t i, int64_t* calls, int64_t* nanoseconds) {
+  const llm::OperatorClock* clock = llm::operator_clock(static_cast<size_t>(i));
+  if (clock == nullptr) return nullptr;
+  *calls = clock->calls.load();
+  *nanoseconds = clock->nanoseconds.load();
+  return clock->name;
+}
 LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }
