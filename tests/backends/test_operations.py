@@ -112,6 +112,26 @@ def test_rms_norm(backend: Backend) -> None:
         assert_near(backend, graph(tensor(backend, x))[0], reference.rms_norm(x, gamma, 1e-5))
 
 
+class BoundNorm(nn.Cell):
+    def __init__(self, backend: Backend, gamma: np.ndarray) -> None:
+        super().__init__()
+        self.norm = backend.add_rms_norm(1e-5)
+        self.gamma = backend.vector(gamma)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> Any:
+        return self.norm(x, y, self.gamma)
+
+
+def test_add_rms_norm(backend: Backend) -> None:
+    gamma = values(backend, 2, 40)
+    graph = Graph(BoundNorm(backend, gamma))
+    for count in TOKENS:
+        x, y = values(backend, 1, count, 40), values(backend, 3, count, 40)
+        normed, total = graph(tensor(backend, x), tensor(backend, y))
+        assert_near(backend, total, x + y)
+        assert_near(backend, normed, reference.rms_norm(total, gamma, 1e-5))
+
+
 @pytest.mark.parametrize("operation", ["linear", "logits"])
 def test_linear_and_logits(backend: Backend, operation: str) -> None:
     weight = values(backend, 1, 50, 48)

@@ -40,6 +40,26 @@ def test_rms_norm_is_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_add_rms_norm_is_the_sum_rounded_and_then_its_norm(isa: str, dtype: str) -> None:
+    for width in WIDTHS:
+        a, b, gamma = (
+            typed(normal(seed, *shape), dtype) for seed, shape in ((1, (5, width)), (2, (5, width)), (3, (width,)))
+        )
+        total, normed, also_total = (empty((5, width), dtype) for _ in range(3))
+        call("AddExt", a, b, scalar(1, "int64"), total)
+        call("AddRmsNorm", a, b, gamma, scalar(EPS, "float32"), normed, empty((5, 1), "float32"), also_total)
+        assert np.array_equal(also_total.bits, total.bits)
+        assert np.array_equal(normed.bits, rms_norm(total, gamma).bits)
+
+
+def test_add_rms_norm_refuses_shapes_that_differ(isa: str) -> None:
+    a, b, gamma, y = (typed(np.ones(shape), "float32") for shape in ((2, 8), (1, 8), (8,), (2, 8)))
+    rstd = empty((2, 1), "float32")
+    assert status_of("AddRmsNorm", a, b, gamma, scalar(EPS, "float32"), y, rstd, y) != 0
+    assert library.last_error() == "AddRmsNorm: both inputs must be of one type and shape"
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_rms_norm_of_zeros_and_of_infinity(isa: str, dtype: str) -> None:
     x = np.zeros((3, 40))
     x[1, 7] = np.inf

@@ -40,6 +40,9 @@ class AscendBackend:
     def rms_norm(self, eps: float) -> nn.Cell:
         return RmsNorm(eps)
 
+    def add_rms_norm(self, eps: float) -> nn.Cell:
+        return AddRmsNorm(eps)
+
     def linear(self) -> nn.Cell:
         return Linear()
 
@@ -112,6 +115,17 @@ class RmsNorm(nn.Cell):
 
     def construct(self, x: ms.Tensor, gamma: ms.Tensor) -> ms.Tensor:
         return self.rms_norm(x, gamma)[0]
+
+
+class AddRmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.add_rms_norm = gen_ops_prim.AddRmsNorm()
+        self.eps = eps
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor, gamma: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        normed, _, total = self.add_rms_norm(x, y, gamma, self.eps)
+        return normed, total
 
 
 class Linear(nn.Cell):

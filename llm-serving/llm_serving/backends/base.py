@@ -36,6 +36,9 @@ class Backend(Protocol):
     def rms_norm(self, eps: float) -> nn.Cell:
         """(x [T, H], gamma [H]) -> [T, H]; computed in float32, rounded once."""
 
+    def add_rms_norm(self, eps: float) -> nn.Cell:
+        """(x [T, H], y [T, H], gamma [H]) -> (rms_norm of x + y, x + y), the sum rounded to the model dtype first."""
+
     def linear(self) -> nn.Cell:
         """(x [T, K], weight [N, K] from `linear_weight`) -> [T, N] = x @ weight.T"""
 

@@ -35,6 +35,9 @@ class PlainBackend:
     def rms_norm(self, eps: float) -> nn.Cell:
         return RmsNorm(eps)
 
+    def add_rms_norm(self, eps: float) -> nn.Cell:
+        return AddRmsNorm(eps)
+
     def linear(self) -> nn.Cell:
         return Linear()
 
@@ -96,6 +99,16 @@ class RmsNorm(nn.Cell):
 
     def construct(self, x: ms.Tensor, gamma: ms.Tensor) -> ms.Tensor:
         return x * ops.rsqrt(ops.mean(ops.square(x), -1, True) + self.eps) * gamma
+
+
+class AddRmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.norm = RmsNorm(eps)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor, gamma: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        total = x + y
+        return self.norm(total, gamma), total
 
 
 class Linear(nn.Cell):

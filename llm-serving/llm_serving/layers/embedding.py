@@ -6,7 +6,6 @@ import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
-from llm_serving.layers.norm import RmsNorm
 
 
 class Embedding(nn.Cell):
@@ -22,20 +21,18 @@ class Embedding(nn.Cell):
 
 
 class SampledLogits(nn.Cell):
-    """hidden [T, H], sample_indices int32[S] -> float32 [S, V]; other rows reach neither norm nor head.
+    """normed hidden [T, H], sample_indices int32[S] -> float32 [S, V]; other rows do not reach the head.
 
     Args:
         backend: Makes the operations.
-        norm: The last norm of the model.
         weight: [V, H] from `Backend.linear_weight`; the embedding table itself where the two are tied.
     """
 
-    def __init__(self, backend: Backend, norm: RmsNorm, weight: ms.Parameter) -> None:
+    def __init__(self, backend: Backend, weight: ms.Parameter) -> None:
         super().__init__()
         self.select = backend.embedding()
-        self.norm = norm
         self.weight = weight
         self.logits = backend.logits()
 
-    def construct(self, hidden: ms.Tensor, sample_indices: ms.Tensor) -> ms.Tensor:
-        return self.logits(self.norm(self.select(sample_indices, hidden)), self.weight)
+    def construct(self, normed: ms.Tensor, sample_indices: ms.Tensor) -> ms.Tensor:
+        return self.logits(self.select(sample_indices, normed), self.weight)

@@ -18,3 +18,16 @@ class RmsNorm(nn.Cell):
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
         return self.norm(x, self.gain)
+
+
+class AddRmsNorm(nn.Cell):
+    """(x [T, H], y [T, H]) -> (the norm of x + y, x + y): a residual joins, and what follows it is normalised."""
+
+    def __init__(self, backend: Backend, gain: Array, eps: float) -> None:
+        super().__init__()
+        self.gain = backend.vector(gain)
+        self.norm = backend.add_rms_norm(eps)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        normed, total = self.norm(x, y, self.gain)
+        return normed, total

@@ -15,7 +15,7 @@ from llm_serving.layers.attention import PagedSelfAttention
 from llm_serving.layers.embedding import Embedding, SampledLogits
 from llm_serving.layers.linear import Linear
 from llm_serving.layers.mlp import GatedMlp
-from llm_serving.layers.norm import RmsNorm
+from llm_serving.layers.norm import AddRmsNorm, RmsNorm
 from llm_serving.layers.rotary import RotaryTables
 from llm_serving.models.base import KVCaches
 from llm_serving.models.weights import WeightReader
@@ -35,20 +35,23 @@ class LlamaForCausalLM(nn.Cell):
         table = backend.linear_weight(embed_tokens) if spec.tie_word_embeddings else backend.table(embed_tokens)
         self.embedding = Embedding(backend, table)
         self.rotary_tables = RotaryTables(backend, spec, max_positions)
+        num_layers = spec.num_hidden_layers
+        # A residual and the norm after it are one operation, so each layer also owns the norm that follows it.
+        gains = [f"model.layers.{index}.input_layernorm.weight" for index in range(num_layers)] + ["model.norm.weight"]
+        self.norm = RmsNorm(backend, weights.take(gains[0], (spec.hidden_size,)), spec.rms_norm_eps)
         self.layers = nn.CellList(
             [
-                LlamaLayer(spec, backend, weights, f"model.layers.{index}", kv_caches[index])
-                for index in range(spec.num_hidden_layers)
+                LlamaLayer(spec, backend, weights, f"model.layers.{index}", gains[index + 1], kv_caches[index])
+                for index in range(num_layers)
             ]
         )
-        norm = RmsNorm(backend, weights.take("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps)
         if spec.tie_word_embeddings:
             head = table
             if "lm_head.weight" in weights:  # some exporters write the table twice
                 weights.take("lm_head.weight", table_shape)
         else:
             head = backend.linear_weight(weights.take("lm_head.weight", table_shape))
-        self.logits = SampledLogits(backend, norm, head)
+        self.logits = SampledLogits(backend, head)
         weights.check_all_taken()
 
     def use_whole_prompts(self, backend: AscendBackend) -> None:
@@ -77,13 +80,23 @@ class LlamaForCausalLM(nn.Cell):
     ) -> ms.Tensor:
         hidden = self.embedding(token_ids)
         cos, sin = self.rotary_tables(positions)
+        normed = self.norm(hidden)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
-        return self.logits(hidden, sample_indices)
+            normed, hidden = layer(normed, hidden, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
+        return self.logits(normed, sample_indices)
 
 
 class LlamaLayer(nn.Cell):
-    """hidden [T, H] -> [T, H]: attention and feed-forward, each with its norm before and its residual after."""
+    """(normed [T, H], hidden [T, H]) -> the same for the next layer: attention, then feed-forward.
+
+    Args:
+        spec: The model.
+        backend: Makes operations and Parameters.
+        weights: Where the weights come from.
+        name: Prefix of this layer's weights.
+        next_gain: Name of the gain of the norm that follows this layer.
+        kv_cache: Key and value cache of this layer.
+    """
 
     def __init__(
         self,
@@ -91,6 +104,7 @@ class LlamaLayer(nn.Cell):
         backend: Backend,
         weights: WeightReader,
         name: str,
+        next_gain: str,
         kv_cache: tuple[ms.Parameter, ms.Parameter],
     ) -> None:
         super().__init__()
@@ -103,11 +117,10 @@ class LlamaLayer(nn.Cell):
                 bias = weights.take_rows([(f"{name}.{part}.bias", rows) for part, rows in parts.items()])
             return Linear(backend, weight, bias)
 
-        def norm(part: str) -> RmsNorm:
-            return RmsNorm(backend, weights.take(f"{name}.{part}.weight", (hidden,)), spec.rms_norm_eps)
+        def add_norm(gain: str) -> AddRmsNorm:
+            return AddRmsNorm(backend, weights.take(gain, (hidden,)), spec.rms_norm_eps)
 
         qkv = {"self_attn.q_proj": spec.q_size, "self_attn.k_proj": spec.kv_size, "self_attn.v_proj": spec.kv_size}
-        self.attention_norm = norm("input_layernorm")
         self.attention = PagedSelfAttention(
             backend,
             spec,
@@ -115,16 +128,17 @@ class LlamaLayer(nn.Cell):
             linear({"self_attn.o_proj": hidden}, spec.q_size, spec.attention_bias),
             kv_cache,
         )
-        self.mlp_norm = norm("post_attention_layernorm")
+        self.mlp_norm = add_norm(f"{name}.post_attention_layernorm.weight")
         self.mlp = GatedMlp(
             backend,
             linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, spec.mlp_bias),
             linear({"mlp.down_proj": hidden}, inner, spec.mlp_bias),
         )
-        self.add = backend.add()
+        self.next_norm = add_norm(next_gain)
 
     def construct(
         self,
+        normed: ms.Tensor,
         hidden: ms.Tensor,
         cos: ms.Tensor,
         sin: ms.Tensor,
@@ -132,9 +146,8 @@ class LlamaLayer(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
-    ) -> ms.Tensor:
-        attended = self.attention(
-            self.attention_norm(hidden), cos, sin, slot_mapping, block_tables, query_lens, context_lens
-        )
-        hidden = self.add(hidden, attended)
-        return self.add(hidden, self.mlp(self.mlp_norm(hidden)))
+    ) -> tuple[ms.Tensor, ms.Tensor]:
+        attended = self.attention(normed, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
+        normed, hidden = self.mlp_norm(attended, hidden)
+        normed, hidden = self.next_norm(self.mlp(normed), hidden)
+        return normed, hidden

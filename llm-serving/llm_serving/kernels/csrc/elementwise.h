@@ -21,12 +21,26 @@ void for_row_ranges(size_t rows, size_t row_size, Body body) {
   parallel_for((rows + rows_per_task - 1) / rows_per_task, task);
 }
 
+// y = a + b
+template <class Element>
+void add_row(const Element* a, const Element* b, Element* y, size_t size) {
+  for (size_t i = 0; i < size; i += kLanes) {
+    const size_t left = size - i;
+    store_first(y + i, load_first(a + i, left) + load_first(b + i, left), left);
+  }
+}
+
 template <class Element>
 void rms_norm_rows(const RmsNormArgs& args) {
   const Element* gamma = static_cast<const Element*>(args.gamma);
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const Element* x = static_cast<const Element*>(args.x) + row * args.size;
+      if (args.added != nullptr) {
+        Element* sum = static_cast<Element*>(args.sum) + row * args.size;
+        add_row(x, static_cast<const Element*>(args.added) + row * args.size, sum, args.size);
+        x = sum;
+      }
       Element* y = static_cast<Element*>(args.y) + row * args.size;
       Floats squares = zeros();
       for (size_t i = 0; i < args.size; i += kLanes) {
@@ -93,10 +107,9 @@ void add_elements(const AddArgs& args) {
   const Element* b = static_cast<const Element*>(args.b);
   Element* y = static_cast<Element*>(args.y);
   for_row_ranges((args.size + kLanes - 1) / kLanes, kLanes, [&](size_t first, size_t last) {
-    for (size_t i = first * kLanes; i < last * kLanes && i < args.size; i += kLanes) {
-      const size_t left = args.size - i;
-      store_first(y + i, load_first(a + i, left) + load_first(b + i, left), left);
-    }
+    const size_t at = first * kLanes;
+    const size_t end = last * kLanes < args.size ? last * kLanes : args.size;
+    add_row(a + at, b + at, y + at, end - at);
   });
 }
 

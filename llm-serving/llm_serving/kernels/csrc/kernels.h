@@ -19,9 +19,12 @@ struct LinearArgs {
   size_t m, n, k;
 };
 
-// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null.
+// y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
+// to the element type, and is written to `sum`.
 struct RmsNormArgs {
   const void* x;
+  const void* added;  // null: nothing is added
+  void* sum;
   const void* gamma;
   void* y;
   float* rstd;

@@ -18,11 +18,7 @@ inline size_t group_offset(size_t block, size_t group, size_t head, size_t block
   return (block * heads + head) * block_size * head_dim + group * kGroupTokens * head_dim;
 }
 
-// Element (token, dim) inside a group.
-inline size_t key_offset(size_t token, size_t dim, bool pairs) {
-  return pairs ? (dim / 2 * kGroupTokens + token) * 2 + dim % 2 : dim * kGroupTokens + token;
-}
-
+// Element (token, dim) of a group of values.
 inline size_t value_offset(size_t token, size_t dim, bool pairs) {
   const size_t panel = dim / kPanelWidth * kPanelWidth * kGroupTokens;
   const size_t column = dim % kPanelWidth;

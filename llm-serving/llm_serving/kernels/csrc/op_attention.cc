@@ -14,23 +14,35 @@ bool valid_cache(const Call& call, int cache, DType dtype) {
          call.dim(cache, 3) % kPanelWidth == 0;
 }
 
-template <class Element>
-void store_token(const Call& call, size_t token, size_t slot, bool pairs) {
+// Writes the key of one head into column `lane` of a group; `kInputs` of its dims stay together.
+template <class Element, size_t kInputs>
+void store_key(const Element* key, size_t head_dim, size_t lane, Element* group) {
+  for (size_t dim = 0; dim < head_dim; dim += kInputs) {
+    __builtin_memcpy(group + dim * kGroupTokens + lane * kInputs, key + dim, kInputs * sizeof(Element));
+  }
+}
+
+// Writes the value of one head into input `lane` of a group. `kInputs` tokens stay together in a panel of 16 dims.
+template <class Element, size_t kInputs>
+void store_value(const Element* value, size_t head_dim, size_t lane, Element* group) {
+  for (size_t panel = 0; panel < head_dim; panel += kPanelWidth) {
+    Element* row = group + panel * kGroupTokens + lane / kInputs * kInputs * kPanelWidth + lane % kInputs;
+    for (size_t column = 0; column < kPanelWidth; column++) row[column * kInputs] = value[panel + column];
+  }
+}
+
+template <class Element, size_t kInputs>
+void store_token(const Call& call, size_t token, size_t slot) {
   const size_t block_size = call.dim(2, 1);
   const size_t heads = call.dim(2, 2);
   const size_t head_dim = call.dim(2, 3);
   const size_t in_block = slot % block_size;
   const size_t lane = in_block % kGroupTokens;
-  const Element* k = call.data<const Element>(0) + token * heads * head_dim;
-  const Element* v = call.data<const Element>(1) + token * heads * head_dim;
-  for (size_t head = 0; head < heads; head++, k += head_dim, v += head_dim) {
+  for (size_t head = 0; head < heads; head++) {
     const size_t group = group_offset(slot / block_size, in_block / kGroupTokens, head, block_size, heads, head_dim);
-    Element* keys = call.data<Element>(2) + group;
-    Element* values = call.data<Element>(3) + group;
-    for (size_t dim = 0; dim < head_dim; dim++) {
-      keys[key_offset(lane, dim, pairs)] = k[dim];
-      values[value_offset(lane, dim, pairs)] = v[dim];
-    }
+    const size_t at = (token * heads + head) * head_dim;
+    store_key<Element, kInputs>(call.data<const Element>(0) + at, head_dim, lane, call.data<Element>(2) + group);
+    store_value<Element, kInputs>(call.data<const Element>(1) + at, head_dim, lane, call.data<Element>(3) + group);
   }
 }
 
@@ -61,11 +73,10 @@ int store_kv(const Call& call) {
   auto store = [&](size_t token) {
     const int64_t slot = call.integer(4, token);
     if (slot < 0) return;
-    if (dtype == DType::kFloat32) {
-      store_token<uint32_t>(call, token, static_cast<size_t>(slot), false);
-    } else {
-      store_token<uint16_t>(call, token, static_cast<size_t>(slot), dtype == DType::kBFloat16);
-    }
+    const size_t target = static_cast<size_t>(slot);
+    if (dtype == DType::kFloat32) return store_token<uint32_t, 1>(call, token, target);
+    if (dtype == DType::kBFloat16) return store_token<uint16_t, 2>(call, token, target);
+    store_token<uint16_t, 1>(call, token, target);
   };
   if (tokens < 4) {
     for (size_t token = 0; token < tokens; token++) store(token);

@@ -1,23 +1,49 @@
-// RmsNorm, Swiglu, AddExt and the two rotary primitives.
+// RmsNorm, AddRmsNorm, Swiglu, AddExt and the two rotary primitives.
 #include <vector>
 
 #include "call.h"
 #include "kernels.h"
 
-// x, gamma, eps | y, rstd (float32)
-LLM_OPERATOR(RmsNorm) {
-  using namespace llm;
-  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
-  const DType dtype = call.dtype(0);
-  if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("x and gamma must be floats of one type");
-  const size_t size = call.elements(1);
-  if (call.rank(1) != 1 || call.rank(0) < 1 || call.dim(0, -1) != size) {
+namespace llm {
+namespace {
+
+// Positions of what both norms have; -1 where one has it not.
+struct NormParameters {
+  int x, added, gamma, eps, y, rstd, sum;
+};
+
+int norm_rows(const Call& call, const NormParameters& at) {
+  const DType dtype = call.dtype(at.x);
+  if (!is_float(dtype) || call.dtype(at.gamma) != dtype) return call.fail("x and gamma must be floats of one type");
+  const size_t size = call.elements(at.gamma);
+  if (call.rank(at.gamma) != 1 || call.rank(at.x) < 1 || call.dim(at.x, -1) != size) {
     return call.fail("gamma of %zu elements does not fit rows of x", size);
   }
-  const size_t rows = size == 0 ? 0 : call.elements(0) / size;
-  kernels().rms_norm({call.data<void>(0), call.data<void>(1), call.data<void>(3),
-                      call.present(4) ? call.data<float>(4) : nullptr, dtype, rows, size, call.number(2)});
+  const bool adds = at.added >= 0;
+  if (adds && (call.dtype(at.added) != dtype || call.elements(at.added) != call.elements(at.x))) {
+    return call.fail("both inputs must be of one type and shape");
+  }
+  const size_t rows = size == 0 ? 0 : call.elements(at.x) / size;
+  kernels().rms_norm({call.data<void>(at.x), adds ? call.data<void>(at.added) : nullptr,
+                      adds ? call.data<void>(at.sum) : nullptr, call.data<void>(at.gamma), call.data<void>(at.y),
+                      call.present(at.rstd) ? call.data<float>(at.rstd) : nullptr, dtype, rows, size,
+                      call.number(at.eps)});
   return 0;
+}
+
+}  // namespace
+}  // namespace llm
+
+// x, gamma, eps | y, rstd (float32)
+LLM_OPERATOR(RmsNorm) {
+  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
+  return llm::norm_rows(call, {0, -1, 1, 2, 3, 4, -1});
+}
+
+// x1, x2, gamma, eps | y, rstd (float32), x1 + x2
+LLM_OPERATOR(AddRmsNorm) {
+  if (call.count() < 7) return call.fail("expects 7 parameters, got %d", call.count());
+  return llm::norm_rows(call, {0, 1, 2, 3, 4, 5, 6});
 }
 
 // x, axis | y
