@@ -3,6 +3,8 @@
     A   one stream: prompt 128, output 128; time to the first token, then tokens per second (median of runs)
     B   32 and 128 requests at once: prompt 128, output 128; output tokens per second, prefill included
     C   one prompt of 1,024, one output token: prompt tokens per second (median of runs)
+    S   where a decode step's time goes, for one stream and for each size of test B: microseconds for each operator, and
+        what is left of the step: the graph around the kernels, sampling, scheduling
 
 Prompts are random token ids, answers greedy, the end of sequence is ignored. Beside each figure stands its share of
 what the memory allows, from the bandwidth measured in the same run. Needs the package: run it with its interpreter.
@@ -12,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from llm_serving.config import load_config
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.kernels import library
 from llm_serving.offline import LLM
 
 PROMPT_LEN = OUTPUT_LEN = 128
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures += [batch(llm, count) for count in arguments.batch]
     if "C" in arguments.tests:
         figures.append(prefill(llm, arguments.runs))
+    if "S" in arguments.tests:
+        for count in (1, *arguments.batch):
+            figures += step_breakdown(llm, count)
     for figure in figures:
         share = f"  {100 * figure.value / figure.limit:.0f} % of {figure.limit:,.1f}" if figure.limit else ""
         print(f"{figure.test:3} {figure.quantity:28} {figure.value:10,.1f} {figure.unit}{share}")
@@ -103,19 +107,33 @@ def prefill(llm: LLM, runs: int) -> Figure:
     return Figure("C", "prefill", statistics.median(rates), "tok/s")
 
 
+def step_breakdown(llm: LLM, count: int) -> list[Figure]:
+    """Test S: the mean decode step of `count` requests, microseconds."""
+    stream = llm.stream(_prompts(llm, count, PROMPT_LEN, count), _greedy(OUTPUT_LEN))
+    pieces = iter(stream)
+    for _ in range(2 * count):  # every prompt is in the cache when each has two tokens
+        next(pieces)
+    first_step = llm.engine.num_steps
+    with library.profiling():
+        start = time.perf_counter()
+        for _ in pieces:
+            pass
+        elapsed = time.perf_counter() - start
+    num_steps = llm.engine.num_steps - first_step
+    times = [time for time in library.operator_times() if time.calls]
+    kernels = sum(time.seconds for time in times)
+    rows = [(time.name, time.seconds) for time in times] + [("everything but kernels", elapsed - kernels)]
+    return [Figure(f"S{count}", name, 1e6 * seconds / num_steps, "us/step") for name, seconds in rows]
+
+
 def read_bandwidth() -> float:
-    """Bytes per second that summing a large array reaches, best of five, on every core."""
-    array = np.ones(BYTES_READ_FOR_BANDWIDTH // 8, np.int64)
-    parts = np.array_split(array, len(os.sched_getaffinity(0)))
+    """Bytes per second at which the kernels' threads read memory that is in no cache, best of five."""
+    memory = np.ones(BYTES_READ_FOR_BANDWIDTH // 8, np.int64)
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
-        workers = [threading.Thread(target=part.max) for part in parts]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        best = max(best, array.nbytes / (time.perf_counter() - start))
+        library.load().llm_read_memory(memory.ctypes.data, memory.nbytes)
+        best = max(best, memory.nbytes / (time.perf_counter() - start))
     return best
 
 

@@ -63,6 +63,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()
         self._outputs: list[RequestOutput] = []
+        self._num_steps = 0
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -131,6 +132,11 @@ class Engine:
         return schedule is not None or collects
 
     @property
+    def num_steps(self) -> int:
+        """Steps whose results have come."""
+        return self._num_steps
+
+    @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
@@ -143,6 +149,7 @@ class Engine:
         else:
             updated = self.scheduler.update(schedule, output.token_ids.tolist())
             self._deliver(schedule, updated, output)
+        self._num_steps += 1
         self._record(schedule)
 
     def _record(self, schedule: Schedule) -> None:
