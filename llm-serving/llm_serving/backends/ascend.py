@@ -15,7 +15,7 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.base import Array, model_dtype
-from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
+from llm_serving.backends.parameters import parameter_over, resident_zeros, to_model_dtype, zeroed_array
 from llm_serving.errors import ConfigError
 
 _ROTATE_HALF = 2
@@ -89,7 +89,7 @@ class AscendBackend:
     ) -> tuple[ms.Parameter, ms.Parameter]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         keys, values = (
-            parameter_over(zeroed_array(shape, self.dtype), self.dtype, f"{name}.{part}") for part in ("key", "value")
+            parameter_over(resident_zeros(shape, self.dtype), self.dtype, f"{name}.{part}") for part in ("key", "value")
         )
         return keys, values
 

@@ -50,6 +50,13 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
     return aligned
 
 
+def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:
+    """As `zeroed_array`, with every page at hand: no step waits for the system to hand one out and clear it."""
+    array = zeroed_array(shape, dtype)
+    array.fill(0)
+    return array
+
+
 def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Parameter:
     """A Parameter that aliases `array`, which it keeps alive; writes to the array are seen by the graph.
 

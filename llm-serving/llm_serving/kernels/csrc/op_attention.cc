@@ -31,18 +31,32 @@ void store_value(const Element* value, size_t head_dim, size_t lane, Element* gr
   }
 }
 
+// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them, head by head.
+constexpr size_t kTokensPerTask = 64;
+
 template <class Element, size_t kInputs>
-void store_token(const Call& call, size_t token, size_t slot) {
+void store_tokens(const Call& call, size_t first, size_t last) {
   const size_t block_size = call.dim(2, 1);
   const size_t heads = call.dim(2, 2);
   const size_t head_dim = call.dim(2, 3);
-  const size_t in_block = slot % block_size;
-  const size_t lane = in_block % kGroupTokens;
+  size_t slots[kTokensPerTask];
+  bool skipped[kTokensPerTask];
+  for (size_t token = first; token < last; token++) {
+    const int64_t slot = call.integer(4, token);
+    skipped[token - first] = slot < 0;
+    slots[token - first] = static_cast<size_t>(slot);
+  }
   for (size_t head = 0; head < heads; head++) {
-    const size_t group = group_offset(slot / block_size, in_block / kGroupTokens, head, block_size, heads, head_dim);
-    const size_t at = (token * heads + head) * head_dim;
-    store_key<Element, kInputs>(call.data<const Element>(0) + at, head_dim, lane, call.data<Element>(2) + group);
-    store_value<Element, kInputs>(call.data<const Element>(1) + at, head_dim, lane, call.data<Element>(3) + group);
+    for (size_t token = first; token < last; token++) {
+      if (skipped[token - first]) continue;
+      const size_t in_block = slots[token - first] % block_size;
+      const size_t group =
+          group_offset(slots[token - first] / block_size, in_block / kGroupTokens, head, block_size, heads, head_dim);
+      const size_t lane = in_block % kGroupTokens;
+      const size_t at = (token * heads + head) * head_dim;
+      store_key<Element, kInputs>(call.data<const Element>(0) + at, head_dim, lane, call.data<Element>(2) + group);
+      store_value<Element, kInputs>(call.data<const Element>(1) + at, head_dim, lane, call.data<Element>(3) + group);
+    }
   }
 }
 
@@ -70,19 +84,14 @@ int store_kv(const Call& call) {
                        static_cast<long long>(slot), static_cast<long long>(slots));
     }
   }
-  auto store = [&](size_t token) {
-    const int64_t slot = call.integer(4, token);
-    if (slot < 0) return;
-    const size_t target = static_cast<size_t>(slot);
-    if (dtype == DType::kFloat32) return store_token<uint32_t, 1>(call, token, target);
-    if (dtype == DType::kBFloat16) return store_token<uint16_t, 2>(call, token, target);
-    store_token<uint16_t, 1>(call, token, target);
+  auto store = [&](size_t task) {
+    const size_t first = task * kTokensPerTask;
+    const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
+    if (dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, first, last);
+    if (dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, first, last);
+    store_tokens<uint16_t, 1>(call, first, last);
   };
-  if (tokens < 4) {
-    for (size_t token = 0; token < tokens; token++) store(token);
-  } else {
-    parallel_for(tokens, store);
-  }
+  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask, store);
   return 0;
 }
 
