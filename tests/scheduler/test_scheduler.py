@@ -63,6 +63,23 @@ def test_smaller_priority_is_admitted_first() -> None:
     assert rows(run_step(scheduler))[0][0] == "high"
 
 
+def test_a_long_prompt_of_lower_priority_does_not_hold_up_a_higher_one() -> None:
+    scheduler = create_scheduler(max_num_batched_tokens=16)
+    scheduler.add(create_request(100, request_id="low", priority=1))
+    assert rows(run_step(scheduler)) == [("low", 0, 16, False)]
+    scheduler.add(create_request(8, request_id="high", priority=0))
+    assert rows(run_step(scheduler)) == [("high", 0, 8, True), ("low", 16, 8, False)]
+
+
+def test_a_long_prompt_is_not_held_up_by_later_ones_of_its_priority() -> None:
+    scheduler = create_scheduler(max_num_batched_tokens=16)
+    scheduler.add(create_request(40, request_id="first"))
+    run_step(scheduler)
+    scheduler.add(create_request(8, request_id="later"))
+    assert rows(run_step(scheduler)) == [("first", 16, 16, False)]
+    assert rows(run_step(scheduler)) == [("first", 32, 8, True), ("later", 0, 8, True)]
+
+
 def test_a_waiting_request_ages_past_a_higher_priority() -> None:
     scheduler = create_scheduler(ageing_steps=3, max_num_seqs=2)
     scheduler.add(create_request(request_id="busy", priority=-9, max_tokens=50))

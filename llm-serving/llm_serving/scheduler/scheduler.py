@@ -180,17 +180,23 @@ class Scheduler:
                 step.add(request, 1)
 
     def _schedule_prefills(self, step: _Step, now: float) -> None:
-        for request in self.running:
+        """Running prompts that are not complete and waiting ones, in one order."""
+        admits = self._admission_is_open(now)
+        for request in [other for other in self.running if other.num_uncomputed_tokens > 0 and not other.is_decoding]:
+            if admits:
+                self._admit(step, before=request.queue_key)
             if not step.has_room_for_prefill(self.limits):
                 return
-            if request.num_uncomputed_tokens > 0 and not request.is_decoding:
-                step.add(request, request.num_uncomputed_tokens, prefill=True)
-        if self._admission_is_open(now):
+            step.add(request, request.num_uncomputed_tokens, prefill=True)
+        if admits:
             self._admit(step)
 
-    def _admit(self, step: _Step) -> None:
-        """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it."""
-        while (request := self.waiting.peek()) is not None:
+    def _admit(self, step: _Step, before: tuple[int, int] | None = None) -> None:
+        """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
+
+        With `before`, only those that stand before this place in the order.
+        """
+        while (request := self.waiting.peek()) is not None and (before is None or request.queue_key < before):
             # A preempted request whose newest token is still on the device cannot be computed yet.
             fits = len(self.running) < self.limits.max_num_seqs and request.num_tokens_in_flight == 0
             num_tokens = request.max_num_tokens if self._is_protected(request) else request.num_tokens
