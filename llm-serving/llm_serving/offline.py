@@ -104,7 +104,8 @@ class LLM:
                         yield indices[piece.request_id], piece
         finally:
             for request in requests:
-                self.engine.abort(request.request_id)
+                if not request.is_finished:
+                    self.engine.abort(request.request_id)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

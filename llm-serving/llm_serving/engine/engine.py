@@ -49,6 +49,8 @@ class Engine:
         self.scheduler = scheduler
         self.dead: str | None = None
         """Why the engine ended, once it has."""
+        self.num_steps = 0
+        """Steps whose results have come."""
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
         self._executor = executor
@@ -63,7 +65,6 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()
         self._outputs: list[RequestOutput] = []
-        self._num_steps = 0
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -132,11 +133,6 @@ class Engine:
         return schedule is not None or collects
 
     @property
-    def num_steps(self) -> int:
-        """Steps whose results have come."""
-        return self._num_steps
-
-    @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
@@ -149,7 +145,7 @@ class Engine:
         else:
             updated = self.scheduler.update(schedule, output.token_ids.tolist())
             self._deliver(schedule, updated, output)
-        self._num_steps += 1
+        self.num_steps += 1
         self._record(schedule)
 
     def _record(self, schedule: Schedule) -> None:
@@ -178,9 +174,7 @@ class Engine:
                 continue
             stop_string = self._processor.take(request, sample, output)
             if stop_string is not None:
-                # The text ends here, whatever limit the same token reached.
-                request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
-                self.scheduler.finish(request, FinishReason.STOP, stop_string)
+                self._finish(request, FinishReason.STOP, stop_string)
             self._outputs.append(self._processor.piece(request))
 
     def _fail(self, schedule: Schedule, error: str) -> None:
@@ -191,9 +185,13 @@ class Engine:
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if not self._processor.knows(request):
             return
-        self.scheduler.finish(request, reason)
-        request.finish_reason = reason
+        self._finish(request, reason)
         self._outputs.append(self._processor.piece(request, error))
+
+    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """Ends a request that has not got its last piece, for this reason, whatever limit its newest token reached."""
+        self.scheduler.finish(request, reason)
+        request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _add(self, request: Request) -> None:
         self._processor.start(request)
