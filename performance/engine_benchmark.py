@@ -54,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = LLM(load_config(None, overrides, arguments.model))
     bandwidth = read_bandwidth()
     figures = [Figure("-", "read bandwidth", bandwidth / 1e9, "GB/s")]
-    weights = llm.model_spec.num_parameters * (4 if arguments.dtype == "float32" else 2)
-    if not llm.model_spec.tie_word_embeddings:
-        weights -= llm.model_spec.vocab_size * llm.model_spec.hidden_size * 2  # one row of the table is read, not all
+    parameters_read = llm.model_spec.num_parameters
+    if not llm.model_spec.tie_word_embeddings:  # then one row of the table is read, not all of it
+        parameters_read -= llm.model_spec.vocab_size * llm.model_spec.hidden_size
+    weights = parameters_read * (4 if arguments.dtype == "float32" else 2)
     _warm_up(llm)
     if "A" in arguments.tests:
         figures += single_stream(llm, arguments.runs, bandwidth / weights)
@@ -109,8 +110,7 @@ def prefill(llm: LLM, runs: int) -> Figure:
 
 def step_breakdown(llm: LLM, count: int) -> list[Figure]:
     """Test S: the mean decode step of `count` requests, microseconds."""
-    stream = llm.stream(_prompts(llm, count, PROMPT_LEN, count), _greedy(OUTPUT_LEN))
-    pieces = iter(stream)
+    pieces = llm.stream(_prompts(llm, count, PROMPT_LEN, count), _greedy(OUTPUT_LEN))
     for _ in range(2 * count):  # every prompt is in the cache when each has two tokens
         next(pieces)
     first_step = llm.engine.num_steps
