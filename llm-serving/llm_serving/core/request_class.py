@@ -1,0 +1,51 @@
+"""Classes of requests: who goes before whom, and what each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """One row of `request_classes` in the YAML."""
+
+    name: str
+    rank: int
+    """Smaller goes first. A request's `priority` puts it into the class with the largest rank at or below it."""
+    weight: int = 1
+    """Admissions it gets, against the weights of the others, once its oldest request has waited `ageing_steps`."""
+    ageing_steps: int = 256
+    """Steps after which its oldest waiting request no longer yields to higher classes but shares with them."""
+    ttft_slo_s: float | None = None
+    """Seconds to the first token that its users were promised; None: nothing was."""
+    tpot_slo_s: float | None = None
+    """Seconds a token after the first."""
+    max_waiting: int | None = None
+    """Most of its requests that wait; None: only the limit of the whole queue counts."""
+    max_running_share: float = 1.0
+    """Most of the running slots it may hold, (0, 1]."""
+    max_kv_share: float = 1.0
+    """Most of the KV blocks its requests may be admitted with, (0, 1]."""
+
+
+DEFAULT_CLASSES: Final = (
+    RequestClass(name="interactive", rank=-1, weight=8, ageing_steps=64, ttft_slo_s=1.0, tpot_slo_s=0.1),
+    RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2),
+    RequestClass(name="batch", rank=1, weight=1, ageing_steps=1024),
+)
+
+
+def class_of(priority: int, classes: Sequence[RequestClass]) -> RequestClass:
+    """The class a priority falls into: the largest rank at or below it; the first class for priorities before all.
+
+    Args:
+        priority: Of the request, smaller first.
+        classes: In ascending order of rank, at least one.
+    """
+    best = classes[0]
+    for each in classes:
+        if each.rank <= priority:
+            best = each
+    return best
