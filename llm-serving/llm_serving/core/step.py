@@ -7,6 +7,7 @@ nothing but the key/value cache and the tokens of its latest step.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,21 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+
+
+class BlockMove(enum.IntEnum):
+    """What a block move does with whole blocks of the key/value cache, all layers."""
+
+    COPY = 0
+    """From one block of the cache to another."""
+    SWAP_OUT = 1
+    """From a block of the cache to a block of the host pool."""
+    SWAP_IN = 2
+    """From a block of the host pool to a block of the cache."""
+
+
+def no_block_moves() -> Int32Array:
+    return np.empty((0, 3), np.int32)
 
 
 def sampled_in_previous_step(sample: int) -> int:
@@ -63,6 +79,8 @@ class StepInput:
     block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0
     sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
     sampling: SamplingInput
+    block_moves: Int32Array = field(default_factory=no_block_moves)
+    """[N, 3] of (`BlockMove`, source block, target block), done one after the other before the tokens are computed."""
 
     @property
     def num_rows(self) -> int:
