@@ -9,6 +9,8 @@ import yaml
 from llm_serving.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig, load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
+from llm_serving.config.schema import TABLES
+from llm_serving.core.request_class import DEFAULT_CLASSES
 from llm_serving.errors import ConfigError
 
 CONFIGS = PROJECT_FOLDER / "configs"
@@ -50,14 +52,18 @@ def test_without_a_file_every_value_is_the_default():
     config = load_config()
     assert (config.model, config.serving, config.pa) == (ModelConfig(), ServerConfig(), CacheConfig())
     assert (config.scheduler, config.device) == (SchedulerConfig(), DeviceConfig())
-    assert set(config.sources) == set(RULES)
+    assert (config.request_classes, config.api_keys) == (DEFAULT_CLASSES, ())
+    rows = {f"request_classes.{row.name}.{key}" for row in DEFAULT_CLASSES for key in TABLES["request_classes"].rules}
+    assert set(config.sources) == set(RULES) | rows
     assert set(config.sources.values()) == {"default"}
     assert config.notices == ()
 
 
 def test_reference_file_holds_every_key_with_its_default():
     written = yaml.safe_load((CONFIGS / "serving.yaml").read_text())
+    tables = {section: written.pop(section) for section in TABLES}
     assert {f"{section}.{key}" for section, keys in written.items() for key in keys} == set(RULES)
+    assert set(tables["request_classes"]["interactive"]) == set(TABLES["request_classes"].rules)
     config = load_config(CONFIGS / "serving.yaml")
     assert dataclasses.replace(config, sources={}) == dataclasses.replace(load_config(), sources={})
 
@@ -66,6 +72,16 @@ def test_reference_file_explains_every_key():
     lines = (CONFIGS / "serving.yaml").read_text().splitlines()
     unexplained = [line for line in lines if line.startswith("    ") and "  #" not in line and " # " not in line]
     assert unexplained == []
+
+
+def test_reference_file_shows_a_row_of_api_keys_that_loads(tmp_path):
+    lines = (CONFIGS / "serving.yaml").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("#    team-a:"))
+    row = [line.removeprefix("#") for line in lines[begin : lines.index("api_keys: {}")]]
+    path = write_yaml(tmp_path, "\n".join(["api_keys:", *row]))
+    (key,) = load_config(path).api_keys
+    assert (key.name, key.highest_class, key.max_waiting) == ("team-a", "standard", None)
+    assert [line.split(":")[0].strip() for line in row[1:]] == list(TABLES["api_keys"].rules)
 
 
 def test_demo_configuration():
@@ -187,7 +203,16 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ("model_config:\n    model_path: ~nobody/x\n", 2, "~nobody/x does not exist"),
         (f"model_config:\n    model_path: {'x' * 500}\n", 2, "does not exist"),
         ("model_config:\n    model_path: ''\n", 2, "must be a path. Given: ''"),
-        ("scheduler_config:\n    policy: best\n", 2, "must be one of prefill_first, fcfs. Given: 'best'"),
+        (
+            "scheduler_config:\n    policy: best\n",
+            2,
+            "must be one of prefill_first, decode_first, mixed, throughput, fcfs. Given: ",
+        ),
+        ("scheduler_config:\n    composition: split\n", 2, "must be one of mixed, separate. Given: 'split'"),
+        ("scheduler_config:\n    slo_refusal_factor: 0.5\n", 2, "must be a number >= 1. Given: 0.5"),
+        ("scheduler_config:\n    swap_block_cost_tokens: 0\n", 2, "must be a number of tokens above 0. Given: 0"),
+        ("scheduler_config:\n    max_long_prefill_tokens: 4096\n", 2, "must be <= scheduler_config.max_prefill_tokens"),
+        ("scheduler_config:\n    max_waiting_tokens: 4095\n", 2, "must be >= 4096, the longest prompt"),
         ("device_config:\n    max_device_memory: 2 apples\n", 2, "Given: '2 apples'"),
         ("model_path: /models/llama\n", 1, "`model_path` must be a section; a folder goes to model_config.model_path"),
         ("tokenizer:\n    tpye: x\n", 2, "the nearest known one is `tokenizer.type`"),
@@ -268,6 +293,12 @@ def test_errors_do_not_echo_long_values():
 
 
 # Older files
+
+
+def test_names_of_mindie_are_accepted(tmp_path):
+    text = "scheduler_config: {policy: throughput, prefillTimeMsPerReq: 100, decodeTimeMsPerReq: 7}\n"
+    scheduler = load_config(write_yaml(tmp_path, text)).scheduler
+    assert (scheduler.prefill_time_ms_per_req, scheduler.decode_time_ms_per_req) == (100.0, 7.0)
 
 
 def test_legacy_pair_loads_from_any_folder(tmp_path, monkeypatch):

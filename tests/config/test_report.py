@@ -10,7 +10,14 @@ LEGACY = PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml"
 
 
 def test_printed_configuration_loads_to_the_same_values(tmp_path):
-    config = load_config(LEGACY, ["serving_config.agent_ports=[1, 2]", 'device_config.graph_kernel_flags="it\'s"'])
+    overrides = [
+        "serving_config.agent_ports=[1, 2]",
+        'device_config.graph_kernel_flags="it\'s"',
+        "scheduler_config.swap_block_cost_tokens=0.00001",
+        "request_classes.batch.tpot_slo_s=1000000000000000000",
+        f"api_keys.123.key_sha256={'0a' * 32}",
+    ]
+    config = load_config(LEGACY, overrides)
     path = tmp_path / "printed.yaml"
     path.write_text(describe(config))
     again = load_config(path)

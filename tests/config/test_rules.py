@@ -5,21 +5,24 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.config.loader import RULES
+from llm_serving.config.schema import TABLES
 from llm_serving.config.values import DEFAULTS
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+ROW_RULES = {f"{section}.{key}": rule for section, table in TABLES.items() for key, rule in table.rules.items()}
+
+scalars = st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=20)
 anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)
 )
 
 
-@given(name=st.sampled_from(sorted(RULES)), value=anything)
+@given(name=st.sampled_from(sorted(RULES | ROW_RULES)), value=anything)
 def test_a_rule_returns_its_type_or_raises_value_error(name, value):
     try:
-        parsed = RULES[name].parse(value)
+        parsed = (RULES | ROW_RULES)[name].parse(value)
     except ValueError:
         return
-    default = DEFAULTS[name]
+    default = DEFAULTS.get(name)
     if default is not None:
         assert type(parsed) is type(default) or isinstance(parsed, type(default))
     if isinstance(parsed, float):

@@ -67,6 +67,14 @@ def check_sections(values: Values) -> None:
     if budget < seqs:
         rule = f"must be at least model_config.decode_batch_size {seqs}: a step has room for every running request"
         raise _error(values, "scheduler_config.max_prefill_tokens", rule, budget)
+    long_prefill = values["scheduler_config.max_long_prefill_tokens"]
+    if long_prefill is not None and long_prefill > budget:
+        rule = f"must be <= scheduler_config.max_prefill_tokens {budget}, the tokens of a whole step"
+        raise _error(values, "scheduler_config.max_long_prefill_tokens", rule, long_prefill)
+    waiting_tokens, longest_prompt = values["scheduler_config.max_waiting_tokens"], min(longest_input, length)
+    if waiting_tokens is not None and waiting_tokens < longest_prompt:
+        rule = f"must be >= {longest_prompt}, the longest prompt: it would be refused for ever"
+        raise _error(values, "scheduler_config.max_waiting_tokens", rule, waiting_tokens)
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is not None and num_blocks * block_size < length:
         _notice(

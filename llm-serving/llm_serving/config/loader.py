@@ -15,8 +15,10 @@ from llm_serving.config.checks import check_model, check_sections
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
+from llm_serving.config.row_checks import check_rows
 from llm_serving.config.rules import Rule
-from llm_serving.config.schema import SECTIONS, ServingConfig
+from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
+from llm_serving.config.tables import TableReader
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.core.model_spec import ModelSpec
@@ -35,7 +37,7 @@ RULES: Final[dict[str, Rule]] = {
 """Every "section.key" and its rule."""
 
 _ACCEPTED: Final = (*RULES, *ALIASES, *NO_MEANING)
-_SECTION_NAMES: Final = tuple(dict.fromkeys(name.partition(".")[0] for name in _ACCEPTED))
+_SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in _ACCEPTED), *TABLES]))
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Reading:
     """What has been read so far."""
 
     given: dict[str, _Given] = field(default_factory=dict)
+    tables: dict[str, TableReader] = field(default_factory=lambda: {name: TableReader(name) for name in TABLES})
     notices: list[str] = field(default_factory=list)
 
 
@@ -61,7 +64,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
 
     Args:
         path: The serving YAML. None: the defaults, which configs/serving.yaml lists.
-        overrides: "section.key=value" each, value in YAML; they win over every file.
+        overrides: "section.key=value" each, or "section.row.key=value" where a section has rows, value in YAML; they
+            win over every file.
         model: Folder of the model, or `demo`; wins over `model_config.model_path`.
 
     Returns:
@@ -73,10 +77,14 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
     reading = _Reading()
     if path is not None:
         folders = search_folders(path.parent)
-        for name, item in _entries(read_yaml(path)):
-            _accept(reading, name, _Given(plain(item), item.where, folders))
+        for section, content in _sections(read_yaml(path)):
+            if section in TABLES:
+                reading.tables[section].read(content)
+                continue
+            for key, item in content.items():
+                _accept(reading, f"{section}.{key}", _Given(plain(item), item.where, folders))
     for override in overrides:
-        _accept(reading, *_override(override))
+        _accept_override(reading, override)
     if model is not None:
         reading.given[MODEL_PATH] = _Given(str(model), "--model", (Path.cwd(),), is_override=True)
     mindformers = _read_mindformers(reading)
@@ -86,26 +94,30 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
     spec = _resolve_paths(values, reading)
     check_model(values, spec, mindformers)
     check_sections(values)
-    return values.build()
+    check_rows(values, reading.tables)
+    return values.build(reading.tables)
 
 
-def _entries(root: Located) -> Iterator[tuple[str, Located]]:
+def _sections(root: Located) -> Iterator[tuple[str, Located]]:
     for section, content in root.items():
         if section not in _SECTION_NAMES:
             raise ConfigError(f"{content.where}: unknown section `{section}`; {_nearest(section, _SECTION_NAMES)}")
         if section == "model_path" and isinstance(content.value, str):
             raise ConfigError(f"{content.where}: `model_path` must be a section; a folder goes to {MODEL_PATH}")
-        for key, item in content.items():
-            yield f"{section}.{key}", item
+        yield section, content
 
 
-def _override(text: str) -> tuple[str, _Given]:
+def _accept_override(reading: _Reading, text: str) -> None:
     name, equals, value = text.partition("=")
-    name = name.strip()
-    if not equals or name.count(".") != 1:
-        raise ConfigError(f"--set must be section.key=value. Given: {shorten(text)}")
-    located = read_value(value, f"--set {name}")
-    return name, _Given(plain(located), "--set", search_folders(None), is_override=True)
+    section, *keys = name.strip().split(".")
+    form = "section.row.key=value" if section in TABLES else "section.key=value"
+    if not equals or len(keys) != form.count("."):
+        raise ConfigError(f"--set must be {form}. Given: {shorten(text)}")
+    located = read_value(value, f"--set {name.strip()}")
+    if section in TABLES:
+        reading.tables[section].set(keys[0], keys[1], Located(located.value, "--set"))
+    else:
+        _accept(reading, name.strip(), _Given(plain(located), "--set", search_folders(None), is_override=True))
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:
@@ -176,7 +188,7 @@ def _parse(name: str, given: _Given) -> Any:
     try:
         return RULES[name].parse(given.value)
     except ValueError:
-        raise ConfigError(f"{given.source}: `{name}` {RULES[name].text}. Given: {shorten(given.value)}") from None
+        raise ConfigError(f"{given.source}: `{name}` {RULES[name].broken_by(given.value)}") from None
 
 
 def _typed(reading: _Reading) -> Values:

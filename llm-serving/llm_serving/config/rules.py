@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from llm_serving.errors import shorten
+
 MEMORY_UNITS: Final = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 
@@ -17,10 +19,16 @@ class Rule:
     Attributes:
         text: What must hold, worded to follow the key: "must be an integer >= 1".
         parse: Turns a plain YAML value into the typed one; raises ValueError when the rule is broken.
+        shows_value: Whether an error repeats what was given; not where that may be a secret in the wrong place.
     """
 
     text: str
     parse: Callable[[Any], Any]
+    shows_value: bool = True
+
+    def broken_by(self, value: Any) -> str:
+        """What an error says after the key."""
+        return f"{self.text}. Given: {shorten(value)}" if self.shows_value else self.text
 
 
 def option(default: Any, rule: Rule) -> Any:
@@ -42,13 +50,28 @@ def integer(minimum: int, maximum: int = 2**31 - 1) -> Rule:
     return Rule(f"must be an integer >= {minimum}{upper}", parse)
 
 
-def seconds(maximum: float = 3600.0) -> Rule:
+def number(text: str, holds: Callable[[float], bool]) -> Rule:
+    """A finite number for which `holds`."""
+
     def parse(value: Any) -> float:
         _check(isinstance(value, int | float) and not isinstance(value, bool))
-        _check(math.isfinite(value) and 0 <= value <= maximum)
+        # An integer of YAML may be beyond every float.
+        _check(abs(value) < 2**63 and math.isfinite(value) and holds(value))
         return float(value)
 
-    return Rule(f"must be a number of seconds between 0 and {maximum:g}", parse)
+    return Rule(text, parse)
+
+
+def seconds(maximum: float = 3600.0) -> Rule:
+    return number(f"must be a number of seconds between 0 and {maximum:g}", lambda value: 0 <= value <= maximum)
+
+
+def positive(unit: str) -> Rule:
+    return number(f"must be a number of {unit} above 0", lambda value: value > 0)
+
+
+def share() -> Rule:
+    return number("must be a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def boolean() -> Rule:
@@ -80,6 +103,24 @@ def name() -> Rule:
         return str(value)
 
     return Rule("must be text of 1 to 128 letters, digits and ._-/", parse)
+
+
+def row_name() -> Rule:
+    # It stands in metrics, errors and request bodies.
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and re.fullmatch(r"[a-z0-9_-]{1,32}", value) is not None)
+        return str(value)
+
+    return Rule("must be 1 to 32 of the small letters, digits, _ and -", parse)
+
+
+def sha256() -> Rule:
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value) is not None)
+        return str(value).lower()
+
+    rule = "must be the SHA-256 of a key in 64 hexadecimal digits, as `llm-serving hash-key` prints it"
+    return Rule(rule, parse, shows_value=False)
 
 
 def path() -> Rule:

@@ -6,9 +6,10 @@ In YAML, `null` always means "not given": the default applies. Keys whose type a
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.config.rules import (
+    Rule,
     boolean,
     choice,
     integer,
@@ -16,14 +17,21 @@ from llm_serving.config.rules import (
     largest,
     memory,
     name,
+    number,
     option,
     path,
+    positive,
+    row_name,
     seconds,
+    sha256,
+    share,
     text,
 )
+from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.log import LEVELS
 
-POLICY_NAMES: Final = ("prefill_first", "fcfs")
+POLICY_NAMES: Final = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
+MAX_PRIORITY: Final = 1_000_000
 BATCHING_STRATEGIES: Final = ("continuous", "static")
 MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES: Final = {
@@ -135,6 +143,9 @@ class CacheConfig:
     block_size: int = option(16, integer(1, 1024))
     """Tokens of one block."""
 
+    num_swap_blocks: int = option(0, integer(0))
+    """Blocks of each WorkAgent's host pool, where preempted requests wait when `preemption_mode` swaps. 0: none."""
+
     decode_seq_length: int | None = option(None, integer(1))
     """Tokens. Older files repeat `max_generate_length` here; it limits nothing, a smaller value earns a notice."""
 
@@ -144,7 +155,12 @@ class SchedulerConfig:
     """Section `scheduler_config`: who runs next, and the bounds on waiting."""
 
     policy: str = option("prefill_first", choice(POLICY_NAMES))
-    """`prefill_first`: waiting prompts before running requests, within the bounds below. `fcfs`: by arrival."""
+    """What a step begins with, within the bounds below. `prefill_first`: waiting prompts. `decode_first`: running
+    requests alone. `mixed`: running requests, then chunks of prompts. `throughput`: whichever wastes less time.
+    `fcfs`: by arrival, whatever class and priority."""
+
+    composition: str = option("mixed", choice(("mixed", "separate")))
+    """`separate`: a step computes prompts or decodes, never both; Ascend's kernels want it."""
 
     max_prefill_tokens: int = option(2048, integer(1, 2**20))
     """Tokens. Budget of one step; a longer prompt is computed in chunks."""
@@ -152,14 +168,49 @@ class SchedulerConfig:
     max_consecutive_prefill_steps: int = option(4, integer(1, 10**6))
     """Steps. Most prefill-only steps between two tokens of a running request."""
 
+    max_consecutive_decode_steps: int = option(16, integer(1, 10**6))
+    """Steps. `decode_first`: most decode-only steps while prompts wait."""
+
+    prefill_time_ms_per_req: float = option(600.0, positive("milliseconds"))
+    """Milliseconds. `throughput`: what the prefill of one prompt costs each request that decodes."""
+
+    decode_time_ms_per_req: float = option(50.0, positive("milliseconds"))
+    """Milliseconds. `throughput`: what a decode step loses on each empty slot while prompts wait."""
+
+    max_long_prefill_tokens: int | None = option(None, integer(1, 2**20))
+    """Tokens of a step one prompt may take while others wait for a share of it. None: half of `max_prefill_tokens`."""
+
     priority_ageing_steps: int = option(256, integer(1, 10**9))
     """Steps of waiting that weigh as much as one unit of `priority`."""
 
     max_waiting_queue: int = option(2000, integer(1, 10**6))
     """Requests. When so many wait, further ones are refused with 429."""
 
+    max_waiting_tokens: int | None = option(None, integer(1))
+    """Tokens. Most prompt tokens that wait; beyond, requests are refused with 429. None: no limit."""
+
+    slo_refusal_factor: float | None = option(None, number("must be a number >= 1", lambda value: value >= 1))
+    """A request whose predicted time to first token exceeds its class's `ttft_slo_s` times this is refused with 429.
+    None: never."""
+
+    tenant_fairness: bool = option(True, boolean())
+    """Within a class, the tenant served least goes first. False: by priority and arrival alone."""
+
+    max_overtakes: int = option(64, integer(0, 10**6))
+    """Times the oldest request of a class may be overtaken by another tenant's."""
+
     max_preemptions_per_request: int = option(8, integer(0, 10**6))
     """Times one request may lose its blocks; after that it keeps them until it ends."""
+
+    preemption_mode: str = option("recompute", choice(("recompute", "swap", "auto")))
+    """What becomes of the blocks of a preempted request. `recompute`: dropped, computed again. `swap`: moved out and
+    in. `auto`: whichever is cheaper."""
+
+    swap_block_cost_tokens: float = option(4.0, positive("tokens"))
+    """Tokens recomputed in the time one block is moved out and in; `auto` swaps when that is cheaper."""
+
+    prefix_caching: bool = option(True, boolean())
+    """Keep the blocks of ended requests for prompts that begin the same, within one tenant and `cache_salt`."""
 
     schedule_ahead: bool = option(True, boolean())
     """Schedule step k+1 while step k is computed."""
@@ -197,13 +248,28 @@ class DeviceConfig:
     """Optimisation level of MindSpore's graph compiler. O0 runs kernel by kernel."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One row of `api_keys`: a tenant, who shows a key."""
+
+    name: str
+    key_sha256: str
+    """SHA-256 of the key, 64 hexadecimal digits; the key itself stands nowhere."""
+    highest_class: str | None = None
+    """Requests of a better class, or with a priority before this class's rank, are refused with 403. None: no limit."""
+    max_waiting: int | None = None
+    """Most of its requests that wait. None: only the other limits count."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
     """The whole configuration, checked.
 
     Attributes:
-        sources: "section.key" -> where the value came from: "default", "file:line", "--set", "--model",
-            "model config.json".
+        request_classes: By rank, at least one.
+        api_keys: Who may ask; empty: everybody.
+        sources: "section.key", or "section.row.key" -> where the value came from: "default", "file:line", "--set",
+            "--model", "model config.json".
         notices: Sentences for the operator: keys without meaning, surprising combinations.
     """
 
@@ -212,6 +278,8 @@ class ServingConfig:
     pa: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
+    api_keys: tuple[ApiKey, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
@@ -224,3 +292,39 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
     "device_config": ("device", DeviceConfig),
 }
 """YAML section -> attribute of `ServingConfig`, dataclass."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section of named rows.
+
+    Attributes:
+        row_type: Dataclass of a row; its `name` is the key the row stands under.
+        rules: Key of a row -> its rule. A key without a default in `row_type` must be given.
+        default: The rows when the section is left out.
+    """
+
+    row_type: type
+    rules: Mapping[str, Rule]
+    default: tuple[Any, ...] = ()
+
+
+ROW_NAME: Final = row_name()
+TABLES: Final[Mapping[str, Table]] = {
+    "request_classes": Table(
+        RequestClass,
+        {
+            "rank": integer(-MAX_PRIORITY, MAX_PRIORITY),
+            "weight": integer(1, 10**6),
+            "ageing_steps": integer(1, 10**9),
+            "ttft_slo_s": positive("seconds"),
+            "tpot_slo_s": positive("seconds"),
+            "max_waiting": integer(1, 10**6),
+            "max_running_share": share(),
+            "max_kv_share": share(),
+        },
+        DEFAULT_CLASSES,
+    ),
+    "api_keys": Table(ApiKey, {"key_sha256": sha256(), "highest_class": ROW_NAME, "max_waiting": integer(1, 10**6)}),
+}
+"""YAML section, which is also the attribute of `ServingConfig` -> what its rows hold."""

@@ -1,9 +1,11 @@
 """The values of a configuration while it is being put together."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
+from llm_serving.config.tables import TableReader
 
 DEFAULTS: Final[dict[str, Any]] = {
     f"{section}.{item.name}": item.default
@@ -33,7 +35,7 @@ class Values:
     def source(self, name: str) -> str:
         return self._set[name][1] if name in self._set else "default"
 
-    def build(self) -> ServingConfig:
+    def build(self, tables: Mapping[str, TableReader]) -> ServingConfig:
         sections = {
             attribute: section_type(
                 **{item.name: self[f"{section}.{item.name}"] for item in dataclasses.fields(section_type)}
@@ -41,4 +43,12 @@ class Values:
             for section, (attribute, section_type) in SECTIONS.items()
         }
         sources = {name: self.source(name) for name in DEFAULTS}
-        return ServingConfig(**sections, sources=sources, notices=tuple(self.notices))
+        for table in tables.values():
+            sources.update(table.sources())
+        return ServingConfig(
+            **sections,
+            request_classes=tuple(sorted(tables["request_classes"].build(), key=lambda each: each.rank)),
+            api_keys=tables["api_keys"].build(),
+            sources=sources,
+            notices=tuple(self.notices),
+        )
