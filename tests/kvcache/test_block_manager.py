@@ -1,35 +1,48 @@
+"""Tables grow, share, are copied and swapped; no block is lost or written by two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from factories import create_request
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove
 from llm_serving.kvcache import BlockManager
 
+COPY, SWAP_OUT, SWAP_IN = map(int, BlockMove)
 
-def test_table_grows_block_by_block() -> None:
+
+def admit(blocks: BlockManager, request: Request, parent: Request | None = None) -> int:
+    """Admits and computes all of the request's tokens, as replies confirm it."""
+    found = blocks.admit(request, request.num_tokens, parent)
+    confirm(blocks, request)
+    return found
+
+
+def confirm(blocks: BlockManager, request: Request) -> None:
+    request.num_computed_tokens = request.num_tokens
+    blocks.name_blocks(request, request.num_tokens)
+    request.num_confirmed_tokens = request.num_tokens
+
+
+def test_a_table_grows_block_by_block() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
-    blocks.grow("a", 4)
+    request = create_request(4, request_id="a")
+    admit(blocks, request)
     assert blocks.block_table("a") == [0]
     blocks.grow("a", 5)
     assert blocks.block_table("a") == [0, 1]
     blocks.grow("a", 8)
     assert blocks.block_table("a") == [0, 1]
-
-
-def test_free_returns_the_last_block_first() -> None:
-    blocks = BlockManager(num_blocks=3, block_size=1)
-    blocks.grow("a", 3)
-    blocks.free("a")
-    blocks.grow("b", 3)
-    assert blocks.block_table("b") == [2, 1, 0]
-
-
-def test_admission_keeps_the_reserve_free() -> None:
-    blocks = BlockManager(num_blocks=4, block_size=4)
-    assert blocks.can_admit(12, reserve=1)
-    assert not blocks.can_admit(13, reserve=1)
+    assert blocks.usage == 0.5
 
 
 def test_growing_may_use_the_last_block() -> None:
     blocks = BlockManager(num_blocks=2, block_size=4)
-    blocks.grow("a", 4)
+    admit(blocks, create_request(4, request_id="a"))
     assert blocks.can_grow("a", 8)
     assert not blocks.can_grow("a", 9)
 
@@ -40,41 +53,213 @@ def test_can_ever_hold_counts_whole_blocks() -> None:
     assert not blocks.can_ever_hold(9)
 
 
-def test_usage_is_the_used_share() -> None:
-    blocks = BlockManager(num_blocks=4, block_size=4)
-    blocks.grow("a", 9)
-    assert blocks.usage == 0.75
+def test_full_blocks_of_an_equal_beginning_are_shared() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    first, second = create_request(10, request_id="a"), create_request(11, request_id="b")
+    assert admit(blocks, first) == 0
+    assert blocks.num_blocks_to_admit(second, 11) == 1
+    assert admit(blocks, second) == 8
+    assert blocks.block_table("b")[:2] == blocks.block_table("a")[:2]
+    blocks.check_integrity()
+
+
+def test_the_newest_token_is_always_computed() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    first, second = create_request(8, request_id="a"), create_request(8, request_id="b")
+    admit(blocks, first)
+    assert blocks.admit(second, 8) == 4
+
+
+def test_blocks_are_found_after_their_owner_has_gone() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    admit(blocks, create_request(9, request_id="a"))
+    blocks.free("a")
+    assert blocks.pool.num_used_blocks == 0
+    again = create_request(9, request_id="b")
+    assert blocks.num_blocks_to_admit(again, 9) == 3, "free blocks that are found are taken all the same"
+    assert admit(blocks, again) == 8
+
+
+def test_namespaces_do_not_share() -> None:
+    blocks = BlockManager(num_blocks=16, block_size=4)
+    admit(blocks, create_request(9, request_id="a"))
+    for name, changes in {"b": {"cache_salt": "x"}, "c": {"tenant": "x"}}.items():
+        other = create_request(9, request_id=name)
+        for field, value in changes.items():
+            setattr(other, field, value)
+        assert admit(blocks, other) == 0
+
+
+def test_nothing_is_shared_without_prefix_caching() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
+    admit(blocks, create_request(9, request_id="a"))
+    assert admit(blocks, create_request(9, request_id="b")) == 0
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
+    parent = create_request(10, request_id="a")
+    child = replace(parent, request_id="b")
+    admit(blocks, parent)
+    assert blocks.num_blocks_to_admit(child, 10, parent) == 1
+    assert blocks.admit(child, 10, parent) == 9
+    table, other = blocks.block_table("a"), blocks.block_table("b")
+    assert other[:2] == table[:2]
+    assert blocks.take_moves() == [(COPY, table[2], other[2])]
+    blocks.check_writable("b", 9, 10)
+
+
+def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
+    parent = create_request(9, request_id="a")
+    admit(blocks, parent)
+    assert blocks.admit(replace(parent, request_id="b"), 9, parent) == 8
+    assert blocks.take_moves() == []
+
+
+def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
+    parent = create_request(10, request_id="a")
+    child = create_request(10, request_id="b")
+    child.prompt_token_ids = [*parent.prompt_token_ids[:6], 7, 7, 7, 7]
+    admit(blocks, parent)
+    assert blocks.admit(child, 10, parent) == 6
+    assert blocks.block_table("b")[0] == blocks.block_table("a")[0]
+    assert len(blocks.take_moves()) == 1
+
+
+def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=3)
+    request = create_request(10, request_id="a")
+    admit(blocks, request)
+    assert blocks.can_swap_out(request)
+    blocks.swap_out(request)
+    assert blocks.take_moves() == [(SWAP_OUT, 0, 0), (SWAP_OUT, 1, 1), (SWAP_OUT, 2, 2)]
+    assert (blocks.pool.num_used_blocks, blocks.host_pool.num_used_blocks) == (0, 3)
+    assert blocks.num_blocks_to_admit(request, 11) == 3
+    assert blocks.admit(request, 11) == 10
+    assert [kind for kind, _, _ in blocks.take_moves()] == [SWAP_IN] * 3
+    assert blocks.host_pool.num_used_blocks == 0
+    blocks.check_integrity()
+
+
+def test_a_request_is_swapped_whole_or_not_at_all() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=2)
+    request = create_request(10, request_id="a")
+    admit(blocks, request)
+    assert not blocks.can_swap_out(request)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Random growth and freeing against a model that only counts tokens."""
+    """Every operation in any order, over a memory of tokens: what a request reads is what it wrote."""
+
+    BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(num_blocks=12, block_size=4)
-        self.num_tokens: dict[str, int] = {}
+        self.blocks = BlockManager(self.NUM_BLOCKS, self.BLOCK_SIZE, num_swap_blocks=self.NUM_SWAP_BLOCKS)
+        self.memory = [[-1] * self.BLOCK_SIZE for _ in range(self.NUM_BLOCKS)]
+        self.host = [[-1] * self.BLOCK_SIZE for _ in range(self.NUM_SWAP_BLOCKS)]
+        self.held: dict[str, Request] = {}
+        self.swapped: dict[str, Request] = {}
+        self.count = 0
 
-    @rule(name=st.sampled_from("abcdef"), more=st.integers(1, 20))
-    def grow(self, name: str, more: int) -> None:
-        wanted = self.num_tokens.get(name, 0) + more
-        others = sum(-(-tokens // 4) for other, tokens in self.num_tokens.items() if other != name)
-        assert self.blocks.can_grow(name, wanted) == (others + -(-wanted // 4) <= 12)
-        if self.blocks.can_grow(name, wanted):
-            self.blocks.grow(name, wanted)
-            self.num_tokens[name] = wanted
+    def compute(self, request: Request) -> None:
+        """Does the moves, then writes what the request has not found."""
+        for kind, source, target in self.blocks.take_moves():
+            sources = self.host if kind == SWAP_IN else self.memory
+            targets = self.host if kind == SWAP_OUT else self.memory
+            targets[target] = list(sources[source])
+        self.blocks.check_writable(request.request_id, request.num_computed_tokens, request.num_tokens)
+        table = self.blocks.block_table(request.request_id)
+        for position in range(request.num_computed_tokens, request.num_tokens):
+            block = self.memory[table[position // self.BLOCK_SIZE]]
+            block[position % self.BLOCK_SIZE] = request.known_token_ids(position, position + 1)[0]
+        confirm(self.blocks, request)
 
-    @precondition(lambda self: self.num_tokens)
+    def start(self, request: Request, parent: Request | None = None) -> None:
+        needed = self.blocks.num_blocks_to_admit(request, request.num_tokens, parent)
+        if needed > self.blocks.pool.num_free_blocks:
+            return
+        free = self.blocks.pool.num_free_blocks
+        found = self.blocks.admit(request, request.num_tokens, parent)
+        assert free - self.blocks.pool.num_free_blocks == needed
+        request.num_computed_tokens = request.num_confirmed_tokens = found
+        assert found < request.num_tokens
+        self.held[request.request_id] = request
+        self.compute(request)
+
+    def pick(self, data: st.DataObject, requests: dict[str, Request]) -> Request:
+        return requests[data.draw(st.sampled_from(sorted(requests)))]
+
+    @rule(num_tokens=st.integers(1, 20), kind=st.integers(0, 2), salt=st.sampled_from(["", "x"]))
+    def admit(self, num_tokens: int, kind: int, salt: str) -> None:
+        self.count += 1
+        request = create_request(num_tokens, request_id=f"{self.count:03}")
+        request.prompt_token_ids = [token + kind * (index > 5) for index, token in enumerate(request.prompt_token_ids)]
+        request.cache_salt = salt
+        self.start(request)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), own=st.integers(0, 3))
+    def fork(self, data: st.DataObject, own: int) -> None:
+        parent = self.pick(data, self.held)
+        self.count += 1
+        child = create_request(1, request_id=f"{self.count:03}")
+        child.prompt_token_ids = parent.known_token_ids(0, parent.num_tokens_known) + [500 + self.count] * own
+        child.cache_salt = parent.cache_salt
+        self.start(child, parent)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), more=st.integers(1, 6))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        request = self.pick(data, self.held)
+        if self.blocks.can_grow(request.request_id, request.num_tokens + more):
+            request.output_token_ids += [900 + self.count] * more
+            self.blocks.grow(request.request_id, request.num_tokens)
+            self.compute(request)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        request = self.pick(data, self.held)
+        if self.blocks.can_swap_out(request):
+            self.blocks.swap_out(request)
+            self.swapped[request.request_id] = self.held.pop(request.request_id)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        request = self.pick(data, self.swapped)
+        request.output_token_ids.append(700)
+        if self.blocks.num_blocks_to_admit(request, request.num_tokens) <= self.blocks.pool.num_free_blocks:
+            assert self.blocks.admit(request, request.num_tokens) == request.num_computed_tokens
+            self.held[request.request_id] = self.swapped.pop(request.request_id)
+            self.compute(request)
+        else:
+            request.output_token_ids.pop()
+
+    @precondition(lambda self: self.held or self.swapped)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.num_tokens)))
-        self.blocks.free(name)
-        del self.num_tokens[name]
+        request = self.pick(data, self.held | self.swapped)
+        self.blocks.free(request.request_id)
+        self.held.pop(request.request_id, None)
+        self.swapped.pop(request.request_id, None)
 
     @invariant()
     def blocks_are_conserved(self) -> None:
         self.blocks.check_integrity()
-        for name, tokens in self.num_tokens.items():
-            assert len(self.blocks.block_table(name)) == -(-tokens // 4)
+        if not self.held and not self.swapped:
+            assert self.blocks.pool.num_used_blocks == self.blocks.host_pool.num_used_blocks == 0
+
+    @invariant()
+    def everybody_reads_what_he_wrote(self) -> None:
+        for request in self.held.values():
+            table = self.blocks.block_table(request.request_id)
+            tokens = [token for block_id in table for token in self.memory[block_id]]
+            assert tokens[: request.num_tokens] == request.known_token_ids(0, request.num_tokens)
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

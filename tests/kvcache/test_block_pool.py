@@ -8,12 +8,53 @@ def test_allocate_gives_lowest_blocks_first() -> None:
     assert (pool.num_free_blocks, pool.num_used_blocks) == (1, 3)
 
 
-def test_freed_blocks_are_reused_in_the_order_they_came_back() -> None:
+def test_the_latest_freed_block_is_reused_first() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     pool.free([2, 0])
     pool.free([3])
-    assert pool.allocate(3) == [2, 0, 3]
+    assert pool.allocate(3) == [3, 0, 2]
+
+
+def test_a_named_block_is_found_while_used_and_after() -> None:
+    pool = BlockPool(2)
+    (block_id,) = pool.allocate(1)
+    pool.name(block_id, b"x")
+    assert pool.find(b"x") == block_id
+    pool.free([block_id])
+    assert pool.find(b"x") == block_id
+    pool.reference([block_id])
+    assert (pool.ref_count(block_id), pool.num_free_blocks) == (1, 1)
+    pool.check_integrity([block_id])
+
+
+def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
+    pool = BlockPool(4)
+    pool.allocate(4)
+    for block_id in (0, 1, 2):
+        pool.name(block_id, bytes([block_id]))
+    for block_id in (1, 0, 3, 2):
+        pool.free([block_id])
+    assert pool.allocate(4) == [3, 1, 0, 2]
+    assert [pool.find(bytes([block_id])) for block_id in (0, 1, 2)] == [None, None, None]
+    pool.check_integrity(range(4))
+
+
+def test_of_two_blocks_with_one_name_the_first_keeps_it() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.name(first, b"x")
+    pool.name(second, b"x")
+    assert pool.find(b"x") == first
+    pool.check_integrity([first, second])
+
+
+def test_forgotten_names_are_not_found() -> None:
+    pool = BlockPool(1)
+    pool.name(*pool.allocate(1), b"x")
+    pool.forget()
+    assert pool.find(b"x") is None
+    pool.check_integrity([0])
 
 
 def test_freeing_twice_is_caught() -> None:

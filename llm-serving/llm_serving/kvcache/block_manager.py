@@ -1,7 +1,10 @@
-"""The block table of every request."""
+"""The block table of every request: what it shares, what it owns, and where it waits when it has no room."""
 
 from __future__ import annotations
 
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove
+from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
 
 
@@ -9,13 +12,31 @@ class BlockManager:
     """Gives each request the blocks its tokens need and takes them back.
 
     The table of a request lists its blocks in order: token i lives in block `table[i // block_size]` at offset
-    `i % block_size`. A table only grows, until the request is freed.
+    `i % block_size`. A table only grows, until the request gives it up.
+
+    Only full blocks are shared: with earlier requests of the same namespace that began with the same tokens (found by
+    name), and with the request it was forked from. A block that is shared is never written again; where a fork begins
+    inside a block, it gets a copy of it.
+
+    Moves of whole blocks are collected in the order in which they were decided; a step takes them and does them before
+    it computes, so whatever was submitted before still finds the old content.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, num_swap_blocks: int = 0, prefix_caching: bool = True
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(num_swap_blocks)
+        """Blocks in host memory, where swapped requests wait."""
         self.block_size = block_size
+        self._prefix_caching = prefix_caching
         self._tables: dict[str, list[int]] = {}
+        self._host_tables: dict[str, list[int]] = {}
+        self._names: dict[str, list[bytes]] = {}
+        """Names of the first full blocks of each request, as far as they were asked for."""
+        self._moves: list[tuple[int, int, int]] = []
+
+    # --- how much there is ------------------------------------------------------------------------------------------
 
     @property
     def usage(self) -> float:
@@ -34,34 +55,157 @@ class BlockManager:
         """Whether an empty cache has room for a request of this many tokens."""
         return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
 
-    def can_admit(self, num_tokens: int, reserve: int) -> bool:
-        """Whether a new request of `num_tokens` fits and leaves `reserve` blocks free.
+    def num_blocks_held(self, request_id: str) -> int:
+        return len(self._tables.get(request_id, ()))
 
-        The watermark: with one block kept for each running request, none is preempted before it has filled a block.
+    def num_blocks_owned(self, request_id: str) -> int:
+        """Blocks that are free again when this request gives up its table."""
+        return sum(self.pool.ref_count(block_id) == 1 for block_id in self._tables.get(request_id, ()))
+
+    def block_table(self, request_id: str) -> list[int]:
+        """Block ids in token order. The list is the manager's own: read it, do not keep it."""
+        return self._tables.get(request_id, [])
+
+    # --- beginning --------------------------------------------------------------------------------------------------
+
+    def num_blocks_to_admit(self, request: Request, num_tokens: int, parent: Request | None = None) -> int:
+        """Free blocks that `admit` would take; shared blocks that others use count nothing."""
+        total = self.num_blocks_for(num_tokens)
+        if self.is_swapped(request.request_id):
+            return total
+        shared = self._shared_blocks(request, parent)
+        return total - sum(self.pool.ref_count(block_id) > 0 for block_id in shared)
+
+    def admit(self, request: Request, num_tokens: int, parent: Request | None = None) -> int:
+        """Gives a request without a table one for `num_tokens`; the caller has asked `num_blocks_to_admit` before.
+
+        With `parent`, a request that runs, what both have in common and the parent has computed is taken from it.
+
+        Returns:
+            How many of its tokens are in those blocks already; at least one of the tokens known is not among them.
         """
-        return self.num_blocks_for(num_tokens) + reserve <= self.pool.num_free_blocks
+        request_id = request.request_id
+        assert request_id not in self._tables, f"request {request_id} has blocks already"
+        if self.is_swapped(request_id):
+            host_table = self._host_tables.pop(request_id)
+            table = self.pool.allocate(self.num_blocks_for(num_tokens))
+            self._move(BlockMove.SWAP_IN, host_table, table)
+            self.host_pool.free(host_table)
+            self._tables[request_id] = table
+            return request.num_computed_tokens
+        shared = self._shared_blocks(request, parent)
+        num_shared = len(shared) * self.block_size
+        self.pool.reference(shared)
+        table = shared + self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared))
+        self._tables[request_id] = table
+        common = 0 if parent is None else self._num_common_tokens(request, parent)
+        if common > num_shared:  # the fork begins inside a block
+            assert parent is not None
+            source = self._tables[parent.request_id][len(shared)]
+            self._move(BlockMove.COPY, [source], [table[len(shared)]])
+            return common
+        return num_shared
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request's table can be made to hold `num_tokens`."""
         return self._missing(request_id, num_tokens) <= self.pool.num_free_blocks
 
     def grow(self, request_id: str, num_tokens: int) -> None:
-        """Makes the request's table hold `num_tokens`; the caller has asked `can_grow` or `can_admit` before."""
+        """Makes the request's table hold `num_tokens`; the caller has asked `can_grow` before."""
         missing = self._missing(request_id, num_tokens)
         if missing > 0:
-            self._tables.setdefault(request_id, []).extend(self.pool.allocate(missing))
+            self._tables[request_id].extend(self.pool.allocate(missing))
+
+    def name_blocks(self, request: Request, num_tokens: int) -> None:
+        """Lets others find the full blocks among the first `num_tokens`, which have been computed and are known."""
+        if not self._prefix_caching:
+            return
+        table = self._tables[request.request_id]
+        num_named = min(num_tokens, request.num_tokens_known) // self.block_size
+        names = self._block_names(request, num_named)
+        for index in range(request.num_confirmed_tokens // self.block_size, num_named):
+            self.pool.name(table[index], names[index])
+
+    # --- ending -----------------------------------------------------------------------------------------------------
 
     def free(self, request_id: str) -> None:
         """Returns all blocks of the request, the last one first: it is the least useful. None held is fine."""
         self.pool.free(reversed(self._tables.pop(request_id, [])))
+        self.host_pool.free(self._host_tables.pop(request_id, []))
+        self._names.pop(request_id, None)
 
-    def block_table(self, request_id: str) -> list[int]:
-        """Block ids in token order. The list is the manager's own: read it, do not keep it."""
-        return self._tables.get(request_id, [])
+    def can_swap_out(self, request: Request) -> bool:
+        """Whether the host pool has room for all that the request has computed."""
+        count = self.num_blocks_for(request.num_computed_tokens)
+        return 0 < count <= self.host_pool.num_free_blocks
+
+    def swap_out(self, request: Request) -> None:
+        """Moves all that the request has computed to the host pool and returns its blocks."""
+        table = self._tables.pop(request.request_id)
+        host_table = self.host_pool.allocate(self.num_blocks_for(request.num_computed_tokens))
+        self._move(BlockMove.SWAP_OUT, table, host_table)
+        self._host_tables[request.request_id] = host_table
+        self.pool.free(reversed(table))
+
+    def is_swapped(self, request_id: str) -> bool:
+        return request_id in self._host_tables
+
+    def take_moves(self) -> list[tuple[int, int, int]]:
+        """(`BlockMove`, source, target) decided since the last call, in order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    # --- integrity --------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free or in exactly as many tables as its count says."""
         self.pool.check_integrity(block_id for table in self._tables.values() for block_id in table)
+        self.host_pool.check_integrity(block_id for table in self._host_tables.values() for block_id in table)
+        assert not self._tables.keys() & self._host_tables.keys(), "a request is in both memories"
+
+    def check_writable(self, request_id: str, start: int, end: int) -> None:
+        """Raises AssertionError unless the request alone has the blocks of its tokens [start, end)."""
+        table = self._tables[request_id]
+        blocks = table[start // self.block_size : self.num_blocks_for(end)]
+        assert len(table) >= self.num_blocks_for(end), f"the table of {request_id} ends before token {end}"
+        assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _shared_blocks(self, request: Request, parent: Request | None) -> list[int]:
+        """Full blocks at the request's beginning that somebody has computed before; never its newest token's."""
+        found: list[int] = []
+        if self._prefix_caching:
+            for name in self._block_names(request, (request.num_tokens_known - 1) // self.block_size):
+                block_id = self.pool.find(name)
+                if block_id is None:
+                    break
+                found.append(block_id)
+        if parent is not None:
+            common = self._num_common_tokens(request, parent) // self.block_size
+            if common >= len(found):
+                return self._tables[parent.request_id][:common]
+        return found
+
+    def _num_common_tokens(self, request: Request, parent: Request) -> int:
+        """Tokens at the beginning of both that the parent has certainly computed."""
+        most = min(request.num_tokens_known - 1, parent.num_confirmed_tokens)
+        if request.known_token_ids(0, most) == parent.known_token_ids(0, most):
+            return most
+        pairs = zip(request.known_token_ids(0, most), parent.known_token_ids(0, most), strict=True)
+        return next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+
+    def _block_names(self, request: Request, count: int) -> list[bytes]:
+        """Names of the request's first `count` blocks, which are full and known."""
+        names = self._names.setdefault(request.request_id, [])
+        while len(names) < count:
+            previous = names[-1] if names else namespace_hash(request.cache_namespace)
+            start = len(names) * self.block_size
+            names.append(block_hash(previous, request.known_token_ids(start, start + self.block_size)))
+        return names[:count]
+
+    def _move(self, kind: BlockMove, sources: list[int], targets: list[int]) -> None:
+        self._moves += [(int(kind), source, target) for source, target in zip(sources, targets, strict=False)]
 
     def _missing(self, request_id: str, num_tokens: int) -> int:
-        return self.num_blocks_for(num_tokens) - len(self._tables.get(request_id, ()))
+        return self.num_blocks_for(num_tokens) - len(self._tables[request_id])

@@ -1,22 +1,26 @@
-"""The blocks of the key/value cache: which are free, how often each is used."""
+"""The blocks of the key/value cache: which are free, how often each is used, which can be found by their content."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class BlockPool:
     """Hands out block ids 0 .. num_blocks - 1 and takes them back.
 
-    A block is free or has a reference count of at least one: free + used == all, at every moment. Freed blocks are
-    reused in the order they came back, so equal histories give equal block ids.
+    A block is free or has a reference count of at least one: free + used == all, at every moment. A free block may
+    still be found by the name of its content; it loses the name when it is handed out for something else. Nameless
+    blocks are handed out first, the latest freed before the others; then named ones, the longest unused first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        """In the order in which they are handed out."""
         self._ref_counts = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._blocks_by_name: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -26,22 +30,60 @@ class BlockPool:
     def num_used_blocks(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks, free or used, that can be found by name."""
+        return len(self._blocks_by_name)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, each with one reference; the caller has asked `num_free_blocks` before."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
-        block_ids = [self._free.popleft() for _ in range(count)]
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
+            name = self._names[block_id]
+            if name is not None:
+                del self._blocks_by_name[name]
+                self._names[block_id] = None
         return block_ids
 
+    def reference(self, block_ids: Iterable[int]) -> None:
+        """Adds one reference to each block, free ones included."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops one reference of each block; those without any are free again, in the order given."""
+        """Drops one reference of each block; those without any are free again."""
         for block_id in block_ids:
             count = self._ref_counts[block_id]
             assert count > 0, f"block {block_id} freed twice"
             self._ref_counts[block_id] = count - 1
             if count == 1:
-                self._free.append(block_id)
+                self._free[block_id] = None
+                if self._names[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def name(self, block_id: int, name: bytes) -> None:
+        """Lets a used block be found; where two have the same content, the first keeps the name."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
+        if self._names[block_id] is None and name not in self._blocks_by_name:
+            self._names[block_id] = name
+            self._blocks_by_name[name] = block_id
+
+    def find(self, name: bytes) -> int | None:
+        """The block whose content has this name, free or used."""
+        return self._blocks_by_name.get(name)
+
+    def forget(self) -> None:
+        """Takes all names away: what the blocks hold is no longer known."""
+        for block_id in self._blocks_by_name.values():
+            self._names[block_id] = None
+        self._blocks_by_name.clear()
 
     def check_integrity(self, references: Iterable[int]) -> None:
         """Raises AssertionError unless free + used == all and `references` (one entry a use) match the counts."""
@@ -49,6 +91,8 @@ class BlockPool:
         for block_id in references:
             expected[block_id] += 1
         assert expected == self._ref_counts, "reference counts differ from the block tables"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is in the free list twice"
-        assert all((block_id in free) == (count == 0) for block_id, count in enumerate(expected)), "a block is lost"
+        assert all((block_id in self._free) == (count == 0) for block_id, count in enumerate(expected)), (
+            "a block is lost"
+        )
+        named = {block_id: name for block_id, name in enumerate(self._names) if name is not None}
+        assert named == {block_id: name for name, block_id in self._blocks_by_name.items()}, "a name points elsewhere"
