@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
-from llm_serving.config.schema import SchedulerConfig
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request import Request
+from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
@@ -20,6 +22,8 @@ def create_request(
     *,
     request_id: str | None = None,
     priority: int = 0,
+    tenant: str = "",
+    fork_of: str | None = None,
     arrival_time: float = 0.0,
     stop_token_ids: frozenset[int] = frozenset(),
     **sampling: Any,
@@ -31,7 +35,37 @@ def create_request(
         sampling=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling}),
         stop_token_ids=stop_token_ids,
         priority=priority,
+        tenant=tenant,
+        fork_of=fork_of,
         arrival_time=arrival_time,
+    )
+
+
+def create_config(
+    *, policy: str = "prefill_first", max_num_seqs: int = 8, max_decode_gap: int = 2, **scheduler: Any
+) -> ServingConfig:
+    """A configuration of which only the scheduler's part matters."""
+    return ServingConfig(
+        model=ModelConfig(decode_batch_size=max_num_seqs),
+        scheduler=SchedulerConfig(policy=policy, max_consecutive_prefill_steps=max_decode_gap, **scheduler),
+    )
+
+
+def create_classes(ageing_steps: int = 100, **changes: Any) -> tuple[RequestClass, ...]:
+    """One class for each priority from -1 to 1, weights 4, 2 and 1; `high=dict(...)` changes a class."""
+    names = {"high": -1, "normal": 0, "low": 1}
+    weights = {"high": 4, "normal": 2, "low": 1}
+    return tuple(
+        RequestClass(
+            **{
+                "name": name,
+                "rank": rank,
+                "weight": weights[name],
+                "ageing_steps": ageing_steps,
+                **changes.get(name, {}),
+            }
+        )
+        for name, rank in names.items()
     )
 
 
@@ -40,20 +74,28 @@ def create_scheduler(
     policy: str = "prefill_first",
     num_blocks: int = 64,
     block_size: int = 4,
+    num_swap_blocks: int = 0,
+    prefix_caching: bool = False,
     max_num_batched_tokens: int = 64,
     max_num_seqs: int = 8,
     max_prefill_seqs: int = 8,
+    max_model_len: int = 256,
     max_decode_gap: int = 2,
-    ageing_steps: int = 100,
+    classes: Sequence[RequestClass] | None = None,
     **limits: Any,
 ) -> Scheduler:
-    config = SchedulerConfig(
-        policy=policy, max_consecutive_prefill_steps=max_decode_gap, priority_ageing_steps=ageing_steps
-    )
+    config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
     return Scheduler(
-        SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_prefill_seqs, max_decode_gap, **limits),
+        SchedulerLimits(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_prefill_seqs=max_prefill_seqs,
+            max_model_len=max_model_len,
+            **limits,
+        ),
         POLICIES[policy](config),
-        BlockManager(num_blocks, block_size),
+        BlockManager(num_blocks, block_size, num_swap_blocks=num_swap_blocks, prefix_caching=prefix_caching),
+        create_classes() if classes is None else classes,
     )
 
 

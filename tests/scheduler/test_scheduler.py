@@ -80,17 +80,6 @@ def test_a_long_prompt_is_not_held_up_by_later_ones_of_its_priority() -> None:
     assert rows(run_step(scheduler)) == [("first", 32, 8, True), ("later", 0, 8, True)]
 
 
-def test_a_waiting_request_ages_past_a_higher_priority() -> None:
-    scheduler = create_scheduler(ageing_steps=3, max_num_seqs=2)
-    scheduler.add(create_request(request_id="busy", priority=-9, max_tokens=50))
-    scheduler.add(create_request(request_id="busy too", priority=-9, max_tokens=50))
-    scheduler.add(create_request(request_id="low", priority=1))
-    for _ in range(4):
-        run_step(scheduler)
-    scheduler.add(create_request(request_id="high", priority=0))
-    assert scheduler.waiting.pop().request_id == "low"
-
-
 def test_decoding_is_left_out_of_at_most_max_decode_gap_steps() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=8, max_decode_gap=2, num_blocks=200)
     scheduler.add(create_request(4, request_id="running", max_tokens=50))

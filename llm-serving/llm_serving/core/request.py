@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 
 
@@ -47,27 +48,48 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the output: the request's own and, unless `ignore_eos`, the model's."""
     priority: int = 0
-    """Smaller runs first."""
+    """Smaller runs first; it also puts the request into its class."""
+    tenant: str = ""
+    """Who shares fairly with others of the same class: the name of an API key, or the user a client names."""
+    cache_salt: str = ""
+    """Requests find each other's computed prefixes only where tenant and salt are the same."""
+    fork_of: str | None = None
+    """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
+    waits_for_reply: bool = False
+    """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
     sequence: int = 0
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
-    queue_key: tuple[int, int] = (0, 0)
-    """Place in every order the scheduler keeps, smaller first; given by the policy on arrival, never changed."""
+    request_class: RequestClass = STANDARD
+    """Given by the scheduler on arrival, from `priority`."""
+    queue_key: tuple[int, int, int] = (0, 0, 0)
+    """Place in every order the scheduler keeps, smaller first: rank of the class, aged priority, `sequence`. Given on
+    arrival, never changed."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache once every submitted step has run."""
+    num_confirmed_tokens: int = 0
+    """Those of them whose step has been replied to."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found computed when the request first ran."""
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
     num_preemptions: int = 0
+    waiting_since_step: int = 0
+    """The step before which it began to wait, the latest time."""
     last_scheduled_step: int = -1
     """The newest step that computed a token of this request."""
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the output, if one did."""
+
+    @property
+    def cache_namespace(self) -> str:
+        return f"{self.tenant}\0{self.cache_salt}"
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -30,9 +30,10 @@ class RequestClass:
     """Most of the KV blocks its requests may be admitted with, (0, 1]."""
 
 
+STANDARD: Final = RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2)
 DEFAULT_CLASSES: Final = (
     RequestClass(name="interactive", rank=-1, weight=8, ageing_steps=64, ttft_slo_s=1.0, tpot_slo_s=0.1),
-    RequestClass(name="standard", rank=0, weight=4, ageing_steps=256, ttft_slo_s=5.0, tpot_slo_s=0.2),
+    STANDARD,
     RequestClass(name="batch", rank=1, weight=1, ageing_steps=1024),
 )
 

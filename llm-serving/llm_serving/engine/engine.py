@@ -96,7 +96,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait, those still in the inbox included."""
-        return len(self.scheduler.waiting) + len(self._inbox)
+        return self.scheduler.num_waiting + len(self._inbox)
 
     # --- the engine's own thread ------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Engine:
 
     def _load(self) -> tuple[int, int, float]:
         """Requests running and waiting, and the used share of the cache."""
-        return len(self.scheduler.running), len(self.scheduler.waiting), self.scheduler.blocks.usage
+        return len(self.scheduler.running), self.scheduler.num_waiting, self.scheduler.blocks.usage
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
         """Turns the step's tokens into pieces of text; a stop string found there ends its request."""

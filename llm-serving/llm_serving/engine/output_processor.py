@@ -91,7 +91,7 @@ class OutputProcessor:
             token_ids=tuple(state.token_ids),
             logprobs=tuple(state.logprobs),
             num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=0,
+            num_cached_tokens=request.num_cached_tokens,
             num_output_tokens=len(request.output_token_ids),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -120,6 +120,7 @@ class OutputProcessor:
         if num_output > self._max_token_len:
             self._max_token_len = num_output
             logger.info("{'max_token_len': %d}", num_output)  # the longest output so far; operators search for it
+        self._metrics.prefix_cache(request.num_prompt_tokens, request.num_cached_tokens)
         self._metrics.finished(
             request.finish_reason.value,
             e2e_s=now - request.arrival_time,

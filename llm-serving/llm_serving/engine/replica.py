@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.executor import Executor
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
-from llm_serving.scheduler import Scheduler, SchedulerLimits
+from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import POLICIES
 
 logger = get_logger(__name__)
 
 
-def build_scheduler(config: ServingConfig, num_blocks: int) -> Scheduler:
-    """The scheduler that the configuration asks for, over a cache of `num_blocks`."""
+def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0) -> Scheduler:
+    """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool."""
+    scheduler, model = config.scheduler, config.model
+    policy = POLICIES[scheduler.policy](config)
     limits = SchedulerLimits(
-        max_num_batched_tokens=config.scheduler.max_prefill_tokens,
-        max_num_seqs=config.model.decode_batch_size,
-        max_prefill_seqs=config.model.prefill_batch_size or config.model.decode_batch_size,
-        max_decode_gap=config.scheduler.max_consecutive_prefill_steps,
-        max_preemptions=config.scheduler.max_preemptions_per_request,
-        static_batching=config.model.batching_strategy == "static",
-        batch_waiting_time=config.model.batch_waiting_time,
+        max_num_batched_tokens=scheduler.max_prefill_tokens,
+        max_num_seqs=model.decode_batch_size,
+        max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
+        max_model_len=model.max_generate_length,
+        max_prefill_gap=scheduler.max_consecutive_decode_steps,
+        max_preemptions=scheduler.max_preemptions_per_request,
+        max_overtakes=scheduler.max_overtakes if scheduler.tenant_fairness and policy.honours_classes else 0,
+        max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
+        separate=scheduler.composition == "separate",
+        preemption_mode=PreemptionMode(scheduler.preemption_mode),
+        swap_block_cost_tokens=scheduler.swap_block_cost_tokens,
+        static_batching=model.batching_strategy == "static",
+        batch_waiting_time=model.batch_waiting_time,
     )
-    policy = POLICIES[config.scheduler.policy](config.scheduler)
-    return Scheduler(limits, policy, BlockManager(num_blocks, config.pa.block_size))
+    blocks = BlockManager(
+        num_blocks,
+        config.pa.block_size,
+        num_swap_blocks=num_swap_blocks,
+        prefix_caching=scheduler.prefix_caching,
+    )
+    classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
+    return Scheduler(limits, policy, blocks, classes)
 
 
 def build_engine(
@@ -38,9 +53,12 @@ def build_engine(
     metrics: Metrics,
     publish: Publish,
     index: int = 0,
+    num_swap_blocks: int = 0,
 ) -> Engine:
-    """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks`."""
-    scheduler = build_scheduler(config, num_blocks)
-    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, scheduler.bounds())
+    """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool."""
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks)
+    logger.info("replica %d: %d blocks of %d tokens", index, num_blocks, config.pa.block_size)
+    for bounds in scheduler.bounds:
+        logger.info("replica %d: %s", index, bounds)
     steps = 2 if config.scheduler.schedule_ahead else 1
     return Engine(scheduler, executor, tokenizer, metrics, publish, index=index, max_steps_in_flight=steps)

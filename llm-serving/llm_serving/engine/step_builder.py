@@ -41,6 +41,7 @@ class StepBuilder:
             block_tables=self._block_tables(rows),
             sample_rows=np.array(sample_rows, np.int32),
             sampling=self._sampling(sampled),
+            block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, 3),
         )
         self._previous_samples = {request.request_id: index for index, request in enumerate(sampled)}
         return step

@@ -1,5 +1,7 @@
 """Who computes what in the next step: a pure state machine, no clock, no I/O."""
 
-from llm_serving.scheduler.scheduler import Schedule, ScheduledRow, Scheduler, SchedulerLimits
+from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
+from llm_serving.scheduler.schedule import Schedule, ScheduledRow
+from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["Schedule", "ScheduledRow", "Scheduler", "SchedulerLimits"]
+__all__ = ["PreemptionMode", "Schedule", "ScheduledRow", "Scheduler", "SchedulerLimits"]

@@ -1,94 +1,73 @@
-"""The decision of every step: which requests compute how many tokens, and who gives way when blocks run out."""
+"""The decision of every step: which requests compute how many tokens, and who gives way when there is no room."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler.policy import Policy
-from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
+from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
+from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
+from llm_serving.scheduler.policy import Load, Policy, Preference
+from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
+from llm_serving.scheduler.waiting_queue import WaitingQueue
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What one step and one batch may hold."""
-
-    max_num_batched_tokens: int
-    """Token budget of a step, prompts and decoding together; at least `max_num_seqs`."""
-    max_num_seqs: int
-    """Most running requests."""
-    max_prefill_seqs: int
-    """Most prompts (or parts of prompts) in one step."""
-    max_decode_gap: int
-    """Most steps in a row that may leave a decoding request out."""
-    max_preemptions: int = 8
-    """Times a request may lose its blocks; after that it is admitted with all it can ever need, and keeps it."""
-    static_batching: bool = False
-    """Admit a new batch only when the one before it has ended: the baseline for comparisons."""
-    batch_waiting_time: float = 0.0
-    """Seconds to wait after the first arrival for a batch to fill."""
-
-
-class ScheduledRow(NamedTuple):
-    """One request's share of a step."""
-
-    request: Request
-    num_computed: int
-    """Tokens in the cache before the step."""
-    query_len: int
-    """Tokens this step computes."""
-    samples: bool
-    """Whether they complete the known tokens, so that a next one is chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What `schedule` decided; `update` takes it back with the tokens that came of it."""
-
-    step: int
-    rows: list[ScheduledRow]
-    num_preempted: int
-    """Since the schedule before this one."""
-    num_bound_violations: int
-    """Decoding requests left out for longer than the bound allows; 0 unless the scheduler has a fault."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.query_len for row in self.rows)
+_Stage = Callable[[StepDraft, float], None]
 
 
 class Scheduler:
     """Continuous batching over one key/value cache.
 
     One rule covers prompts, chunks of prompts, decoding and the return of preempted requests: bring
-    `num_computed_tokens` up to `num_tokens`. The policy decides who gets the step's token budget first.
+    `num_computed_tokens` up to `num_tokens`. The policy says what a step begins with, the classes say who goes first.
 
     `schedule` may run one step ahead of the results: it counts the tokens that submitted steps will sample
     (`Request.num_tokens_in_flight`). A WorkAgent runs steps strictly in order, so a block freed here may be given away
     at once: whatever a submitted step still does with it happens before the next owner's first write.
     """
 
-    def __init__(self, limits: SchedulerLimits, policy: Policy, blocks: BlockManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, policy: Policy, blocks: BlockManager, classes: Sequence[RequestClass]
+    ) -> None:
+        """Classes in ascending order of rank."""
         self.limits = limits
         self.policy = policy
         self.blocks = blocks
-        self.waiting = RequestQueue()
+        self.classes = tuple(classes)
+        self.waiting = WaitingQueue(self.classes, limits.max_overtakes)
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
+        self.bounds = class_bounds(limits, self.classes, blocks.num_slots, policy.max_decode_gap)
+        self._monitor = WaitMonitor(self.bounds)
+        self._requests: dict[str, Request] = {}
+        """All that have not ended."""
+        self._forks: dict[str, list[Request]] = {}
+        """Requests that wait until the one they were forked from has computed its prompt."""
         self._step = 0
         self._sequence = 0
+        self._prefill_gap = 0
+        """Steps in a row in which prompts waited and none was computed."""
         self._num_preempted = 0
+
+    # --- events -----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door."""
         request.sequence = self._sequence
         self._sequence += 1
-        request.queue_key = self.policy.queue_key(request, self._step)
-        self.waiting.push(request)
+        request.request_class = class_of(request.priority, self.classes)
+        aged = request.priority * request.request_class.ageing_steps + self._step
+        rank = request.request_class.rank
+        request.queue_key = (rank, aged if self.policy.honours_classes else 0, request.sequence)
+        self._requests[request.request_id] = request
+        parent = self._requests.get(request.fork_of or "")
+        if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
+            self._forks.setdefault(parent.request_id, []).append(request)
+        else:
+            self.waiting.push(request, self._step)
 
     def schedule(self, now: float) -> Schedule | None:
         """Forms the next step; None when no request can move.
@@ -96,21 +75,22 @@ class Scheduler:
         Args:
             now: Seconds on the clock of `Request.arrival_time`.
         """
-        step = _Step(self._step, self.limits.max_num_batched_tokens)
-        stages: list[Callable[[_Step], None]] = [self._schedule_decodes]
-        prefill_first = self.policy.prefill_goes_first(self._decode_gap())
-        stages.insert(0 if prefill_first else 1, lambda step: self._schedule_prefills(step, now))
-        for stage in stages:
-            stage(step)
-        self._num_preempted += step.num_preempted
-        if not step.rows:
+        draft = StepDraft(self._step, self.limits.max_num_batched_tokens, self.limits.max_prefill_seqs)
+        load = self._load()
+        for schedule_stage in self._stages(load):
+            schedule_stage(draft, now)
+            if self.limits.separate and draft.num_rows:
+                break
+        self._num_preempted += draft.num_preempted
+        if not draft.num_rows:
             return None
-        for row in step.rows.values():
+        rows = draft.rows
+        for row in rows:
             self._advance(row, now)
         self._step += 1
-        violations = int(self._decode_gap() > self.limits.max_decode_gap)
+        violations = self._count_violations(draft, load)
         num_preempted, self._num_preempted = self._num_preempted, 0
-        return Schedule(step.number, list(step.rows.values()), num_preempted, violations)
+        return Schedule(draft.number, rows, self.blocks.take_moves(), num_preempted, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
@@ -118,6 +98,8 @@ class Scheduler:
         Returns:
             The requests that got a token, in row order; those that ended before the result came are left out.
         """
+        for row in schedule.rows:
+            self._confirm(row)
         sampling_rows = [row for row in schedule.rows if row.samples]
         assert len(sampling_rows) == len(token_ids), f"{len(token_ids)} tokens for {len(sampling_rows)} samples"
         updated = []
@@ -143,21 +125,25 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.discard(request)
+            siblings = self._forks.get(request.fork_of or "", [])
+            if request in siblings:
+                siblings.remove(request)
         self.blocks.free(request.request_id)
+        del self._requests[request.request_id]
+        self._release_forks(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def bounds(self) -> str:
-        """What a request can be made to wait for, as the limits have it."""
-        gap, preemptions = self.limits.max_decode_gap, self.limits.max_preemptions
-        return (
-            f"a running request is left out of at most {gap} steps in a row and preempted at most {preemptions} times"
-        )
+    # --- what others may know ---------------------------------------------------------------------------------------
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running) or len(self.waiting) > 0
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self.running)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block or a request is in a place where it cannot be."""
@@ -167,50 +153,58 @@ class Scheduler:
         assert all(not self.blocks.block_table(request.request_id) for request in self.waiting)
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)
+        held = [request for forks in self._forks.values() for request in forks]
+        places = [request.request_id for request in (*self.running, *self.waiting, *held)]
+        assert sorted(places) == sorted(self._requests), "a request is in two places or in none"
 
-    # --- one step ---------------------------------------------------------------------------------------------------
+    # --- the stages of a step ---------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: _Step) -> None:
+    def _stages(self, load: Load) -> list[_Stage]:
+        """The policy's preference, within the bounds that hold for every policy."""
+        preference = self.policy.prefer(load)
+        if self._decode_gap() >= self.policy.max_decode_gap:
+            preference = Preference.DECODE_FIRST
+        elif load.prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
+            preference = Preference.PREFILL_FIRST
+        elif preference is Preference.DECODE_ONLY and not (load.num_decoding and load.prompts_wait):
+            preference = Preference.DECODE_FIRST
+        stages: list[_Stage] = [self._schedule_decodes, self._schedule_prefills]
+        if preference is Preference.PREFILL_FIRST:
+            stages.reverse()
+        return stages[:1] if preference is Preference.DECODE_ONLY else stages
+
+    def _schedule_decodes(self, draft: StepDraft, now: float) -> None:
+        del now
         for request in list(self.running):
-            if step.budget == 0:
+            if draft.budget == 0:
                 return
-            if request.status is not RequestStatus.RUNNING or not request.is_decoding or request.reached_max_tokens:
-                continue
-            if self._make_room(request, step):
-                step.add(request, 1)
+            if request.status is RequestStatus.RUNNING and _can_decode(request) and self._make_room(request, draft):
+                draft.add(request, 1)
 
-    def _schedule_prefills(self, step: _Step, now: float) -> None:
-        """Running prompts that are not complete and waiting ones, in one order."""
+    def _schedule_prefills(self, draft: StepDraft, now: float) -> None:
+        """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
         admits = self._admission_is_open(now)
-        for request in [other for other in self.running if other.num_uncomputed_tokens > 0 and not other.is_decoding]:
+        capped: list[Request] = []
+        for request in [other for other in self.running if _is_prefilling(other)]:
             if admits:
-                self._admit(step, before=request.queue_key)
-            if not step.has_room_for_prefill(self.limits):
-                return
-            step.add(request, request.num_uncomputed_tokens, prefill=True)
+                self._admit(draft, capped, before=request.request_class)
+            if not draft.has_room_for_prefill:
+                break
+            if request.status is RequestStatus.RUNNING:
+                self._add_prompt(request, draft, capped)
         if admits:
-            self._admit(step)
+            self._admit(draft, capped)
+        for request in capped:
+            draft.extend(request)
 
-    def _admit(self, step: _Step, before: tuple[int, int] | None = None) -> None:
-        """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
+    def _add_prompt(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
+        """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""
+        share = self.limits.max_long_prefill_tokens or draft.budget
+        if min(request.num_uncomputed_tokens, draft.budget) > share:
+            capped.append(request)
+        draft.add(request, min(request.num_uncomputed_tokens, share), prefill=True)
 
-        With `before`, only those that stand before this place in the order.
-        """
-        while (request := self.waiting.peek()) is not None and (before is None or request.queue_key < before):
-            # A preempted request whose newest token is still on the device cannot be computed yet.
-            fits = len(self.running) < self.limits.max_num_seqs and request.num_tokens_in_flight == 0
-            num_tokens = request.max_num_tokens if self._is_protected(request) else request.num_tokens
-            if not fits or not self.blocks.can_admit(num_tokens, reserve=len(self.running)):
-                return
-            has_room = step.has_room_for_prefill(self.limits)
-            if not has_room and not self.limits.static_batching:
-                return
-            self.waiting.pop()
-            self.blocks.grow(request.request_id, num_tokens)
-            request.status = RequestStatus.RUNNING
-            insort(self.running, request, key=_queue_key)
-            if has_room:
-                step.add(request, request.num_tokens, prefill=True)
+    # --- admission --------------------------------------------------------------------------------------------------
 
     def _admission_is_open(self, now: float) -> bool:
         if len(self.waiting) == 0 or (self.limits.static_batching and self.running):
@@ -221,31 +215,132 @@ class Scheduler:
         oldest = min(request.arrival_time for request in self.waiting)
         return len(self.waiting) >= full or now - oldest >= self.limits.batch_waiting_time
 
-    def _make_room(self, request: Request, step: _Step) -> bool:
+    def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
+        """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
+
+        With `before`, only those of higher classes.
+        """
+        while (request := self.waiting.best(self._step, draft.closed)) is not None:
+            request_class = request.request_class
+            if before is not None and request_class.rank >= before.rank:
+                return
+            if self._is_at_limit(request):
+                draft.closed.add(request_class.name)
+                continue
+            if not draft.has_room_for_prefill and not self.limits.static_batching:
+                return
+            # A preempted request whose newest token is still on the device cannot be computed yet.
+            if request.num_tokens_in_flight or not (self._fits(request) or self._displace_for(request, draft)):
+                return
+            self._start(request, draft.closed)
+            if draft.has_room_for_prefill:
+                self._add_prompt(request, draft, capped)
+
+    def _start(self, request: Request, closed: set[str]) -> None:
+        self.waiting.pop(request, self._step, closed)
+        num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), self._parent(request))
+        if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
+            request.num_computed_tokens = request.num_confirmed_tokens = num_found
+        if request.first_scheduled_time is None:
+            request.num_cached_tokens = num_found
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_queue_key)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether slots and blocks are free; one block is kept for each running request.
+
+        The watermark: so none is preempted before it has filled a block.
+        """
+        num_blocks = self._num_blocks_to_start(request) + len(self.running)
+        return len(self.running) < self.limits.max_num_seqs and num_blocks <= self.blocks.pool.num_free_blocks
+
+    def _displace_for(self, request: Request, draft: StepDraft) -> bool:
+        """Preempts running requests of strictly lower classes, worst first, if that makes room; otherwise nobody."""
+        num_running, num_free = len(self.running), self.blocks.pool.num_free_blocks
+        num_needed = self._num_blocks_to_start(request)
+        victims = []
+        for victim in reversed(self.running):
+            if victim.request_class.rank <= request.request_class.rank:
+                return False
+            if self._is_protected(victim):
+                continue
+            victims.append(victim)
+            num_running -= 1
+            num_free += self.blocks.num_blocks_owned(victim.request_id)
+            if num_running < self.limits.max_num_seqs and num_needed + num_running <= num_free:
+                for each in victims:
+                    self._preempt(each, draft)
+                return True
+        return False
+
+    def _is_at_limit(self, request: Request) -> bool:
+        """Whether the request's class holds as many slots or blocks as it may."""
+        share = request.request_class
+        if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
+            return False
+        members = [other for other in self.running if other.request_class is share]
+        if not members:
+            return False
+        num_held = sum(self.blocks.num_blocks_held(member.request_id) for member in members)
+        num_blocks = num_held + self.blocks.num_blocks_for(self._num_tokens_to_hold(request))
+        return (
+            len(members) + 1 > share.max_running_share * self.limits.max_num_seqs
+            or num_blocks > share.max_kv_share * self.blocks.pool.num_blocks
+        )
+
+    def _num_blocks_to_start(self, request: Request) -> int:
+        return self.blocks.num_blocks_to_admit(request, self._num_tokens_to_hold(request), self._parent(request))
+
+    def _num_tokens_to_hold(self, request: Request) -> int:
+        return request.max_num_tokens if self._is_protected(request) else request.num_tokens
+
+    def _parent(self, request: Request) -> Request | None:
+        """The running request whose blocks this one can share."""
+        parent = self._requests.get(request.fork_of or "")
+        return parent if parent is not None and parent.status is RequestStatus.RUNNING else None
+
+    def _release_forks(self, parent: Request) -> None:
+        for fork in self._forks.pop(parent.request_id, []):
+            self.waiting.push(fork, self._step)
+
+    # --- giving way -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, request: Request, draft: StepDraft) -> bool:
         """Makes the request's table hold its newest token; the worst running requests give way, itself at last.
 
         Protected requests hold all their blocks from the start: they never come here for more, and never give way.
         """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
             victim = next(other for other in reversed(self.running) if not self._is_protected(other))
-            self._preempt(victim, step)
+            self._preempt(victim, draft)
             if victim is request:
                 return False
         self.blocks.grow(request.request_id, request.num_tokens)
         return True
 
-    def _preempt(self, request: Request, step: _Step) -> None:
-        """Takes the request's blocks; it waits at its old place in the order and is computed again."""
+    def _preempt(self, request: Request, draft: StepDraft) -> None:
+        """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
         self.running.remove(request)
-        step.withdraw(request)
-        self.blocks.free(request.request_id)
-        request.num_computed_tokens = 0
+        draft.withdraw(request)
+        if self._prefers_swap(request) and self.blocks.can_swap_out(request):
+            self.blocks.swap_out(request)
+        else:
+            self.blocks.free(request.request_id)
+            request.num_computed_tokens = request.num_confirmed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
-        self.waiting.push(request)
+        self.waiting.push(request, self._step)
+
+    def _prefers_swap(self, request: Request) -> bool:
+        if self.limits.preemption_mode is not PreemptionMode.AUTO:
+            return self.limits.preemption_mode is PreemptionMode.SWAP
+        num_blocks = self.blocks.num_blocks_for(request.num_computed_tokens)
+        return num_blocks * self.limits.swap_block_cost_tokens < request.num_computed_tokens
 
     def _is_protected(self, request: Request) -> bool:
         return request.num_preemptions >= self.limits.max_preemptions
+
+    # --- bookkeeping ------------------------------------------------------------------------------------------------
 
     def _advance(self, row: ScheduledRow, now: float) -> None:
         request = row.request
@@ -254,40 +349,45 @@ class Scheduler:
         request.last_scheduled_step = self._step
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+        if self.limits.max_overtakes:
+            shares = self.waiting.queues[request.request_class.name].shares
+            shares.charge(request.tenant, row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples)
+
+    def _confirm(self, row: ScheduledRow) -> None:
+        """The row has been computed: others may share its full blocks."""
+        request = row.request
+        if request.is_finished or row.num_preemptions != request.num_preemptions:
+            return
+        self.blocks.name_blocks(request, row.end)
+        request.num_confirmed_tokens = row.end
+        if row.end >= request.num_prompt_tokens:
+            self._release_forks(request)
+
+    def _load(self) -> Load:
+        num_decoding = sum(request.is_decoding for request in self.running)
+        prompts_wait = len(self.waiting) > 0 or any(_is_prefilling(request) for request in self.running)
+        return Load(num_decoding, len(self.running), prompts_wait)
 
     def _decode_gap(self) -> int:
         """Steps in a row that left out the decoding request which has waited longest."""
-        last = (r.last_scheduled_step for r in self.running if r.is_decoding and not r.reached_max_tokens)
+        last = (request.last_scheduled_step for request in self.running if _can_decode(request))
         return self._step - 1 - min(last, default=self._step - 1)
 
-
-class _Step:
-    """A step while it is being formed."""
-
-    def __init__(self, number: int, budget: int) -> None:
-        self.number = number
-        self.budget = budget
-        self.rows: dict[str, ScheduledRow] = {}
-        self.num_prefills = 0
-        self.num_preempted = 0
-
-    def has_room_for_prefill(self, limits: SchedulerLimits) -> bool:
-        return self.budget > 0 and self.num_prefills < limits.max_prefill_seqs
-
-    def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
-        query_len = min(num_tokens, self.budget)
-        samples = request.num_computed_tokens + query_len == request.num_tokens
-        self.rows[request.request_id] = ScheduledRow(request, request.num_computed_tokens, query_len, samples)
-        self.budget -= query_len
-        self.num_prefills += prefill
-
-    def withdraw(self, request: Request) -> None:
-        """Takes a preempted request's row out again, if it has one."""
-        self.num_preempted += 1
-        row = self.rows.pop(request.request_id, None)
-        if row is not None:
-            self.budget += row.query_len
+    def _count_violations(self, draft: StepDraft, load: Load) -> int:
+        self._prefill_gap = 0 if draft.computes_prompts or not load.prompts_wait else self._prefill_gap + 1
+        gap_is_too_long = self._decode_gap() > self.policy.max_decode_gap
+        return gap_is_too_long + self._monitor.observe(self.waiting, self._step, draft.closed)
 
 
-def _queue_key(request: Request) -> tuple[int, int]:
+def _can_decode(request: Request) -> bool:
+    if request.waits_for_reply and request.num_tokens_in_flight:
+        return False
+    return request.is_decoding and not request.reached_max_tokens
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_uncomputed_tokens > 0 and not request.is_decoding
+
+
+def _queue_key(request: Request) -> tuple[int, int, int]:
     return request.queue_key

@@ -1,0 +1,40 @@
+"""Service received by each tenant of a class: whoever got least goes next.
+
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+OUTPUT_TOKEN_WEIGHT: Final = 2
+"""What a generated token counts, against one for a computed prompt token; the paper's choice."""
+MAX_TENANTS: Final = 10_000
+
+
+class FairShare:
+    """One counter a tenant; tokens that are computed again after a preemption count again."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._floor = 0
+        """What a tenant that comes back is lifted to: idle time is no credit."""
+
+    def served(self, tenant: str) -> int:
+        return self._served.get(tenant, self._floor)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        self._served[tenant] = self.served(tenant) + num_tokens
+
+    def join(self, tenant: str, least_waiting: int | None) -> None:
+        """The tenant begins to wait; `least_waiting` is the least counter among those that wait already."""
+        if least_waiting is not None:
+            self._floor = max(self._floor, least_waiting)
+        self._served[tenant] = max(self.served(tenant), self._floor)
+        if len(self._served) > MAX_TENANTS:
+            self._served = {name: served for name, served in self._served.items() if served > self._floor}
+            self._served[tenant] = max(self.served(tenant), self._floor)
+
+    def leave(self, tenant: str) -> None:
+        """The last waiting request of the last tenant goes; whoever comes next starts from its counter."""
+        self._floor = max(self._floor, self.served(tenant))

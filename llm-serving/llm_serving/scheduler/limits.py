@@ -1,0 +1,46 @@
+"""What one step and one batch may hold."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class PreemptionMode(enum.StrEnum):
+    """What becomes of what a preempted request has computed."""
+
+    RECOMPUTE = "recompute"
+    """It is computed again."""
+    SWAP = "swap"
+    """It waits in host memory, where there is room."""
+    AUTO = "auto"
+    """Whichever costs less."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_num_batched_tokens: int
+    """Token budget of a step, prompts and decoding together; at least `max_num_seqs`."""
+    max_num_seqs: int
+    """Most running requests."""
+    max_prefill_seqs: int
+    """Most prompts (or parts of prompts) in one step."""
+    max_model_len: int
+    """Most tokens of a request."""
+    max_prefill_gap: int = 16
+    """Most steps in a row that may leave out prompts which could run."""
+    max_preemptions: int = 8
+    """Times a request may lose its place; after that it is admitted with all it can ever need, and keeps it."""
+    max_overtakes: int = 0
+    """Times the first of a class may be overtaken for fairness among tenants; 0: there is one order for all."""
+    max_long_prefill_tokens: int | None = None
+    """Most tokens of a step for one prompt while others wait for some; None: no limit."""
+    separate: bool = False
+    """A step computes prompts or decodes, never both."""
+    preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    swap_block_cost_tokens: float = 4.0
+    """Tokens computed in the time that one block is moved out and in."""
+    static_batching: bool = False
+    """Admit a new batch only when the one before it has ended: the baseline for comparisons."""
+    batch_waiting_time: float = 0.0
+    """Seconds to wait after the first arrival for a batch to fill."""

@@ -1,0 +1,99 @@
+"""What the scheduler decides: the rows of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llm_serving.core.request import Request
+
+
+class ScheduledRow(NamedTuple):
+    """One request's share of a step."""
+
+    request: Request
+    num_computed: int
+    """Tokens in the cache before the step."""
+    query_len: int
+    """Tokens this step computes."""
+    samples: bool
+    """Whether they complete the known tokens, so that a next one is chosen."""
+    num_preemptions: int
+    """Of the request when the row was made; once it has lost its place since, the row's keys and values are gone."""
+
+    @property
+    def end(self) -> int:
+        return self.num_computed + self.query_len
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What `schedule` decided; `update` takes it back with the tokens that came of it."""
+
+    step: int
+    rows: list[ScheduledRow]
+    block_moves: list[tuple[int, int, int]] = field(default_factory=list)
+    """(`BlockMove`, source, target), to be done in order before the rows are computed."""
+    num_preempted: int = 0
+    """Requests that lost their place since the schedule before this one."""
+    num_bound_violations: int = 0
+    """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.query_len for row in self.rows)
+
+
+class StepDraft:
+    """A step while it is being formed."""
+
+    def __init__(self, number: int, budget: int, max_prefills: int) -> None:
+        self.number = number
+        self.budget = budget
+        self.closed: set[str] = set()
+        """Classes that hold as many slots or blocks as they may."""
+        self.num_preempted = 0
+        self._max_prefills = max_prefills
+        self._num_prefills = 0
+        self._rows: dict[str, ScheduledRow] = {}
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        return list(self._rows.values())
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def computes_prompts(self) -> bool:
+        return self._num_prefills > 0
+
+    @property
+    def has_room_for_prefill(self) -> bool:
+        return self.budget > 0 and self._num_prefills < self._max_prefills
+
+    def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
+        query_len = min(num_tokens, self.budget)
+        self._put(request, query_len)
+        self._num_prefills += prefill
+
+    def extend(self, request: Request) -> None:
+        """Gives a request that has a row what is left of the budget, as far as it needs it."""
+        row = self._rows.get(request.request_id)
+        if row is not None:  # otherwise it has lost its place since
+            self._put(request, min(request.num_uncomputed_tokens, row.query_len + self.budget))
+
+    def withdraw(self, request: Request) -> None:
+        """Takes a preempted request's row out again, if it has one."""
+        self.num_preempted += 1
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self.budget += row.query_len
+
+    def _put(self, request: Request, query_len: int) -> None:
+        before = self._rows.get(request.request_id)
+        self.budget -= query_len - (0 if before is None else before.query_len)
+        start = request.num_computed_tokens
+        samples = start + query_len == request.num_tokens
+        self._rows[request.request_id] = ScheduledRow(request, start, query_len, samples, request.num_preemptions)
