@@ -44,7 +44,12 @@ def sampling_input(num_samples, history=None, bias=None, **fields):
     )
 
 
-def step_input(rows, step=0, samples=None, sampling=None):
+def block_moves(*moves):
+    """[N, 3] of moves (kind, source, target)."""
+    return np.array(moves, np.int32).reshape(-1, 3)
+
+
+def step_input(rows, step=0, samples=None, sampling=None, moves=()):
     """A step of rows (token_ids, num_computed, block_ids).
 
     Args:
@@ -52,6 +57,7 @@ def step_input(rows, step=0, samples=None, sampling=None):
         step: Its number.
         samples: Rows that sample; all by default.
         sampling: How; greedy by default.
+        moves: Triples (kind, source block, target block), done first.
     """
     width = max(len(blocks) for _, _, blocks in rows)
     sample_rows = np.array(range(len(rows)) if samples is None else samples, np.int32)
@@ -63,6 +69,7 @@ def step_input(rows, step=0, samples=None, sampling=None):
         block_tables=np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32),
         sample_rows=sample_rows,
         sampling=sampling or sampling_input(len(sample_rows)),
+        block_moves=block_moves(*moves),
     )
 
 

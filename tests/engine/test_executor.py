@@ -96,7 +96,9 @@ def assert_equal(left, right):
 class TestSubmit:
     def test_the_other_side_reads_what_was_submitted(self, agent):
         sampling = sampling_input(2, history={1: [5, 6]}, bias={0: {3: -1.5}}, seed=[2**64 - 1, 4], temperature=0.5)
-        first = step_input([((5, 6, 7), 0, [1]), ((8,), 20, [2, 3])], step=0, sampling=sampling)
+        first = step_input(
+            [((5, 6, 7), 0, [1]), ((8,), 20, [2, 3])], step=0, sampling=sampling, moves=[(1, 4, 0), (0, 2, 3)]
+        )
         second = a_step(1, 9)
         agent.executor.submit(first)
         agent.executor.submit(second)

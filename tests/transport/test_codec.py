@@ -1,9 +1,9 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import BlockMove, StepInput, StepOutput
 from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.codec import (
@@ -13,6 +13,7 @@ from llm_serving.transport.codec import (
     step_arrays,
     step_from_arrays,
 )
+from step_factories import block_moves
 
 
 def a_step() -> StepInput:
@@ -33,6 +34,14 @@ def test_a_step_survives_the_way_through_arrays() -> None:
                 np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
 
 
+@pytest.mark.parametrize("moves", [[], [(BlockMove.SWAP_OUT, 3, 0), (BlockMove.COPY, 1, 2), (BlockMove.SWAP_IN, 0, 4)]])
+def test_block_moves_keep_their_order_and_shape(moves) -> None:
+    step = replace(a_step(), block_moves=block_moves(*moves))
+    copy = step_from_arrays(step.step, step_arrays(step))
+    assert copy.block_moves.shape == (len(moves), 3)
+    assert copy.block_moves.tolist() == [list(move) for move in moves]
+
+
 def test_a_missing_array_is_an_error() -> None:
     step = a_step()
     with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; \d+ arrived"):
@@ -46,7 +55,9 @@ def test_the_largest_step_fits_its_buffer() -> None:
         scheduler.add(create_request(7, repetition_penalty=1.5, logit_bias=bias))
     schedule = scheduler.schedule(0.0)
     assert schedule is not None
-    arrays = step_arrays(StepBuilder(scheduler.blocks).build(schedule))
+    # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
+    moves = np.zeros((8 * 4 * 2 + 8, 3), np.int32)
+    arrays = step_arrays(replace(StepBuilder(scheduler.blocks).build(schedule), block_moves=moves))
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 
 

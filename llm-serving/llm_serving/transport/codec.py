@@ -14,6 +14,7 @@ from llm_serving.transport.messages import StepDone
 
 _STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling"))
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
+_MOVE_BYTES = 3 * 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
@@ -37,8 +38,13 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
 
 
 def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int) -> int:
-    """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table."""
-    per_row = 4 * (-(-max_model_len // block_size)) + 4 * max_model_len + 8 * 4096 + 64
+    """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table.
+
+    Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
+    tables. There is room for four, as pages of a buffer are taken when first written.
+    """
+    max_row_blocks = -(-max_model_len // block_size)
+    per_row = (4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
     return 4 * max_tokens + max_rows * per_row + 64 * (len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS))
 
 
