@@ -31,8 +31,11 @@ def backend(name: str, dtype: str) -> Backend:
 
 
 class GraphModel:
-    def __init__(self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int = 32) -> None:
-        kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE)
+    def __init__(
+        self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int = 32, num_swap_blocks: int = 0
+    ) -> None:
+        kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
+        self.kv_tensors = kv_tensors
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder)
         self._network = CompiledNetwork(model_family(spec)(spec, backend, weights, kv_tensors.layers, max_positions))

@@ -1,8 +1,11 @@
+import numpy as np
 import pytest
-from graph_model import backend
+from graph_model import GraphModel, backend
+from llm_serving.core.step import BlockMove
 from llm_serving.errors import ConfigError
 from llm_serving.worker.kv_tensors import KVTensors, block_bytes, num_blocks_for
-from model_factories import tiny_spec
+from model_factories import tiny_spec, write_model
+from step_factories import block_moves
 
 pytestmark = pytest.mark.mindspore
 
@@ -39,3 +42,99 @@ def test_num_blocks_for_rounds_down():
 def test_no_room_for_one_block_is_an_error():
     with pytest.raises(ConfigError, match=r"one block of 4096 bytes\. Left: 4095 bytes"):
         num_blocks_for(4095, SPEC, backend("cpu", "bfloat16"), 16)
+
+
+def numbered(tensors):
+    """Every element of every tensor its own; the tensors, as arrays of the bytes they should have."""
+    expected = []
+    for index, (cache, host) in enumerate(memories(tensors)):
+        for part, memory in enumerate((cache.storage, host)):
+            values = np.random.default_rng([index, part]).integers(0, 1000, memory.shape)
+            memory[...] = values.astype(memory.dtype)
+        expected.append((cache.storage.copy(), host.copy()))
+    return expected
+
+
+def memories(tensors):
+    for caches, hosts in zip(tensors.layers, tensors.host_layers, strict=True):
+        yield from zip(caches, hosts, strict=True)
+
+
+# On a CPU the primitive that writes blocks for Ascend takes float16 only.
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("cpu", "bfloat16"), ("cpu", "float32"), ("plain", "bfloat16"), ("ascend", "float16")]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_move_in_the_order_given(name, dtype, seed):
+    tensors = KVTensors.allocate(SPEC, backend(name, dtype), num_blocks=6, block_size=16, num_swap_blocks=4)
+    expected = numbered(tensors)
+    # Few blocks and many moves: most sources are targets of an earlier move, most targets are written again.
+    rng = np.random.default_rng(seed)
+    kinds = np.repeat(rng.integers(0, 3, 8), 5)
+    sizes = {BlockMove.COPY: (6, 6), BlockMove.SWAP_OUT: (6, 4), BlockMove.SWAP_IN: (4, 6)}
+    moves = np.array([(kind, *rng.integers(0, sizes[BlockMove(kind)])) for kind in kinds], np.int32)
+    tensors.move_blocks(moves)
+    for (cache, host), (cache_bytes, host_bytes) in zip(memories(tensors), expected, strict=True):
+        for kind, source, target in moves.tolist():
+            into = host_bytes if kind == BlockMove.SWAP_OUT else cache_bytes
+            into[target] = (host_bytes if kind == BlockMove.SWAP_IN else cache_bytes)[source]
+        np.testing.assert_array_equal(cache.asnumpy().view(cache_bytes.dtype), cache_bytes)
+        np.testing.assert_array_equal(host, host_bytes)
+
+
+def test_bfloat16_blocks_of_a_device_reach_the_host_pool():
+    tensors = KVTensors.allocate(SPEC, backend("ascend", "bfloat16"), num_blocks=6, block_size=16, num_swap_blocks=4)
+    expected = numbered(tensors)
+    tensors.move_blocks(block_moves((BlockMove.SWAP_OUT, 5, 0), (BlockMove.SWAP_OUT, 2, 3)))
+    for (_, host), (cache_bytes, host_bytes) in zip(memories(tensors), expected, strict=True):
+        np.testing.assert_array_equal(host, [cache_bytes[5], host_bytes[1], host_bytes[2], cache_bytes[2]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, SPEC)
+    return folder
+
+
+BACKENDS = pytest.mark.parametrize(("name", "dtype"), [("cpu", "bfloat16"), ("cpu", "float32"), ("plain", "bfloat16")])
+PROMPT, OTHER = (np.random.default_rng(seed).integers(0, 97, 41).tolist() for seed in (1, 2))
+
+
+def decode(model, computed, blocks, count=8):
+    """Logits of `count` tokens, one a step, behind `computed` ones that the cache has."""
+    return [model.logits(([token], computed + index, blocks)) for index, token in enumerate(range(40, 40 + count))]
+
+
+@BACKENDS
+def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(folder, name, dtype):
+    undisturbed = GraphModel(SPEC, folder, backend(name, dtype))
+    undisturbed.logits((PROMPT, 0, [3, 1, 7]))
+    expected = decode(undisturbed, 41, [3, 1, 7, 0])
+
+    model = GraphModel(SPEC, folder, backend(name, dtype), num_swap_blocks=4)
+    move = model.kv_tensors.move_blocks
+    model.logits((PROMPT, 0, [3, 1, 7]))
+    move(block_moves(*((BlockMove.SWAP_OUT, source, target) for source, target in ((3, 2), (1, 0), (7, 3)))))
+    model.logits((OTHER, 0, [7, 3, 1]))
+    move(block_moves(*((BlockMove.SWAP_IN, source, target) for source, target in ((2, 5), (0, 4), (3, 9)))))
+    for logits, alone in zip(decode(model, 41, [5, 4, 9, 6]), expected, strict=True):
+        np.testing.assert_array_equal(logits, alone)
+
+
+@BACKENDS
+def test_two_sequences_continue_from_a_copied_partial_block(folder, name, dtype):
+    def alone(tokens):
+        model = GraphModel(SPEC, folder, backend(name, dtype))
+        model.logits((PROMPT, 0, [3, 1, 7]))
+        return [model.logits(([token], 41 + index, [3, 1, 7])) for index, token in enumerate(tokens)]
+
+    first, second = [5, 6, 7, 8], [90, 80, 70, 60]
+    model = GraphModel(SPEC, folder, backend(name, dtype))
+    model.logits((PROMPT, 0, [3, 1, 7]))
+    model.kv_tensors.move_blocks(block_moves((BlockMove.COPY, 7, 2)))
+    expected = zip(alone(first), alone(second), strict=True)
+    for index, tokens in enumerate(zip(first, second, strict=True)):
+        # One after the other, so that the products of stock operations have the shape they have alone.
+        for token, blocks, logits in zip(tokens, ([3, 1, 7], [3, 1, 2]), next(expected), strict=True):
+            np.testing.assert_array_equal(model.logits(([token], 41 + index, blocks)), logits)

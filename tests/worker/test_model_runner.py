@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
-from llm_serving.core.step import StepOutput
+from llm_serving.core.step import BlockMove, StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
 from llm_serving.worker.model_runner import ModelRunner
 from model_factories import tiny_spec, write_model
@@ -120,6 +120,48 @@ def test_ids_of_a_bias_are_checked_before_anything_is_computed(runner):
 def test_a_context_past_max_model_len_is_refused(runner):
     with pytest.raises(WorkerError, match=r"at most 64 tokens\. Given: 65"):
         runner.execute(step_input([([1], 64, [1, 2, 3, 4, 5])]))
+
+
+@pytest.fixture
+def swapping_runner(folder):
+    return ModelRunner(
+        SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64, num_swap_blocks=2
+    )
+
+
+def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
+    def run(step, rows, *moves, samples=None):
+        return swapping_runner.execute(step_input(rows, step=step, moves=moves, samples=samples)).token_ids.tolist()
+
+    first, second, third = greedy_tokens[:3]
+    assert run(0, [(PROMPT, 0, [8, 1])]) == [first]
+    # The blocks of the request go out in the very step that gives them to another one.
+    run(1, [(PROMPT[::-1], 0, [1, 8])], (BlockMove.SWAP_OUT, 8, 1), (BlockMove.SWAP_OUT, 1, 0))
+    back = (BlockMove.SWAP_IN, 1, 3), (BlockMove.SWAP_IN, 0, 2)
+    assert run(2, [([first], 21, [3, 2])], *back) == [second]
+    assert run(3, [([second], 22, [3, 5])], (BlockMove.COPY, 2, 5)) == [third]
+
+
+def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):
+    swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
+    wrong = (BlockMove.COPY, 0, 8), (BlockMove.SWAP_OUT, 0, 2)
+    with pytest.raises(WorkerError, match=r"`num_swap_blocks` 2\. Given: 2"):
+        swapping_runner.execute(step_input([(PROMPT[::-1], 0, [8, 1])], step=1, moves=wrong))
+    output = swapping_runner.execute(step_input([(greedy_tokens[:1], 21, [8, 1])], step=2))
+    assert output.token_ids.tolist() == greedy_tokens[1:2]
+
+
+def test_a_wrong_row_stops_the_moves_of_its_step(swapping_runner, greedy_tokens):
+    swapping_runner.execute(step_input([(PROMPT, 0, [8, 1])]))
+    with pytest.raises(WorkerError, match="token_ids must be below 97"):
+        swapping_runner.execute(step_input([([97], 0, [2])], step=1, moves=[(BlockMove.COPY, 0, 8)]))
+    output = swapping_runner.execute(step_input([(greedy_tokens[:1], 21, [8, 1])], step=2))
+    assert output.token_ids.tolist() == greedy_tokens[1:2]
+
+
+def test_a_swap_without_a_host_pool_is_refused(runner):
+    with pytest.raises(WorkerError, match=r"below `num_swap_blocks` 0\. Given: 0"):
+        runner.execute(step_input([(PROMPT, 0, [8, 1])], moves=[(BlockMove.SWAP_OUT, 8, 0)]))
 
 
 def test_arrays_over_read_only_memory_are_accepted(runner, greedy_tokens):

@@ -6,16 +6,18 @@ to MINDIR on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from llm_serving.backends.base import Array, model_dtype
+from llm_serving.backends.base import Array, BlockMemory, model_dtype
 from llm_serving.backends.parameters import parameter_over, resident_zeros, to_model_dtype, zeroed_array
+from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 
 _ROTATE_HALF = 2
@@ -93,10 +95,45 @@ class AscendBackend:
         )
         return keys, values
 
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        for batch in _independent(pairs, source is target):
+            blocks = self._read_blocks(source, batch[:, 0])
+            if isinstance(target, ms.Parameter):
+                ops.ScatterUpdate()(target, _index(batch[:, 1]), blocks)
+            else:
+                target[batch[:, 1]] = blocks.asnumpy().view(target.dtype)
+
+    def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:
+        """[n, ...] on the device."""
+        if isinstance(source, ms.Parameter):
+            return gen_ops_prim.Gather()(source, _index(block_ids), 0)
+        blocks = source[block_ids]
+        return ms.Tensor.from_numpy(blocks.view(numpy_bfloat16) if self.dtype == "bfloat16" else blocks)
+
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         memory = zeroed_array(array.shape, self.dtype)
         memory[...] = to_model_dtype(array, self.dtype)
         return parameter_over(memory, self.dtype, name)
+
+
+def _index(block_ids: Int32Array) -> ms.Tensor:
+    return ms.Tensor.from_numpy(np.ascontiguousarray(block_ids))
+
+
+def _independent(pairs: Int32Array, same_memory: bool) -> Iterator[Int32Array]:
+    """Cuts copies [n, 2] into batches that can be read all together and then written in any order.
+
+    No batch writes a block twice, nor reads a block that it has written before.
+    """
+    start, written = 0, set[int]()
+    for index, (source, target) in enumerate(pairs.tolist()):
+        if target in written or (same_memory and source in written):
+            yield pairs[start:index]
+            start = index
+            written.clear()
+        written.add(target)
+    if start < len(pairs):
+        yield pairs[start:]
 
 
 class Embedding(nn.Cell):

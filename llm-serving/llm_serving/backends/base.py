@@ -8,16 +8,20 @@ in the widest block table. First dimensions may be dynamic; nothing is compiled 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import mindspore as ms
 from mindspore import nn
 from numpy.typing import NDArray
 
+from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 carried as uint16 bits."""
+
+BlockMemory: TypeAlias = ms.Parameter | Array
+"""Blocks of keys or values: a cache, or plain memory."""
 
 MODEL_DTYPES: dict[str, Any] = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
 
@@ -95,6 +99,15 @@ class Backend(Protocol):
         """Key and value cache of one layer, zeroed, of shape [num_blocks, block_size, num_kv_heads, head_dim].
 
         Block i is row i of the buffer, so blocks may be copied whole; the order inside a block is the backend's own.
+        """
+
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        """Copies whole blocks as if one after the other; the next call of a graph sees them.
+
+        Args:
+            source: A cache from `kv_cache`, or blocks beside it from `parameters.host_blocks`.
+            target: A cache or such blocks, of blocks alike; may be `source` itself.
+            pairs: [n, 2] of source block and target block, inside `source` and `target`: nothing checks them again.
         """
 
 

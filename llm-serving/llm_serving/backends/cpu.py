@@ -18,8 +18,9 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
-from llm_serving.backends.base import Array
-from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
+from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
+from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
 
@@ -99,6 +100,9 @@ class CpuBackend(AscendBackend):
             if value % _MULTIPLE != 0:
                 raise ConfigError(f"`{field}` must be a multiple of {_MULTIPLE} on {self.name}. Given: {value}")
         return super().kv_cache(num_blocks, block_size, num_kv_heads, head_dim, name)
+
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        copy_blocks_in_memory(source, target, pairs)
 
 
 class Logits(nn.Cell):

@@ -10,7 +10,8 @@ import numpy as np
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from numpy.typing import NDArray
 
-from llm_serving.backends.base import Array
+from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
 
 _ALIGNMENT = 64
@@ -70,3 +71,28 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
     parameter.assign_value(tensor)
     parameter.storage = array
     return parameter
+
+
+def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
+    """Plain zeroed memory for `num_blocks` blocks like those of `cache`, a Parameter from `parameter_over`.
+
+    Every page is at hand: memory that does not suffice shows here and not in the step that first needs it.
+    """
+    memory: Array = np.empty((num_blocks, *cache.shape[1:]), cache.storage.dtype)
+    memory.fill(0)
+    return memory
+
+
+def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+    """`Backend.copy_blocks` where Parameters lie in the memory of this process, over the arrays they were made of.
+
+    One block at a time: that keeps the order, and blocks of usual size are copied faster than gathered and scattered.
+    """
+    blocks, copies = _memory(source), _memory(target)
+    for source_block, target_block in pairs.tolist():
+        copies[target_block] = blocks[source_block]
+
+
+def _memory(blocks: BlockMemory) -> Array:
+    memory: Array = blocks.storage if isinstance(blocks, ms.Parameter) else blocks
+    return memory

@@ -14,8 +14,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from llm_serving.backends.base import Array, model_dtype
-from llm_serving.backends.parameters import parameter_over, to_model_dtype, zeroed_array
+from llm_serving.backends.base import Array, BlockMemory, model_dtype
+from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
+from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16
 
 
@@ -79,6 +80,9 @@ class PlainBackend:
             parameter_over(zeroed_array(shape, "float32"), "float32", f"{name}.{part}") for part in ("key", "value")
         )
         return keys, values
+
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        copy_blocks_in_memory(source, target, pairs)
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)

@@ -1,4 +1,4 @@
-"""The key/value cache of a WorkAgent: one pair of tensors a layer, cut into blocks."""
+"""The key/value cache of a WorkAgent: one pair of tensors a layer, cut into blocks, and a host pool beside it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore.common.dtype import type_size_in_bytes
 
-from llm_serving.backends.base import Backend
+from llm_serving.backends.base import Array, Backend
+from llm_serving.backends.parameters import host_blocks
 from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.step import BlockMove, Int32Array
 from llm_serving.errors import ConfigError
+from llm_serving.worker.block_moves import runs
 
 # Slots are int32 on every device.
 _MAX_SLOTS = 2**31 - 1
@@ -20,16 +23,21 @@ class KVTensors:
     """Lives as long as the network that holds the same Parameters.
 
     Block i of the block manager is row i of every tensor, so a block can be copied as a whole; the order of elements
-    inside a block belongs to the backend.
+    inside a block belongs to the backend. The host pool holds whole blocks in the same order and is never computed on.
     """
 
+    backend: Backend
     layers: tuple[tuple[ms.Parameter, ms.Parameter], ...]  # (key, value) of each layer
+    host_layers: tuple[tuple[Array, Array], ...]  # the same in plain memory, of `num_swap_blocks` blocks
     num_blocks: int
+    num_swap_blocks: int
     block_size: int
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, backend: Backend, num_blocks: int, block_size: int) -> KVTensors:
-        """Zeroed tensors for `num_blocks` blocks of `block_size` tokens.
+    def allocate(
+        cls, spec: ModelSpec, backend: Backend, num_blocks: int, block_size: int, num_swap_blocks: int = 0
+    ) -> KVTensors:
+        """Zeroed tensors for `num_blocks` blocks of `block_size` tokens, and a host pool of `num_swap_blocks`.
 
         Raises:
             ConfigError: More slots than a slot number can name.
@@ -42,7 +50,23 @@ class KVTensors:
             backend.kv_cache(num_blocks, block_size, spec.num_key_value_heads, spec.head_dim, f"kv_cache.{index}")
             for index in range(spec.num_hidden_layers)
         )
-        return cls(layers, num_blocks, block_size)
+        host_layers = tuple(
+            (host_blocks(keys, num_swap_blocks), host_blocks(values, num_swap_blocks)) for keys, values in layers
+        )
+        return cls(backend, layers, host_layers, num_blocks, num_swap_blocks, block_size)
+
+    def move_blocks(self, block_moves: Int32Array) -> None:
+        """Moves whole blocks of all layers, one move after the other.
+
+        Args:
+            block_moves: [N, 3] as `StepInput.block_moves`, checked by `check_block_moves`: ids are not looked at again.
+        """
+        for kind, pairs in runs(block_moves):
+            for caches, hosts in zip(self.layers, self.host_layers, strict=True):
+                for cache, host in zip(caches, hosts, strict=True):
+                    source = host if kind is BlockMove.SWAP_IN else cache
+                    target = host if kind is BlockMove.SWAP_OUT else cache
+                    self.backend.copy_blocks(source, target, pairs)
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int) -> int:

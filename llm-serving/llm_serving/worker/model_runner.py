@@ -12,6 +12,7 @@ from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutpu
 from llm_serving.errors import StepMismatchError
 from llm_serving.models.registry import model_family
 from llm_serving.models.weights import WeightReader
+from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
@@ -25,7 +26,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        backend: Backend,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        num_swap_blocks: int = 0,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -36,13 +44,14 @@ class ModelRunner:
             num_blocks: Blocks of the KV cache.
             block_size: Tokens of a block.
             max_model_len: Longest context of a row, in tokens.
+            num_swap_blocks: Blocks of the host pool.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
             ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
-        self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size)
+        self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
         max_positions = min(max_model_len, num_blocks * block_size)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
         self._network = CompiledNetwork(
@@ -74,12 +83,13 @@ class ModelRunner:
             )
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step and chooses its tokens.
+        """Moves the blocks of one step, runs it and chooses its tokens.
 
         Raises:
-            StepMismatchError: The step is not the one after the latest; nothing was computed.
-            WorkerError: The step contradicts itself or reaches outside model or cache; nothing was computed. The step
-                counts as done; a row of the next one that refers to its tokens computes something to be thrown away.
+            StepMismatchError: The step is not the one after the latest; nothing was moved or computed.
+            WorkerError: The step contradicts itself or reaches outside model, cache or host pool; nothing was moved or
+                computed. The step counts as done; a row of the next one that refers to its tokens computes something to
+                be thrown away.
         """
         if step.step != self._next_step:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
@@ -88,7 +98,10 @@ class ModelRunner:
         previous, self._previous = self._previous, np.full(len(step.sample_rows), -1, np.int32)
         self._next_step += 1
         check_sampling(step.sampling, self._limits.vocab_size)
-        logits = self._forward(build_model_inputs(step, previous, self._limits))
+        inputs = build_model_inputs(step, previous, self._limits)
+        check_block_moves(step.block_moves, self.kv_tensors.num_blocks, self.kv_tensors.num_swap_blocks)
+        self.kv_tensors.move_blocks(step.block_moves)
+        logits = self._forward(inputs)
         output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous)
         self._previous = output.token_ids
         return output
