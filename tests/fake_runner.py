@@ -9,22 +9,25 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import BlockMove, StepInput, StepOutput
 
 VOCAB_SIZE = 1000
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
         self.steps: list[StepInput] = []
         self._cache = np.full(num_blocks * block_size, -1, np.int64)
+        self._host = np.full(num_swap_blocks * block_size, -1, np.int64)
         self._previous: list[int] = []
 
     def execute(self, step: StepInput) -> StepOutput:
         assert step.step == len(self.steps)
         self.steps.append(step)
+        self._move_blocks(step.block_moves.tolist())
         start, sampled = 0, []
         for row, query_len in enumerate(step.query_lens.tolist()):
             computed = int(step.num_computed[row])
@@ -43,6 +46,16 @@ class FakeRunner:
         return StepOutput(
             step.step, np.array(sampled, np.int32), np.zeros(count, np.float32), empty.astype(np.int32), empty
         )
+
+    def _move_blocks(self, moves: list[list[int]]) -> None:
+        cache, host = (memory.reshape(-1, self.block_size) for memory in (self._cache, self._host))
+        for kind, source, target in moves:
+            kind = BlockMove(kind)
+            out_of = host if kind is BlockMove.SWAP_IN else cache
+            into = host if kind is BlockMove.SWAP_OUT else cache
+            assert 0 <= source < len(out_of), (kind, source, target)
+            assert 0 <= target < len(into), (kind, source, target)
+            into[target] = out_of[source]
 
     def _slot(self, table: np.ndarray, position: int) -> int:
         return int(table[position // self.block_size]) * self.block_size + position % self.block_size

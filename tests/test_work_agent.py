@@ -13,6 +13,7 @@ import pytest
 from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.step import BlockMove
 from llm_serving.engine.supervisor import load_settings
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.transport.channel import Channel
@@ -37,6 +38,7 @@ from step_factories import sampling_input, step_input
 pytestmark = pytest.mark.mindspore
 
 NUM_BLOCKS = 8
+NUM_SWAP_BLOCKS = 3
 DEADLINE_S = 10.0
 
 
@@ -44,8 +46,8 @@ class Runner(FakeRunner):
     """Fails on the steps it is told to."""
 
     def __init__(self, failing=()):
-        super().__init__(NUM_BLOCKS, 4)
-        self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS)
+        super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
+        self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS)
         self._failing = failing
 
     def execute(self, step):
@@ -126,7 +128,7 @@ class TestLoading:
         master = start(load_runner)
         assert master.load() == Progress("reading weights")
         assert master.receive() == Progress("compiling for CPU")
-        assert master.receive() == Loaded(NUM_BLOCKS, "slower than usual")
+        assert master.receive() == Loaded(NUM_BLOCKS, NUM_SWAP_BLOCKS, "slower than usual")
 
     def test_a_model_that_cannot_be_loaded_is_told_and_ends_it(self, start):
         def load_runner(settings, on_progress):
@@ -177,6 +179,23 @@ class TestSteps:
         master.run(a_step(2, 4, -1))
         assert token_of(master.receive()) == expected[2:]
 
+    def test_a_request_waits_in_the_host_pool(self, start):
+        master = start()
+        master.load()
+
+        def run(number, row, *moves):
+            position = row[1] + len(row[0])
+            master.run(step_input([row], number, sampling=sampling_input(1, position=position), moves=moves))
+            return token_of(master.receive())
+
+        expected = expected_output([5, 6, 7, 8, 9], 2)
+        assert run(0, ([5, 6, 7, 8, 9], 0, [1, 2])) == expected[:1]
+        # Its blocks go to another request, and its own come back elsewhere; the last one is copied besides.
+        out = (BlockMove.SWAP_OUT, 1, 2), (BlockMove.SWAP_OUT, 2, 0)
+        assert run(1, ([10, 11, 12, 13, 14], 0, [2, 1]), *out) == expected_output([10, 11, 12, 13, 14], 1)
+        back = (BlockMove.SWAP_IN, 0, 5), (BlockMove.SWAP_IN, 2, 3), (BlockMove.COPY, 5, 6)
+        assert run(2, (expected[:1], 5, [3, 6]), *back) == expected[1:]
+
     @pytest.mark.parametrize("max_model_len", [64, 77])
     @pytest.mark.parametrize("max_rows", [1, 3])
     def test_both_sides_find_every_buffer_at_the_same_place(self, start, max_model_len, max_rows):
@@ -208,7 +227,7 @@ class TestSteps:
         master.load()
         layout = master.buffers.write(0, [np.zeros(3, np.int32)])
         master.channel.send(RunStep(0, 0, layout))
-        with pytest.raises(ProtocolError, match="a step has 21 arrays; 1 arrived"):
+        with pytest.raises(ProtocolError, match="a step has 22 arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
 
     def test_a_buffer_that_does_not_exist_ends_it(self, start):

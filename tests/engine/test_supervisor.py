@@ -29,8 +29,8 @@ def load_runner(settings, on_progress):
     on_progress(f"compiling for {settings.device_target}")
     if settings.num_blocks == 1:
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
-    runner = FakeRunner(8, 4)
-    runner.kv_tensors = types.SimpleNamespace(num_blocks=8)
+    runner = FakeRunner(8, 4, settings.num_swap_blocks)
+    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks)
     return runner, ""
 
 loading = types.ModuleType("llm_serving.worker.loading")
@@ -79,7 +79,7 @@ def a_config(port=None, num_blocks=None):
         model=ModelConfig(max_generate_length=64, decode_batch_size=4),
         serving=ServerConfig(agent_ports=(free_ports(1)[0] if port is None else port,)),
         scheduler=SchedulerConfig(max_prefill_tokens=64),
-        pa=CacheConfig(num_blocks=num_blocks),
+        pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
     )
 
 
@@ -87,7 +87,7 @@ def test_a_work_agent_loads_serves_and_ends(run_stand_in):
     progress = []
     agent = start_work_agent(a_config(), 0, progress.append)
     assert progress == ["WorkAgent 0: compiling for CPU"]
-    assert agent.loaded.num_blocks == 8
+    assert (agent.loaded.num_blocks, agent.loaded.num_swap_blocks) == (8, 5)
     executor = RemoteExecutor(agent.channel, agent.buffers)
     prompt = [5, 6, 7]
     executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from llm_serving.config.schema import ServingConfig
 from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, WorkerDiedError
 from llm_serving.log import get_logger
@@ -50,19 +52,40 @@ class WorkAgentProcess:
     channel: Channel[AgentMessage]
     buffers: SharedBuffers
     loaded: Loaded
+    _closed: bool = False
 
     def stop(self) -> None:
         """Asks the WorkAgent to end, insists after a few seconds, and gives its memory back."""
-        with contextlib.suppress(ChannelClosedError):
-            self.channel.send(Shutdown())
-        _end(self.process)
+        if not self._closed:
+            with contextlib.suppress(ChannelClosedError):
+                self.channel.send(Shutdown())
+            _end(self.process, _EXIT_TIMEOUT_S)
+            self._close()
+
+    def kill(self) -> None:
+        """Ends the WorkAgent at once, whatever it does, and gives its memory back."""
+        if not self._closed:
+            self.process.kill()
+            _end(self.process, None)
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
         self.channel.close()
         self.buffers.close()
         os.close(self.buffers.fd)
 
 
-def start_work_agent(config: ServingConfig, index: int, on_progress: Callable[[str], None]) -> WorkAgentProcess:
+def start_work_agent(
+    config: ServingConfig, index: int, on_progress: Callable[[str], None], like: Loaded | None = None
+) -> WorkAgentProcess:
     """Starts WorkAgent `index` on its port and returns when its model is loaded.
+
+    Args:
+        config: The configuration.
+        index: Of the WorkAgent.
+        on_progress: Is told what it does; what this raises ends the WorkAgent.
+        like: What a WorkAgent before it had loaded: the new one gets as many blocks.
 
     Raises:
         ConfigError: The port is in use, or the model cannot be loaded.
@@ -71,6 +94,8 @@ def start_work_agent(config: ServingConfig, index: int, on_progress: Callable[[s
     port = config.serving.agent_ports[index]
     listener = _listen(port)
     settings = load_settings(config, index)
+    if like is not None:
+        settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
     buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
     token = secrets.token_hex(16)
     with listener:
@@ -142,6 +167,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         kernels=config.device.kernels,
         block_size=config.pa.block_size,
         num_blocks=config.pa.num_blocks,
+        num_swap_blocks=config.pa.num_swap_blocks,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_rows,
@@ -160,11 +186,12 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], timeout_s: float | None) -> None:
+    """Waits for the end of the process, for `timeout_s` at most; then kills it."""
     if process.stdin is not None:
         process.stdin.close()
     try:
-        process.wait(_EXIT_TIMEOUT_S)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

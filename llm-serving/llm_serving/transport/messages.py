@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -43,6 +43,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     kernels: str
     block_size: int
     num_blocks: int | None
+    num_swap_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -66,6 +67,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_blocks: int
+    num_swap_blocks: int
     notice: str
     """What the operator should know of the way this WorkAgent computes; usually empty."""
 

@@ -51,7 +51,15 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     spec = ModelSpec.from_folder(folder)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
-    runner = ModelRunner(spec, folder, backend, num_blocks, settings.block_size, settings.max_model_len)
+    runner = ModelRunner(
+        spec,
+        folder,
+        backend,
+        num_blocks,
+        settings.block_size,
+        settings.max_model_len,
+        num_swap_blocks=settings.num_swap_blocks,
+    )
     on_progress("compiling the network")
     runner.warm_up()
     return runner, notice
@@ -64,5 +72,6 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     limit = settings.max_device_memory
     if limit is None:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
+        limit -= settings.num_swap_blocks * one
     weights = spec.num_parameters * one // (settings.block_size * spec.kv_bytes_per_token(1))
     return min(useful, num_blocks_for(limit - weights - RESERVED_BYTES, spec, backend, settings.block_size))
