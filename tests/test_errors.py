@@ -28,8 +28,10 @@ def test_statuses_of_the_families():
         if isinstance(error, type) and issubclass(error, LLMServingError) and error.http_status != 500
     }
     assert statuses == {
+        "AuthenticationError": 401,
         "RequestError": 400,
         "ContextLengthError": 400,
+        "PermissionDeniedError": 403,
         "ModelNotFoundError": 404,
         "RequestTooLargeError": 413,
         "RequestTimeoutError": 408,
@@ -39,7 +41,9 @@ def test_statuses_of_the_families():
     assert issubclass(ContextLengthError, RequestError)
 
 
-def test_capacity_error_carries_seconds():
+def test_capacity_error_carries_times():
+    assert CapacityError("the wait is too long", 2.0, 2500.0).queue_estimate_ms == 2500.0
+    assert CapacityError("2000 requests wait").queue_estimate_ms is None
     assert CapacityError("2000 requests wait", 1.5).retry_after == 1.5
     assert CapacityError("2000 requests wait").retry_after is None
 

@@ -4,8 +4,10 @@
 LLMServingError
 ├── ConfigError                 the YAML, an override or a model folder cannot be served
 │   └── ModelError              a folder of weights is missing, unreadable or of an unknown family
+├── AuthenticationError   401   no API key, or one that is not known
 ├── RequestError          400   a client's request breaks a rule: field, rule, value
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
+│   ├── PermissionDeniedError 403  its API key does not allow what it asks for
 │   ├── ModelNotFoundError 404  the request names a model that is not served
 │   ├── RequestTooLargeError 413
 │   └── RequestTimeoutError  408  its body did not arrive in time
@@ -55,6 +57,12 @@ class ModelError(ConfigError):
     """A model folder is missing, unreadable or of a family that is not known."""
 
 
+class AuthenticationError(LLMServingError):
+    """The request shows no API key, or one that is not known."""
+
+    http_status: ClassVar[int] = 401
+
+
 class RequestError(LLMServingError):
     """A request breaks a rule.
 
@@ -76,6 +84,12 @@ class RequestError(LLMServingError):
 
 class ContextLengthError(RequestError):
     """The prompt, or the prompt with what it may generate, can never fit."""
+
+
+class PermissionDeniedError(RequestError):
+    """The API key does not allow what the request asks for."""
+
+    http_status: ClassVar[int] = 403
 
 
 class ModelNotFoundError(RequestError):
@@ -102,13 +116,15 @@ class CapacityError(LLMServingError):
     Args:
         message: What is full, with the numbers.
         retry_after: Seconds after which a retry has a chance; None when unknown.
+        queue_estimate_ms: Milliseconds the request would have waited for its first token; None when unknown.
     """
 
     http_status: ClassVar[int] = 429
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, retry_after: float | None = None, queue_estimate_ms: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.queue_estimate_ms = queue_estimate_ms
 
 
 class UnavailableError(LLMServingError):

@@ -6,7 +6,7 @@ import pytest
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.errors import ContextLengthError, UnavailableError, WorkerDiedError
+from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/completions"
@@ -311,6 +311,13 @@ class TestRefusals:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "4"
         assert error_of(response)["code"] == "queue_full"
+
+        assert "x-queue-estimate-ms" not in response.headers
+
+    def test_an_estimate_of_the_queue_is_told(self):
+        refusal = CapacityError("the first token would come too late", 2.5, 2500.4)
+        response = post(FakeEngine(refusal=refusal), PATH, {"prompt": "x"})
+        assert (response.headers["retry-after"], response.headers["x-queue-estimate-ms"]) == ("3", "2501")
 
     def test_no_work_agent_is_503(self):
         response = post(

@@ -9,16 +9,20 @@ from msgspec import json
 from starlette.responses import Response
 
 from llm_serving.errors import (
+    AuthenticationError,
     CapacityError,
     ContextLengthError,
     LLMServingError,
     ModelNotFoundError,
+    PermissionDeniedError,
     RequestError,
     UnavailableError,
 )
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 
 _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
+    (AuthenticationError, "authentication_error", "invalid_api_key"),
+    (PermissionDeniedError, "permission_error", None),
     (ModelNotFoundError, "not_found_error", "model_not_found"),
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
@@ -69,11 +73,18 @@ def legacy_error_response(error: LLMServingError) -> Response:
 
 
 def error_headers(error: LLMServingError) -> dict[str, str]:
-    """`Retry-After` where waiting helps; the connection is closed where its body was not read to the end."""
+    """What helps the client to go on: when to retry and how long the queue is, or how to show a key.
+
+    The connection is closed where the body was not read to the end.
+    """
     headers = {}
     if isinstance(error, CapacityError | UnavailableError):
         seconds = getattr(error, "retry_after", None)
         headers["retry-after"] = str(max(1, math.ceil(UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)))
+    if isinstance(error, CapacityError) and error.queue_estimate_ms is not None:
+        headers["x-queue-estimate-ms"] = str(math.ceil(error.queue_estimate_ms))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = 'Bearer realm="llm-serving"'
     if error.http_status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"
     return headers
