@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import llm_serving.demo_model
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
@@ -51,6 +51,8 @@ class Submitted:
     sampling: SamplingParams
     request_id: str
     priority: int
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 class FakeStream:
@@ -120,6 +122,7 @@ class FakeEngine:
     refuse_from: int = 0
     """Number of requests accepted before `refusal`."""
     max_body_bytes: int = 4096
+    api_keys: tuple[ApiKey, ...] = ()
     ready: bool = True
     num_running: int = 3
     num_waiting: int = 2
@@ -136,6 +139,7 @@ class FakeEngine:
             model=ModelConfig(model_name=self.model_name, max_generate_length=MAX_MODEL_LEN, decode_batch_size=8),
             serving=ServerConfig(server_port=0, max_request_body_bytes=self.max_body_bytes, shutdown_timeout_s=10.0),
             scheduler=SchedulerConfig(max_waiting_queue=20),
+            api_keys=self.api_keys,
         )
         self.model_spec = ModelSpec.from_folder(DEMO_FOLDER)
         self.tokenizer = DEMO_TOKENIZER
@@ -151,16 +155,23 @@ class FakeEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 
-    def check_capacity(self, num_requests: int) -> None:
+    def check_capacity(self, num_requests: int, tenant: str = "") -> None:
         if self.num_waiting + num_requests > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
 
     def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
-        submitted = Submitted(prompt_token_ids, sampling, request_id, priority)
+        submitted = Submitted(prompt_token_ids, sampling, request_id, priority, tenant, cache_salt)
         self.submitted.append(submitted)
         return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))
 

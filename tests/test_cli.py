@@ -1,5 +1,6 @@
 """The console command: exit codes, what goes to which stream, and what reaches the master."""
 
+import io
 import subprocess
 import sys
 import types
@@ -7,6 +8,7 @@ import types
 import llm_serving
 import pytest
 from llm_serving.cli import main
+from llm_serving.config import load_config
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import WorkerError
 
@@ -98,6 +100,24 @@ def test_wrong_arguments_answer_2(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: llm-serving")
+
+
+def test_hash_key_reads_a_key_and_prints_what_the_configuration_has_of_it(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sesame-open-the-door\n"))
+    assert main(["hash-key"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed == "9516681164fc99abdfa61f84c04e9a2060ea4a105ea2e2018b4b94977289fae9"
+    (key,) = load_config(None, [f"api_keys.me.key_sha256='{printed}'"]).api_keys
+    assert key.key_sha256 == printed
+
+
+@pytest.mark.parametrize("text", ["", "\n", "short\n", "with a space in the middle\n", "s\u00e9same-ouvre-toi-vite\n"])
+def test_hash_key_refuses_what_is_no_key(capsys, monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["hash-key"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: an API key must be 16 to 512 printable ASCII characters without spaces\n"
 
 
 def test_module_is_the_same_command():

@@ -1,7 +1,9 @@
-"""The console command `llm-serving`: serve, start, stop, config check, version."""
+"""The console command `llm-serving`: serve, start, stop, config check, hash-key, version."""
 
 import argparse
 import contextlib
+import getpass
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +13,12 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.log import configure_logging, get_logger
+from llm_serving.server.authentication import hash_key
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+API_KEY = re.compile(r"[!-~]{16,512}")
+"""Keys that `hash-key` takes; a shorter one could be found from its hash."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(check)
     check.set_defaults(run=_check)
+
+    hash_key = commands.add_parser(
+        "hash-key", help="read an API key and print what `api_keys` has in its place", allow_abbrev=False
+    )
+    hash_key.set_defaults(run=_hash_key)
 
     version = commands.add_parser("version", help="print the version", allow_abbrev=False)
     version.set_defaults(run=_version)
@@ -132,6 +142,16 @@ def _check(arguments: argparse.Namespace) -> int:
     text = describe(_load(arguments))
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
+    return 0
+
+
+def _hash_key(arguments: argparse.Namespace) -> int:
+    # From standard input: an argument would stay in the shell's history and in the list of processes.
+    key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    key = key.strip()
+    if not API_KEY.fullmatch(key):
+        raise ConfigError("an API key must be 16 to 512 printable ASCII characters without spaces")
+    print(hash_key(key))
     return 0
 
 

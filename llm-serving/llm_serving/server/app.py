@@ -9,11 +9,13 @@ from http import HTTPStatus
 from msgspec import json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.authentication import ApiKeyAuthentication
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.openapi import openapi_document
@@ -23,13 +25,16 @@ from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 
 def create_app(engine: AsyncEngine) -> Starlette:
     """The ASGI application of an engine; it neither starts nor stops the engine."""
-    document = json.encode(openapi_document(ENDPOINTS))
+    keys = engine.config.api_keys
+    document = json.encode(openapi_document(ENDPOINTS, with_keys=bool(keys)))
+    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
 
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
     return Starlette(
         routes=[*(endpoint.route(engine) for endpoint in ENDPOINTS), Route("/openapi.json", show_openapi)],
+        middleware=[Middleware(ApiKeyAuthentication, keys, open_paths)] if keys else [],
         exception_handlers={HTTPException: _no_such_route},
     )
 

@@ -33,6 +33,8 @@ class Endpoint:
     answer: type | None = None
     """Struct of the answer with status 200; None: not JSON, or of the protocol's own form."""
     error_response: Callable[[LLMServingError], Response] = openai_error_response
+    needs_key: bool = True
+    """Whether it is closed to requests without an API key, once `api_keys` has any."""
 
     def route(self, engine: AsyncEngine) -> Route:
         async def respond(request: Request) -> Response:

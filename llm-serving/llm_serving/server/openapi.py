@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,22 +16,44 @@ from llm_serving.server.schemas import ErrorResponse
 JsonObject = dict[str, Any]
 
 
-def openapi_document(endpoints: Sequence[Endpoint]) -> JsonObject:
-    """OpenAPI 3.1; schemas come from the structs that read and write the bodies."""
+SECURITY_SCHEMES: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+
+
+def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonObject:
+    """OpenAPI 3.1; schemas come from the structs that read and write the bodies.
+
+    Args:
+        endpoints: What the server answers.
+        with_keys: Whether API keys are needed.
+    """
     kinds = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if kind is not None}
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     references = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, JsonObject] = {}
     for endpoint in endpoints:
-        path = re.sub(r":path\}", "}", endpoint.path)
+        path = _shown_path(endpoint)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, references)
-    return {
+    document: JsonObject = {
         "openapi": "3.1.0",
         "info": {"title": "llm-serving", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }
+    if with_keys:
+        document["components"]["securitySchemes"] = SECURITY_SCHEMES
+        document["security"] = [{name: []} for name in SECURITY_SCHEMES]
+        for endpoint in endpoints:
+            if not endpoint.needs_key:
+                paths[_shown_path(endpoint)][endpoint.method.lower()]["security"] = []
+    return document
+
+
+def _shown_path(endpoint: Endpoint) -> str:
+    return re.sub(r":path\}", "}", endpoint.path)
 
 
 def _operation(endpoint: Endpoint, path: str, references: dict[type, JsonObject]) -> JsonObject:

@@ -1,0 +1,82 @@
+"""API keys: who may ask. Every path is closed unless it is named open."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llm_serving.config.schema import ApiKey
+from llm_serving.errors import AuthenticationError
+from llm_serving.server.error_responses import openai_error_response
+
+SCOPE_KEY: Final = "llm_serving.api_key"
+
+
+class ApiKeyAuthentication:
+    """ASGI middleware in front of all routes; it touches neither the body nor the answer, so streams pass as they are.
+
+    A key arrives as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The row it belongs to goes into the request's
+    scope, where `api_key_of` finds it.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open_paths):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            key = self._find(_shown_keys(scope["headers"]))
+        except AuthenticationError as error:
+            await openai_error_response(error)(scope, receive, send)
+            return
+        await self._app({**scope, SCOPE_KEY: key}, receive, send)
+
+    def _find(self, shown: Sequence[bytes]) -> ApiKey:
+        """The row of the one key that is shown.
+
+        Every hash is compared, each in constant time: how long it takes tells nothing of the keys that exist.
+        """
+        if len(shown) != 1:
+            rule = "an API key is needed" if not shown else "one API key is needed, not several"
+            raise AuthenticationError(f"{rule}: send the header `Authorization: Bearer KEY` or `X-API-Key: KEY`")
+        digest = hashlib.sha256(shown[0]).digest()
+        found = [key for expected, key in self._keys if hmac.compare_digest(expected, digest)]
+        if not found:
+            raise AuthenticationError("the API key is not known")
+        return found[0]
+
+
+def api_key_of(connection: HTTPConnection) -> ApiKey | None:
+    """The row of the request's API key; None where keys are not needed."""
+    key = connection.scope.get(SCOPE_KEY)
+    assert key is None or isinstance(key, ApiKey)
+    return key
+
+
+def hash_key(key: str) -> str:
+    """What `api_keys` has in place of a key: its SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _shown_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The distinct keys of a request's headers; `Authorization` of another scheme shows none."""
+    shown = []
+    for name, value in headers:
+        scheme, _, rest = value.partition(b" ")
+        if name == b"x-api-key":
+            shown.append(value.strip())
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            shown.append(rest.strip())
+    return list(dict.fromkeys(filter(None, shown)))
