@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from factories import create_scheduler
 from fake_runner import VOCAB_SIZE, FakeRunner, expected_output
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
@@ -43,7 +43,13 @@ class GatedRunner(FakeRunner):
 class Setup:
     """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
 
-    def __init__(self, num_replicas: int = 1, max_waiting_queue: int = 100, max_num_seqs: int = 8) -> None:
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        max_waiting_queue: int = 100,
+        max_num_seqs: int = 8,
+        api_keys: tuple[ApiKey, ...] = (),
+    ) -> None:
         self.runners: dict[int, GatedRunner] = {}
         self.failures: dict[int, str] = {}
         self.may_load = Event()
@@ -53,6 +59,7 @@ class Setup:
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_replicas))),
             scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue),
+            api_keys=api_keys,
         )
         spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
         tokenizer: Any = WordTokenizer()
@@ -96,6 +103,29 @@ def test_streams_carry_the_answers_of_many_requests() -> None:
             streams = [engine.generate(prompt, GREEDY, request_id="same") for prompt in prompts]
             answers = await asyncio.gather(*map(token_ids, streams))
             assert answers == [expected_output(prompt, 4) for prompt in prompts]
+
+    asyncio.run(run())
+
+
+def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
+    async def run() -> None:
+        keys = (ApiKey(name="a", key_sha256="0a" * 32, max_waiting=2), ApiKey(name="b", key_sha256="0b" * 32))
+        setup = Setup(api_keys=keys)
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            streams = [engine.generate([5, 6], GREEDY, request_id="x", tenant="a") for _ in range(2)]
+            with pytest.raises(CapacityError, match=r"2 of 2 places of a in .*\(api_keys\.a\.max_waiting\)"):
+                engine.generate([5, 6], GREEDY, request_id="x", tenant="a")
+            with pytest.raises(CapacityError):
+                engine.check_capacity(1, "a")
+            streams += [engine.generate([5, 6], GREEDY, request_id="x", tenant="b") for _ in range(5)]
+            await streams[0].aclose()
+            streams.append(engine.generate([5, 6], GREEDY, request_id="x", tenant="a"))
+            setup.runners[0].gate.set()
+            await asyncio.gather(*(anext(stream) for stream in streams[1:]))
+            streams += [engine.generate([5, 6], GREEDY, request_id="x", tenant="a") for _ in range(2)]
+            answers = await asyncio.gather(*map(token_ids, streams[-2:]))
+            assert answers == [expected_output([5, 6], 4)] * 2
 
     asyncio.run(run())
 

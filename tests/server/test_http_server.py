@@ -18,9 +18,11 @@ import httpx
 import openai
 import pytest
 from fakes import FakeEngine, Script
+from llm_serving.config.schema import ApiKey
 from llm_serving.errors import ConfigError
 from llm_serving.server import request_body
 from llm_serving.server.app import create_app
+from llm_serving.server.authentication import hash_key
 from llm_serving.server.http_server import MAX_OPEN_FILES, HttpServer, bind, raise_open_files_limit
 
 TESTS = Path(__file__).parents[1]
@@ -105,6 +107,21 @@ class TestOpenAIClient:
             client.completions.create(model="demo", prompt="x", top_p=2)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt", prompt="x")
+
+
+def test_api_keys_with_the_openai_client():
+    key = "sesame-open-the-door"
+    engine = FakeEngine(api_keys=(ApiKey(name="a", key_sha256=hash_key(key), highest_class="standard"),))
+    with serving(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        assert client.completions.create(model="demo", prompt="x").choices[0].text == "Hello world"
+        with pytest.raises(openai.PermissionDeniedError, match="must not go before class standard"):
+            client.completions.create(model="demo", prompt="x", extra_body={"priority_class": "interactive"})
+        stranger = client.with_options(api_key="somebody-else")
+        with pytest.raises(openai.AuthenticationError, match="the API key is not known"):
+            stranger.completions.create(model="demo", prompt="x" * 2_000_000)
+        with pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+    assert [each.tenant for each in engine.submitted] == ["a"]
 
 
 def test_an_error_within_a_stream_reaches_the_openai_client():

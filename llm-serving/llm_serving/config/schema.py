@@ -127,7 +127,10 @@ class ServerConfig:
     """Seconds that running requests get to finish when the server is told to stop."""
 
     step_timeout_s: float = option(300.0, seconds())
-    """Seconds. A WorkAgent that takes longer for one step counts as dead."""
+    """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
+
+    max_worker_restarts: int = option(5, integer(0, 1000))
+    """Times in a row, without a step in between, that a WorkAgent which ended is started again."""
 
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
@@ -258,7 +261,7 @@ class ApiKey:
     highest_class: str | None = None
     """Requests of a better class, or with a priority before this class's rank, are refused with 403. None: no limit."""
     max_waiting: int | None = None
-    """Most of its requests that wait. None: only the other limits count."""
+    """Most of its requests that wait for their first token. None: only the other limits count."""
 
 
 @dataclass(frozen=True, kw_only=True)

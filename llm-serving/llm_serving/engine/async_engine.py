@@ -43,8 +43,9 @@ class EngineHealth:
 class RequestStream:
     """The pieces of one answer, in order. Close it early to abort the request."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, tenant: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.tenant = tenant
         self._abort = abort
         self._pieces: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._finished = False
@@ -97,6 +98,9 @@ class AsyncEngine:
         self._owners: dict[str, Engine] = {}
         self._num_open: Counter[Engine] = Counter()
         """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
+        self._max_waiting = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
+        self._waiting: dict[str, set[str]] = {tenant: set() for tenant in self._max_waiting}
+        """Ids of the requests without a first token, of each tenant that may have only so many."""
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
         self._counter = itertools.count()
         self._progress = "starting"
@@ -123,12 +127,16 @@ class AsyncEngine:
     def health(self) -> EngineHealth:
         engines = dict(self._engines)
         failed = self._failures | {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
-        ready = any(engine.dead is None for engine in engines.values())
-        loading = len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
+        restarting = {index: engine.restarting for index, engine in engines.items() if engine.restarting is not None}
+        ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
+        loading = bool(restarting) or len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
         notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
         remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
         if not ready and not loading:
             return EngineHealth(False, f"no WorkAgent lives: {remarks}")
+        if restarting and ready:
+            remarks = "; ".join(f"WorkAgent {index} is started again: {why}" for index, why in restarting.items())
+            return EngineHealth(ready, remarks, loading)
         if loading:
             return EngineHealth(ready, self._progress, loading)
         return EngineHealth(ready, f"ready; {remarks}" if remarks else "ready")
@@ -150,22 +158,31 @@ class AsyncEngine:
         return sum(engine.num_waiting for engine in self._living())
 
     def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> RequestStream:
         """Submits one request; call it on the event loop. The stream ends after the piece with a `finish_reason`.
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
-            CapacityError: The waiting queue is full.
+            CapacityError: The waiting queue is full, or the tenant has as many in it as its API key allows.
             UnavailableError: No WorkAgent is ready.
         """
-        engine = min(self._living(), key=lambda engine: self._num_open[engine], default=None)
+        engine = min(
+            self._living(), key=lambda engine: (engine.restarting is not None, self._num_open[engine]), default=None
+        )
         if engine is None:
             raise UnavailableError(self.health().detail)
         check_request(
             prompt_token_ids, sampling, priority, self.model_spec.vocab_size, self.config.model, engine.scheduler.blocks
         )
-        self.check_capacity(1)
+        self.check_capacity(1, tenant)
         request = Request(
             # A client may send the same id twice; inside, every request has its own.
             request_id=f"{request_id}-{next(self._counter)}",
@@ -173,12 +190,16 @@ class AsyncEngine:
             sampling=sampling,
             stop_token_ids=stop_token_ids(sampling, self._end_ids),
             priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
             arrival_time=self._clock(),
         )
-        stream = RequestStream(request.request_id, self._abort)
+        stream = RequestStream(request.request_id, tenant, self._abort)
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
         self._num_open[engine] += 1
+        if tenant in self._waiting:
+            self._waiting[tenant].add(request.request_id)
         try:
             engine.submit(request)
         except BaseException:
@@ -186,8 +207,8 @@ class AsyncEngine:
             raise
         return stream
 
-    def check_capacity(self, num_requests: int) -> None:
-        """Checks that the waiting queues of the living replicas have room for so many more.
+    def check_capacity(self, num_requests: int, tenant: str = "") -> None:
+        """Checks that the waiting queues of the living replicas have room for so many more, and the tenant's share too.
 
         Raises:
             CapacityError: They have not.
@@ -201,6 +222,11 @@ class AsyncEngine:
         if waiting + num_requests > limit:
             rule = f"{waiting} of {limit} places in the queue are taken (scheduler_config.max_waiting_queue)"
             raise CapacityError(f"{rule}; {num_requests} needed", retry_after=1.0)
+        if tenant in self._waiting:
+            waiting, limit = len(self._waiting[tenant]), self._max_waiting[tenant]
+            if waiting + num_requests > limit:
+                rule = f"{waiting} of {limit} places of {tenant} in the queue are taken (api_keys.{tenant}.max_waiting)"
+                raise CapacityError(f"{rule}; {num_requests} needed", retry_after=1.0)
 
     def _abort(self, request_id: str) -> None:
         engine = self._owners.get(request_id)
@@ -209,10 +235,16 @@ class AsyncEngine:
             engine.abort(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._no_longer_waits(stream)
         engine = self._owners.pop(request_id, None)
         if engine is not None:
             self._num_open[engine] -= 1
+
+    def _no_longer_waits(self, stream: RequestStream) -> None:
+        if stream.tenant in self._waiting:
+            self._waiting[stream.tenant].discard(stream.request_id)
 
     def _living(self) -> list[Engine]:
         return [engine for engine in list(self._engines.values()) if engine.dead is None]
@@ -246,6 +278,7 @@ class AsyncEngine:
             stream = self._streams.get(piece.request_id)
             if stream is None:
                 continue
+            self._no_longer_waits(stream)
             if piece.finished:
                 self._forget(piece.request_id)
             stream.put(piece)

@@ -11,6 +11,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, WorkerError
+from llm_serving.server.caller import Caller
 from llm_serving.server.sampling import with_choice_seed
 
 MIN_LOGPROB: Final = -9999.0
@@ -92,7 +93,7 @@ async def start_generation(
     *,
     n: int = 1,
     request_id: str,
-    priority: int = 0,
+    caller: Caller,
 ) -> Generation:
     """Submits `n` requests for each prompt, all or none.
 
@@ -102,20 +103,28 @@ async def start_generation(
         samplings: For each prompt, the sampling of its first choice.
         n: Choices of each prompt.
         request_id: As the client sees it.
-        priority: Smaller runs first.
+        caller: Who asks.
 
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
     num_choices = check_choices(len(prompts), n)
     if num_choices > 1:
-        engine.check_capacity(num_choices)
+        engine.check_capacity(num_choices, caller.tenant)
     streams: list[RequestStream] = []
     try:
         for prompt, sampling in zip(prompts, samplings, strict=True):
             for choice in range(n):
                 params = with_choice_seed(sampling, choice)
-                streams.append(engine.generate(prompt, params, request_id=request_id, priority=priority))
+                stream = engine.generate(
+                    prompt,
+                    params,
+                    request_id=request_id,
+                    priority=caller.priority,
+                    tenant=caller.tenant,
+                    cache_salt=caller.cache_salt,
+                )
+                streams.append(stream)
     except BaseException:
         await Generation(streams).aclose()
         raise

@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes.
+"""Bodies of the OpenAI routes, and what all generation routes have in common.
 
 Requests may hold fields that are not named here: they are ignored, since clients send many that belong to other
 servers. Fields that would change the answer but are not served are named, so that they can be refused.
@@ -18,7 +18,20 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Struct, kw_only=True):
+class CallerFields(Struct, kw_only=True):
+    """What the bodies of all generation routes may say of who asks."""
+
+    priority: int | None = None
+    """Smaller runs first; it falls into the class with the largest rank at or below it."""
+    priority_class: str | None = None
+    """A name of `request_classes`, in place of `priority`."""
+    user: str | None = None
+    """The tenant, where API keys do not tell it: within a class, tenants share fairly."""
+    cache_salt: str | None = None
+    """Requests share computed prefixes only with those of the same salt."""
+
+
+class GenerationRequest(CallerFields, kw_only=True):
     """What completions and chat have in common. null means: not given."""
 
     model: str | None = None
@@ -45,10 +58,7 @@ class GenerationRequest(Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    """Smaller runs first."""
     request_id: str | None = None
-    user: str | None = None
 
     response_format: JsonObject | None = None
     structured_outputs: Any = None

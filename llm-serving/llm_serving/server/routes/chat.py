@@ -15,6 +15,7 @@ from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
+from llm_serving.server.caller import caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     INLINE_CHARS,
@@ -62,6 +63,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     request = await read_request(engine, http_request, ChatCompletionRequest)
     _refuse_unsupported_chat(request)
     streamed_usage = check_stream_options(request)
+    caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "chatcmpl")
     n = 1 if request.n is None else request.n
     check_choices(1, n)
@@ -73,7 +75,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     prompt = await encode_text(engine, text, "messages", add_special_tokens=False)
     sampling = sampling_params(request, _max_tokens(request, engine.max_model_len - len(prompt)), logprobs)
     generation = await start_generation(
-        engine, [prompt], [sampling], n=n, request_id=identity.request_id, priority=request.priority or 0
+        engine, [prompt], [sampling], n=n, request_id=identity.request_id, caller=caller
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, n)
     return await respond(http_request, request, generation, answer, identity)

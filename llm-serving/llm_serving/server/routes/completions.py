@@ -13,6 +13,7 @@ from llm_serving.core.request_output import TokenLogprobs
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
+from llm_serving.server.caller import caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     MAX_CHOICES,
@@ -48,6 +49,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     if request.echo and request.logprobs is not None:
         raise RequestError("echo", "is not supported together with logprobs")
     streamed_usage = check_stream_options(request)
+    caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_params(request, max_tokens, request.logprobs)
@@ -61,7 +63,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         [sampling] * len(prompts),
         n=n,
         request_id=identity.request_id,
-        priority=request.priority or 0,
+        caller=caller,
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, n)
     return await respond(http_request, request, generation, answer, identity)

@@ -18,6 +18,8 @@ served model, `llama2` or `internlm`, which all mean the served model. Body: `{"
 | stop | [] | strings that end the output |
 | details, decoder_input_details, top_n_tokens, truncate, typical_p, watermark | | accepted, without effect |
 
+`priority`, `priority_class`, `user` and `cache_salt` may stand in the body or in its `parameters`.
+
 A whole answer is one line of JSON: `generated_text`; `finish_reason` (`eos`, `stop`, `length`, `abort` or
 `predict_failed`); `generated_tokens`, their number; `prefill`, a list with the first token; `seed`; `tokens`, each with
 `id`, `logprob`, `special` (it has no text of its own: an end token, or a part of a character) and `text`; `top_tokens`,
@@ -40,7 +42,6 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any, Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,12 +51,14 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError, RequestError
+from llm_serving.server.caller import Caller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import seed_or_random, stop_strings
+from llm_serving.server.schemas import CallerFields
 from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
 
 PROMPT_OUT_OF_RANGE: Final = "Error202: prompt out of range"
@@ -67,7 +70,7 @@ JSON_TYPE: Final = "application/json"
 JsonObject = dict[str, Any]
 
 
-class LegacyParameters(msgspec.Struct):
+class LegacyParameters(CallerFields):
     do_sample: bool | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -80,7 +83,7 @@ class LegacyParameters(msgspec.Struct):
     stop: str | list[str] | None = None
 
 
-class LegacyRequest(msgspec.Struct):
+class LegacyRequest(CallerFields):
     inputs: str
     parameters: LegacyParameters | None = None
     stream: bool | None = None
@@ -103,10 +106,11 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
     request = decode_body(body, LegacyRequest, strict=False)
     parameters = request.parameters or LegacyParameters()
+    caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters, engine.model_spec.vocab_size)
     answer = _Answer(parameters)
     stream = bool(request.stream) if stream is None else stream
-    generation = await _start(engine, request.inputs, sampling)
+    generation = await _start(engine, request.inputs, sampling, caller)
     if isinstance(generation, str):
         reason = "prompt_token_ids_empty" if generation == PROMPT_EMPTY else "prompt_out_of_range"
         answer.add_text(generation, reason)
@@ -120,7 +124,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     return Response(answer.whole_line(), media_type=JSON_TYPE)
 
 
-async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams) -> Generation | str:
+async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams, caller: Caller) -> Generation | str:
     """The running generation, or the text that stands for it."""
     if not inputs:
         return PROMPT_EMPTY
@@ -128,7 +132,7 @@ async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams) -> 
         prompt = await encode_text(engine, inputs, "inputs")
         if len(prompt) + sampling.max_tokens >= engine.max_model_len:
             return PROMPT_OUT_OF_RANGE
-        return await start_generation(engine, [prompt], [sampling], request_id="legacy")
+        return await start_generation(engine, [prompt], [sampling], request_id="legacy", caller=caller)
     except ContextLengthError:
         return PROMPT_OUT_OF_RANGE
 

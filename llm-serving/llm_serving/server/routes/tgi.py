@@ -1,5 +1,7 @@
 """The routes of text-generation-inference (TGI): POST / , /generate and /generate_stream, GET /info.
 
+`priority`, `priority_class`, `user` and `cache_salt` may stand in the body or in its `parameters`.
+
 As there, sampling starts with `do_sample` or with any parameter that only makes sense with it; otherwise the most
 likely token is taken. Events are `data:` and one token each; the last one has the whole text.
 """
@@ -20,6 +22,7 @@ from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
+from llm_serving.server.caller import caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, tgi_error_content, tgi_error_response
 from llm_serving.server.generation import (
@@ -32,6 +35,7 @@ from llm_serving.server.generation import (
 )
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import seed_or_random, stop_strings
+from llm_serving.server.schemas import CallerFields
 from llm_serving.server.streaming import StreamResponse, complete
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
@@ -39,7 +43,7 @@ DEFAULT_MAX_NEW_TOKENS: Final = 100
 JsonObject = dict[str, Any]
 
 
-class TGIParameters(msgspec.Struct):
+class TGIParameters(CallerFields):
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -61,7 +65,7 @@ class TGIParameters(msgspec.Struct):
     grammar: Any = None
 
 
-class TGIRequest(msgspec.Struct):
+class TGIRequest(CallerFields):
     inputs: str
     parameters: TGIParameters | None = None
     stream: bool | None = None
@@ -85,13 +89,14 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     request = decode_body(body, TGIRequest)
     parameters = request.parameters or TGIParameters()
     _refuse_unsupported(parameters)
+    caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
     prompt = await encode_text(engine, request.inputs, "inputs")
     if parameters.truncate is not None:
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
-    generation = await start_generation(engine, [prompt], [sampling], request_id="tgi")
+    generation = await start_generation(engine, [prompt], [sampling], request_id="tgi", caller=caller)
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if stream or (stream is None and request.stream):
         return StreamResponse(answer.stream(generation), generation, lambda error: _event(tgi_error_content(error)))
