@@ -9,12 +9,13 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.supervisor import start_work_agent
+from llm_serving.engine.supervised_executor import SupervisedExecutor
+from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.server.app import serve
+from llm_serving.transport.messages import Loaded
 
 
 def run(config: ServingConfig) -> int:
@@ -33,13 +34,19 @@ def run(config: ServingConfig) -> int:
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
-        agent = start_work_agent(config, index, on_progress)
+        def start(like: Loaded | None) -> WorkAgentProcess:
+            return start_work_agent(config, index, on_progress, like)
+
+        serving = config.serving
+        executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts)
         try:
-            executor = RemoteExecutor(agent.channel, agent.buffers, config.serving.step_timeout_s)
-            engine = build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, publish, index)
-            engine.notice = agent.loaded.notice
+            loaded = executor.loaded
+            engine = build_engine(
+                config, loaded.num_blocks, executor, tokenizer, metrics, publish, index, loaded.num_swap_blocks
+            )
+            engine.notice = loaded.notice
             yield engine
         finally:
-            agent.stop()
+            executor.close()
 
     return serve(AsyncEngine(config, spec, tokenizer, metrics, open_replica))

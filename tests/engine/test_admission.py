@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from llm_serving.config.schema import ModelConfig
+from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import MAX_PRIORITY, check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
 

@@ -1,74 +1,14 @@
 from __future__ import annotations
 
-from collections import defaultdict
-from itertools import count
-
 import pytest
-from factories import create_request, create_scheduler
-from fake_runner import FakeRunner, expected_output
+from engine_harness import Harness
+from factories import create_request
+from fake_runner import expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
-from llm_serving.errors import WorkerDiedError, WorkerError
-from word_tokenizer import WordTokenizer
-
-
-class AheadExecutor(LocalExecutor):
-    """Takes a second step before the first is collected, as a WorkAgent does."""
-
-    max_steps_in_flight = 2
-
-    def submit(self, step: StepInput) -> None:
-        assert len(self._submitted) < 2
-        super().submit(step)
-
-
-class Harness:
-    """An engine over a fake model, run by hand."""
-
-    def __init__(self, *, ahead: bool = True, **scheduler) -> None:
-        self.scheduler = create_scheduler(**scheduler)
-        self.runner = FakeRunner(self.scheduler.blocks.pool.num_blocks, self.scheduler.blocks.block_size)
-        self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)
-        self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
-        self.metrics = Metrics()
-        ticks = count()
-        self.engine = Engine(
-            self.scheduler,
-            self.executor,
-            WordTokenizer(),
-            self.metrics,
-            self._publish,
-            clock=lambda: float(next(ticks)),
-        )
-
-    def _publish(self, pieces: list[RequestOutput]) -> None:
-        for piece in pieces:
-            self.pieces[piece.request_id].append(piece)
-
-    def run(self, max_steps: int = 3000) -> None:
-        for _ in range(max_steps):
-            progressed = self.engine.step()
-            self.scheduler.check_integrity()
-            if not progressed:
-                return
-        raise AssertionError("the engine does not come to an end")
-
-    def token_ids(self, request_id: str) -> list[int]:
-        return [token for piece in self.pieces[request_id] for token in piece.token_ids]
-
-    def text(self, request_id: str) -> str:
-        return "".join(piece.text for piece in self.pieces[request_id])
-
-    def last(self, request_id: str) -> RequestOutput:
-        assert self.pieces[request_id][-1].finished
-        assert not any(piece.finished for piece in self.pieces[request_id][:-1])
-        return self.pieces[request_id][-1]
+from llm_serving.errors import WorkerDiedError
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -157,29 +97,6 @@ def test_abort_is_legal_at_every_moment(steps: int) -> None:
     harness.run()
     assert harness.last(request.request_id).finish_reason is FinishReason.ABORT
     assert harness.token_ids(other.request_id) == expected_output(other.prompt_token_ids, 6)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_failed_step_ends_only_its_requests(ahead: bool) -> None:
-    harness = Harness(ahead=ahead, max_prefill_seqs=1, max_decode_gap=1)
-    doomed, later = create_request(4), create_request(4)
-    execute = harness.runner.execute
-
-    def fail_once(step: StepInput) -> StepOutput:
-        output = execute(step)
-        if step.step == 1:
-            raise WorkerError("bad luck")
-        return output
-
-    harness.runner.execute = fail_once  # type: ignore[method-assign]
-    harness.engine.submit(doomed)
-    harness.engine.step()
-    harness.engine.step()
-    harness.engine.submit(later)
-    harness.run()
-    assert harness.last(doomed.request_id).finish_reason is FinishReason.ERROR
-    assert harness.last(doomed.request_id).error == "WorkerError: bad luck"
-    assert harness.token_ids(later.request_id) == expected_output(later.prompt_token_ids, 8)
 
 
 def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:

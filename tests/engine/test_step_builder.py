@@ -23,7 +23,7 @@ class Steps:
     def next(self):
         """Forms a step without waiting for the one before it."""
         self.schedules.append(self.scheduler.schedule(0.0))
-        return self.builder.build(self.schedules[-1])
+        return self.builder.build(self.schedules[-1], self.schedules[-1].step)
 
     def collect(self, *token_ids):
         """Hands the tokens of the oldest step in flight to the scheduler."""

@@ -22,7 +22,7 @@ def a_step() -> StepInput:
     scheduler.add(create_request(3, min_tokens=2, stop_token_ids=frozenset({2})))
     schedule = scheduler.schedule(0.0)
     assert schedule is not None
-    return StepBuilder(scheduler.blocks).build(schedule)
+    return StepBuilder(scheduler.blocks).build(schedule, schedule.step)
 
 
 def test_a_step_survives_the_way_through_arrays() -> None:
@@ -57,7 +57,7 @@ def test_the_largest_step_fits_its_buffer() -> None:
     assert schedule is not None
     # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
     moves = np.zeros((8 * 4 * 2 + 8, 3), np.int32)
-    arrays = step_arrays(replace(StepBuilder(scheduler.blocks).build(schedule), block_moves=moves))
+    arrays = step_arrays(replace(StepBuilder(scheduler.blocks).build(schedule, schedule.step), block_moves=moves))
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 
 

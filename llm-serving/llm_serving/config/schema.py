@@ -27,11 +27,10 @@ from llm_serving.config.rules import (
     share,
     text,
 )
-from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
+from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.log import LEVELS
 
 POLICY_NAMES: Final = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
-MAX_PRIORITY: Final = 1_000_000
 BATCHING_STRATEGIES: Final = ("continuous", "static")
 MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES: Final = {
@@ -182,9 +181,6 @@ class SchedulerConfig:
 
     max_long_prefill_tokens: int | None = option(None, integer(1, 2**20))
     """Tokens of a step one prompt may take while others wait for a share of it. None: half of `max_prefill_tokens`."""
-
-    priority_ageing_steps: int = option(256, integer(1, 10**9))
-    """Steps of waiting that weigh as much as one unit of `priority`."""
 
     max_waiting_queue: int = option(2000, integer(1, 10**6))
     """Requests. When so many wait, further ones are refused with 429."""

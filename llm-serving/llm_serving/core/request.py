@@ -78,6 +78,8 @@ class Request:
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
     num_preemptions: int = 0
+    num_lost_steps: int = 0
+    """Steps in a row that computed it and were never replied to with a result."""
     waiting_since_step: int = 0
     """The step before which it began to wait, the latest time."""
     last_scheduled_step: int = -1
@@ -121,6 +123,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether just the newest token is left to compute."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a step has been formed with it: it has been admitted before."""
+        return self.last_scheduled_step >= 0
 
     @property
     def is_finished(self) -> bool:

@@ -16,9 +16,10 @@ from llm_serving.core.step import StepOutput
 from llm_serving.engine.executor import Executor, StepFailedError
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.recovery import culprits_of_death, culprits_of_failure
 from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import LLMServingError, WorkerDiedError
+from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.log import get_logger
 from llm_serving.scheduler import Schedule, Scheduler
 
@@ -51,6 +52,8 @@ class Engine:
         """Why the engine ended, once it has."""
         self.num_steps = 0
         """Steps whose results have come."""
+        self.restarting: str | None = None
+        """Why its WorkAgent is being started again, while it is."""
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
         self._executor = executor
@@ -87,6 +90,7 @@ class Engine:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
         with self._inbox_lock:
             self._stopping = True
+        self._executor.give_up()
         os.eventfd_write(self._wake_fd, 1)
 
     @property
@@ -121,30 +125,34 @@ class Engine:
     def step(self) -> bool:
         """Submits the next step, then collects the oldest one; False when there was nothing to do."""
         self._take_inbox()
-        schedule = self.scheduler.schedule(self._clock())
-        if schedule is not None:
-            self._executor.submit(self._builder.build(schedule))
-            self._in_flight.append(schedule)
-        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
-        if collects:
-            self._collect()
+        try:
+            progressed = self._advance()
+        except (StepFailedError, WorkerError) as error:
+            self._recover(error)
+            progressed = True
         self._flush()
-        # What was collected may let something be scheduled that could not be before.
-        return schedule is not None or collects
+        return progressed
 
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
+    def _advance(self) -> bool:
+        schedule = self.scheduler.schedule(self._clock())
+        if schedule is not None:
+            self._executor.submit(self._builder.build(schedule, self._executor.next_step))
+            self._in_flight.append(schedule)
+        collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
+        if collects:
+            self._collect()
+        # What was collected may let something be scheduled that could not be before.
+        return schedule is not None or collects
+
     def _collect(self) -> None:
+        output = self._executor.collect()
         schedule = self._in_flight.popleft()
-        try:
-            output = self._executor.collect()
-        except StepFailedError as error:
-            self._fail(schedule, str(error))
-        else:
-            updated = self.scheduler.update(schedule, output.token_ids.tolist())
-            self._deliver(schedule, updated, output)
+        updated = self.scheduler.update(schedule, output.token_ids.tolist())
+        self._deliver(schedule, updated, output)
         self.num_steps += 1
         self._record(schedule)
 
@@ -177,10 +185,43 @@ class Engine:
                 self._finish(request, FinishReason.STOP, stop_string)
             self._outputs.append(self._processor.piece(request))
 
-    def _fail(self, schedule: Schedule, error: str) -> None:
-        logger.error("step %d failed: %s", schedule.step, error)
-        for row in schedule.rows:
-            self._end_request(row.request, FinishReason.ERROR, error)
+    def _recover(self, error: LLMServingError) -> None:
+        """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends.
+
+        Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
+        """
+        logger.error("steps are lost: %s", error)
+        failed = isinstance(error, StepFailedError)
+        lost = self._take_back_steps(only_oldest=failed)
+        self.scheduler.lose_cache()
+        self._builder.forget()
+        if failed:
+            culprits = culprits_of_failure(lost, self.scheduler, self._executor)
+        else:
+            self._restart(str(error))
+            culprits = culprits_of_death(lost, self.scheduler, self._executor)
+        for request in culprits:
+            self._end_request(request, FinishReason.ERROR, str(error))
+
+    def _take_back_steps(self, *, only_oldest: bool) -> list[Request]:
+        """Forgets the steps in flight; returns the requests that were computed by them, or by the oldest one."""
+        schedules, self._in_flight = list(self._in_flight), deque()
+        if only_oldest:
+            for _ in schedules[1:]:
+                with contextlib.suppress(StepFailedError):
+                    self._executor.collect()
+        blamed = schedules[:1] if only_oldest else schedules
+        lost = {id(row.request): row.request for schedule in blamed for row in schedule.rows}
+        requests = [request for request in lost.values() if not request.is_finished]
+        for request in requests:
+            request.num_lost_steps += 1
+        return requests
+
+    def _restart(self, reason: str) -> None:
+        self.restarting = reason
+        self._executor.restart(reason)
+        self.restarting = None
+        self._metrics.worker_restarted()
 
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if not self._processor.knows(request):
@@ -241,4 +282,7 @@ class Engine:
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         elif executor_fd in ready:
-            self._executor.collect()  # nothing is in flight, so only bad news can have come
+            try:
+                self._executor.collect()  # nothing is in flight, so only bad news can have come
+            except WorkerError as error:
+                self._recover(error)

@@ -27,8 +27,13 @@ class StepFailedError(LLMServingError):
 class Executor(Protocol):
     """Runs steps strictly in the order they are submitted."""
 
-    max_steps_in_flight: int
-    """How many steps may be submitted before one is collected."""
+    @property
+    def max_steps_in_flight(self) -> int:
+        """How many steps may be submitted before one is collected."""
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step must have."""
 
     def submit(self, step: StepInput) -> None: ...
 
@@ -43,6 +48,16 @@ class Executor(Protocol):
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when an idle WorkAgent dies; None where that cannot happen."""
 
+    def restart(self, reason: str) -> None:
+        """Replaces a WorkAgent that is gone; what it had and what was submitted is lost, steps count from 0 again.
+
+        Raises:
+            WorkerDiedError: It cannot be replaced, or not any more.
+        """
+
+    def give_up(self) -> None:
+        """No WorkAgent is started from now on, a restart under way is broken off. May be called from any thread."""
+
 
 class Runner(Protocol):
     def execute(self, step: StepInput) -> StepOutput: ...
@@ -54,11 +69,13 @@ class LocalExecutor:
     max_steps_in_flight = 1
 
     def __init__(self, runner: Runner) -> None:
+        self.next_step = 0
         self._runner = runner
         self._submitted: deque[StepInput] = deque()
 
     def submit(self, step: StepInput) -> None:
         self._submitted.append(step)
+        self.next_step += 1
 
     def collect(self) -> StepOutput:
         try:
@@ -70,6 +87,12 @@ class LocalExecutor:
 
     def fileno(self) -> int | None:
         return None
+
+    def restart(self, reason: str) -> None:
+        raise WorkerDiedError(reason)
+
+    def give_up(self) -> None:
+        pass
 
 
 class RemoteExecutor:
@@ -88,6 +111,7 @@ class RemoteExecutor:
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
         self.max_steps_in_flight = buffers.num_buffers
+        self.next_step = 0
 
     def submit(self, step: StepInput) -> None:
         buffer = step.step % self._buffers.num_buffers
@@ -99,6 +123,7 @@ class RemoteExecutor:
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
         self._in_flight.append(message)
+        self.next_step += 1
 
     def collect(self) -> StepOutput:
         try:
@@ -119,3 +144,9 @@ class RemoteExecutor:
 
     def fileno(self) -> int | None:
         return self._channel.fileno()
+
+    def restart(self, reason: str) -> None:
+        raise WorkerDiedError(reason)
+
+    def give_up(self) -> None:
+        pass

@@ -25,8 +25,17 @@ class StepBuilder:
         self._blocks = blocks
         self._previous_samples: dict[str, int] = {}
 
-    def build(self, schedule: Schedule) -> StepInput:
-        """Call once for every schedule, in order, before the next one is made."""
+    def forget(self) -> None:
+        """The step before the next one was lost: no token can be referred to."""
+        self._previous_samples = {}
+
+    def build(self, schedule: Schedule, number: int) -> StepInput:
+        """Call once for every schedule, in order, before the next one is made.
+
+        Args:
+            schedule: What is to be computed.
+            number: Of the step, as the WorkAgent counts.
+        """
         rows = schedule.rows
         token_ids: list[int] = []
         for row in rows:
@@ -34,7 +43,7 @@ class StepBuilder:
         sample_rows = [index for index, row in enumerate(rows) if row.samples]
         sampled = [rows[index].request for index in sample_rows]
         step = StepInput(
-            step=schedule.step,
+            step=number,
             token_ids=np.array(token_ids, np.int32),
             query_lens=np.array([row.query_len for row in rows], np.int32),
             num_computed=np.array([row.num_computed for row in rows], np.int32),

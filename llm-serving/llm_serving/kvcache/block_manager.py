@@ -150,6 +150,13 @@ class BlockManager:
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._host_tables
 
+    def lose_all(self) -> None:
+        """The content of both memories is gone: nobody has a table, nothing is found by name, nothing is moved."""
+        for request_id in [*self._tables, *self._host_tables]:
+            self.free(request_id)
+        self.pool.forget()
+        self._moves.clear()
+
     def take_moves(self) -> list[tuple[int, int, int]]:
         """(`BlockMove`, source, target) decided since the last call, in order."""
         moves, self._moves = self._moves, []

@@ -23,7 +23,7 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Preempted requests first; then by `queue_key`, in which tenants may overtake each other for fairness.
+    """Requests that have run before first; then by `queue_key`, in which tenants may overtake each other for fairness.
 
     The first by key is never overtaken more than `max_overtakes` times in a row. Heaps drop lazily what has left.
     """
@@ -36,7 +36,7 @@ class ClassQueue:
         """Of the first by key, since it became that."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
-        self._preempted: _Heap = []
+        self._displaced: _Heap = []
         self._all: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
         self._tenants: list[tuple[int, tuple[int, int, int], str]] = []
@@ -54,8 +54,8 @@ class ClassQueue:
         self._num_stays += 1
         entry = _Entry(request.queue_key, self._num_stays, request)
         self._members[request.request_id] = entry
-        if request.num_preemptions:
-            heapq.heappush(self._preempted, entry)
+        if request.has_run:
+            heapq.heappush(self._displaced, entry)
             return
         heapq.heappush(self._all, entry)
         if self._max_overtakes == 0:
@@ -68,9 +68,9 @@ class ClassQueue:
 
     def head(self) -> Request | None:
         """Who goes next; it stays."""
-        preempted, first = self._first(self._preempted), self._first(self._all)
-        if preempted is not None:
-            return preempted
+        displaced, first = self._first(self._displaced), self._first(self._all)
+        if displaced is not None:
+            return displaced
         if first is None or self._num_overtakes >= self._max_overtakes:
             return first
         tenant = self._least_served_tenant()
@@ -79,12 +79,12 @@ class ClassQueue:
 
     def oldest(self) -> Request | None:
         """First in the order that nobody may overtake for ever."""
-        return self._first(self._preempted) or self._first(self._all)
+        return self._first(self._displaced) or self._first(self._all)
 
     def pop(self, request: Request) -> None:
         """The request has been admitted."""
         first = self._first(self._all)
-        if not request.num_preemptions and request is not first:
+        if not request.has_run and request is not first:
             self._num_overtakes += 1
         self.discard(request)
 

@@ -99,6 +99,7 @@ class Scheduler:
             The requests that got a token, in row order; those that ended before the result came are left out.
         """
         for row in schedule.rows:
+            row.request.num_lost_steps = 0
             self._confirm(row)
         sampling_rows = [row for row in schedule.rows if row.samples]
         assert len(sampling_rows) == len(token_ids), f"{len(token_ids)} tokens for {len(sampling_rows)} samples"
@@ -134,6 +135,20 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def lose_cache(self) -> None:
+        """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
+
+        It waits ahead of its class, as after a preemption, but its preemptions are not counted: the bound on them is a
+        promise about the scheduler.
+        """
+        self.blocks.lose_all()
+        for request in self._requests.values():
+            request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
+        for request in self.running:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request, self._step)
+        self.running.clear()
 
     # --- what others may know ---------------------------------------------------------------------------------------
 

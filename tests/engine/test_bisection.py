@@ -1,0 +1,20 @@
+from hypothesis import given
+from hypothesis import strategies as st
+from llm_serving.engine.bisection import find_culprits
+
+
+@given(st.integers(1, 200), st.sets(st.integers(0, 199), max_size=4))
+def test_all_culprits_are_found_and_nobody_else(count: int, bad: set[int]) -> None:
+    trials = []
+
+    def passes(group: list[int]) -> bool:
+        trials.append(group)
+        return not bad & set(group)
+
+    guilty = sorted(bad & set(range(count)))
+    assert find_culprits(range(count), passes) == guilty
+    assert len(trials) <= 1 + 2 * len(guilty) * count.bit_length()
+
+
+def test_a_failure_that_only_comes_of_a_combination_has_no_culprit() -> None:
+    assert find_culprits([1, 2, 3, 4], lambda group: not {1, 4} <= set(group)) == []

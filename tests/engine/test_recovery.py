@@ -1,0 +1,214 @@
+"""A WorkAgent is killed, hangs or fails at any moment: every stream goes on with the bytes it would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from engine_harness import Harness
+from factories import create_request
+from fake_runner import FakeRunner, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.executor import LocalExecutor, StepFailedError
+from llm_serving.errors import WorkerDiedError
+
+
+class FragileExecutor(LocalExecutor):
+    """Takes two steps, and a new WorkAgent after the death of one; `spoil` is called with every step it runs."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, new_runner: Callable[[], FakeRunner], max_restarts: int = 1000) -> None:
+        super().__init__(new_runner())
+        self._new_runner = new_runner
+        self._max_restarts = max_restarts
+        self.num_restarts = 0
+        self.num_collected = 0
+        self.spoil: Callable[[StepInput], None] = lambda step: None
+
+    def collect(self) -> StepOutput:
+        self.num_collected += 1
+        step = self._submitted.popleft()
+        try:
+            self.spoil(step)
+        finally:
+            output = self._runner.execute(step)  # what failed may have written some of its keys
+        return output
+
+    def restart(self, reason: str) -> None:
+        if self.num_restarts == self._max_restarts:
+            raise WorkerDiedError(reason)
+        self.num_restarts += 1
+        self._runner = self._new_runner()
+        self._submitted.clear()
+        self.next_step = 0
+
+
+class FragileHarness(Harness):
+    def __init__(self, max_restarts: int = 1000, **scheduler: object) -> None:
+        super().__init__(**scheduler)
+        blocks = self.scheduler.blocks
+        self.executor = FragileExecutor(
+            lambda: FakeRunner(blocks.pool.num_blocks, blocks.block_size, num_swap_blocks=blocks.host_pool.num_blocks),
+            max_restarts,
+        )
+        self.engine._executor = self.executor
+        self.engine._max_steps_in_flight = 2
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.submit(request)
+
+    def assert_exact(self, *requests: Request) -> None:
+        for request in requests:
+            expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
+            assert self.token_ids(request.request_id) == expected
+            assert self.last(request.request_id).finish_reason is FinishReason.LENGTH
+        assert self.scheduler.blocks.pool.num_used_blocks == 0
+        assert self.scheduler.blocks.host_pool.num_used_blocks == 0
+
+
+def requests_of_all_kinds() -> list[Request]:
+    """Short and long, early and late in their class, one forked from another, one that needs penalties' history."""
+    plain = [create_request(3 + 5 * i, max_tokens=6 + i, seed=i, priority=i % 3 - 1) for i in range(5)]
+    fork = create_request(23, max_tokens=7, seed=9, fork_of=plain[4].request_id)
+    return [*plain, fork]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed"])
+def test_killed_at_each_step_in_turn(policy: str, mode: str) -> None:
+    for victim in range(40):
+        harness = FragileHarness(
+            policy=policy,
+            num_blocks=18,
+            num_swap_blocks=12,
+            preemption_mode=mode,
+            prefix_caching=True,
+            max_num_batched_tokens=16,
+        )
+
+        def kill(step: StepInput, harness: FragileHarness = harness, victim: int = victim) -> None:
+            if harness.executor.num_collected == victim:
+                raise WorkerDiedError("killed")
+
+        harness.executor.spoil = kill
+        requests = requests_of_all_kinds()
+        harness.submit(*requests)
+        harness.run()
+        harness.assert_exact(*requests)
+        if harness.executor.num_restarts == 0:
+            return
+    raise AssertionError("more steps than kills")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(8, 20), st.sampled_from([WorkerDiedError, StepFailedError])), max_size=8))
+def test_bad_luck_now_and_then_ends_nobody(mishaps: list[tuple[int, type[Exception]]]) -> None:
+    harness = FragileHarness(num_blocks=18, max_num_batched_tokens=16)
+    num_good = 0
+
+    def spoil(step: StepInput) -> None:
+        nonlocal num_good
+        num_good += 1
+        if mishaps and num_good > mishaps[0][0]:
+            num_good = 0
+            raise mishaps.pop(0)[1]("bad luck")
+
+    harness.executor.spoil = spoil
+    requests = requests_of_all_kinds()
+    harness.submit(*requests)
+    harness.run()
+    harness.assert_exact(*requests)
+
+
+def poisoned(step: StepInput) -> bool:
+    return 666 in step.token_ids
+
+
+@pytest.mark.parametrize("error", [StepFailedError("poison"), WorkerDiedError("poison")])
+@pytest.mark.parametrize("place", [0, 3])
+def test_only_the_request_that_makes_it_happen_ends(error: Exception, place: int) -> None:
+    harness = FragileHarness()
+    requests = [create_request(4 + i, max_tokens=6, seed=i) for i in range(7)]
+    poison = create_request(5, max_tokens=6)
+    poison.prompt_token_ids[2] = 666
+
+    def spoil(step: StepInput) -> None:
+        if poisoned(step):
+            raise error
+
+    harness.executor.spoil = spoil
+    harness.submit(*requests[:place], poison, *requests[place:])
+    harness.run()
+    assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
+    assert "poison" in (harness.last(poison.request_id).error or "")
+    harness.assert_exact(*requests)
+
+
+def test_poison_that_is_met_late_is_found_too() -> None:
+    """The token that kills is one the request generated itself."""
+    harness = FragileHarness()
+    poison, other = create_request(4, max_tokens=12, seed=5), create_request(9, max_tokens=12)
+    deadly = expected_output(poison.prompt_token_ids, 12, 5)[6]
+
+    def spoil(step: StepInput) -> None:
+        resolved = [harness.executor._runner._previous[-1 - token] if token < 0 else token for token in step.token_ids]
+        if deadly in resolved:
+            raise WorkerDiedError("poison")
+
+    harness.executor.spoil = spoil
+    harness.submit(poison, other)
+    harness.run()
+    assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
+    assert harness.token_ids(poison.request_id) == expected_output(poison.prompt_token_ids, 7, 5)
+    harness.assert_exact(other)
+
+
+def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
+    harness = FragileHarness()
+    requests = [create_request(4, max_tokens=3) for _ in range(3)]
+
+    def spoil(step: StepInput) -> None:
+        if len(step.query_lens) == 3:
+            raise StepFailedError("three are too many")
+
+    harness.executor.spoil = spoil
+    harness.submit(*requests)
+    harness.run()
+    assert {harness.last(request.request_id).error for request in requests} == {"three are too many"}
+
+
+def test_when_no_work_agent_can_be_had_everything_ends_and_says_why() -> None:
+    harness = FragileHarness(max_restarts=2)
+
+    def spoil(step: StepInput) -> None:
+        raise WorkerDiedError("no memory")
+
+    harness.executor.spoil = spoil
+    requests = [create_request(4) for _ in range(3)]
+    harness.submit(*requests)
+    harness.engine.run()
+    for request in requests:
+        assert "no memory" in (harness.last(request.request_id).error or "")
+    with pytest.raises(WorkerDiedError, match="no memory"):
+        harness.engine.submit(create_request(4))
+
+
+def test_an_abort_while_the_work_agent_is_away_is_heeded() -> None:
+    harness = FragileHarness()
+    gone, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
+
+    def spoil(step: StepInput) -> None:
+        if harness.executor.num_collected == 3:
+            harness.engine.abort(gone.request_id)
+            raise WorkerDiedError("killed")
+
+    harness.executor.spoil = spoil
+    harness.submit(gone, other)
+    harness.run()
+    assert harness.last(gone.request_id).finish_reason is FinishReason.ABORT
+    harness.assert_exact(other)

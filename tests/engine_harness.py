@@ -1,0 +1,68 @@
+"""An engine over a fake model, run by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import count
+
+from factories import create_scheduler
+from fake_runner import FakeRunner
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.step import StepInput
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from word_tokenizer import WordTokenizer
+
+
+class AheadExecutor(LocalExecutor):
+    """Takes a second step before the first is collected, as a WorkAgent does."""
+
+    max_steps_in_flight = 2
+
+    def submit(self, step: StepInput) -> None:
+        assert len(self._submitted) < 2
+        super().submit(step)
+
+
+class Harness:
+    """An engine over a fake model, run by hand."""
+
+    def __init__(self, *, ahead: bool = True, **scheduler) -> None:
+        self.scheduler = create_scheduler(**scheduler)
+        self.runner = FakeRunner(self.scheduler.blocks.pool.num_blocks, self.scheduler.blocks.block_size)
+        self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)
+        self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
+        self.metrics = Metrics()
+        ticks = count()
+        self.engine = Engine(
+            self.scheduler,
+            self.executor,
+            WordTokenizer(),
+            self.metrics,
+            self._publish,
+            clock=lambda: float(next(ticks)),
+        )
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            self.pieces[piece.request_id].append(piece)
+
+    def run(self, max_steps: int = 3000) -> None:
+        for _ in range(max_steps):
+            progressed = self.engine.step()
+            self.scheduler.check_integrity()
+            if not progressed:
+                return
+        raise AssertionError("the engine does not come to an end")
+
+    def token_ids(self, request_id: str) -> list[int]:
+        return [token for piece in self.pieces[request_id] for token in piece.token_ids]
+
+    def text(self, request_id: str) -> str:
+        return "".join(piece.text for piece in self.pieces[request_id])
+
+    def last(self, request_id: str) -> RequestOutput:
+        assert self.pieces[request_id][-1].finished
+        assert not any(piece.finished for piece in self.pieces[request_id][:-1])
+        return self.pieces[request_id][-1]
