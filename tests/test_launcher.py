@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 import msgspec
 import psutil
 import pytest
-from llm_serving.config.schema import ModelConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ApiKey, ModelConfig, ServerConfig, ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.launcher import ServerRecord, StartError, curl_line, start, stop
 from server_process import free_ports
@@ -191,3 +192,9 @@ def test_the_line_to_paste_is_a_request_to_this_server():
     assert words[3:5] == ["-H", "Content-Type: application/json"]
     assert words[5] == "-d"
     assert json.loads(words[6]) == {"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0}
+
+
+def test_the_line_to_paste_asks_for_a_key_where_one_is_needed():
+    keys = (ApiKey(name="a", key_sha256="0a" * 32),)
+    words = shlex.split(curl_line(dataclasses.replace(a_config(9001), api_keys=keys)))
+    assert words[3:5] == ["-H", "Authorization: Bearer KEY"]

@@ -114,7 +114,8 @@ def curl_line(config: ServingConfig) -> str:
     """A command to paste that shows the server at work."""
     body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
     url = f"http://{config.serving.server_ip}:{config.serving.server_port}/v1/completions"
-    return f"curl -s {url} -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
+    return f"curl -s {url}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) -> None:

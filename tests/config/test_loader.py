@@ -453,6 +453,7 @@ def test_existing_vocab_file_is_the_tokenizer(tmp_path):
         ("model_config.backend=ge", "ge is served as kbk"),
         ("model_config.page_attention=False", "the KV cache is always paged"),
         ("model_config.prefill_batch_size=[1]", "lets only one prompt into a step"),
+        ("scheduler_config.priority_ageing_steps=9", "each of the request_classes has its own ageing_steps"),
         ("model_config.model_type=dyn", "model_config.model_type is accepted and has no meaning here"),
     ],
 )

@@ -32,6 +32,7 @@ NO_MEANING: Final[Mapping[str, str]] = {
     "model_path.prefill_ini": _GRAPH_BUILT_HERE,
     "model_path.decode_ini": _GRAPH_BUILT_HERE,
     "model_path.post_model_ini": _GRAPH_BUILT_HERE,
+    "scheduler_config.priority_ageing_steps": "each of the request_classes has its own ageing_steps",
     "tokenizer.type": "the tokenizer follows from its file",
     "basic_inputs.type": _INPUTS_BUILT_HERE,
     "extra_inputs.type": _INPUTS_BUILT_HERE,

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+MAX_PRIORITY: Final = 1_000_000
+"""Priorities and ranks lie between its negative and it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:

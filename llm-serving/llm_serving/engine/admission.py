@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 from llm_serving.config.schema import ModelConfig
 from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
-
-MAX_PRIORITY = 1_000_000
 
 
 def check_request(
