@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llm_serving.core.request import FinishReason
-from llm_serving.engine.metrics import Histogram, Metrics
+from llm_serving.engine.histogram import Histogram
+from llm_serving.engine.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 

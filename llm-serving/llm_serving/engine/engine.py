@@ -14,6 +14,7 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.executor import Executor, StepFailedError
+from llm_serving.engine.load_estimator import LoadEstimator
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.recovery import culprits_of_death, culprits_of_failure
@@ -56,6 +57,9 @@ class Engine:
         """Why its WorkAgent is being started again, while it is."""
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
+        self.load = LoadEstimator(scheduler.limits)
+        self.on_started: Callable[[list[str]], None] = lambda request_ids: None
+        """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self._executor = executor
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, clock)
@@ -65,6 +69,8 @@ class Engine:
         self._clock = clock
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._in_flight: deque[Schedule] = deque()
+        self._step_began = 0.0
+        """When the WorkAgent could begin with the oldest step in flight."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()
         self._outputs: list[RequestOutput] = []
@@ -138,10 +144,15 @@ class Engine:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
     def _advance(self) -> bool:
-        schedule = self.scheduler.schedule(self._clock())
+        now = self._clock()
+        schedule = self.scheduler.schedule(now)
         if schedule is not None:
             self._executor.submit(self._builder.build(schedule, self._executor.next_step))
+            if not self._in_flight:
+                self._step_began = now
             self._in_flight.append(schedule)
+            if schedule.started:
+                self.on_started([request.request_id for request in schedule.started])
         collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
         if collects:
             self._collect()
@@ -152,14 +163,35 @@ class Engine:
         output = self._executor.collect()
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
+        began, self._step_began = self._step_began, self._clock()
         self._deliver(schedule, updated, output)
         self.num_steps += 1
         self._record(schedule)
+        self._measure(schedule, self._step_began - began, sum(request.is_finished for request in updated))
+
+    def _measure(self, schedule: Schedule, seconds: float, num_ended: int) -> None:
+        num_tokens, num_running = schedule.num_tokens, len(self.scheduler.running)
+        # Who waits although slots and budget are left waits for blocks.
+        no_blocks = (
+            num_running > 0
+            and self.scheduler.num_waiting > 0
+            and num_tokens < self.scheduler.limits.max_num_batched_tokens
+        )
+        self.load.step(
+            num_tokens=num_tokens,
+            num_rows=len(schedule.rows),
+            seconds=seconds,
+            num_ended=num_ended,
+            num_prompt_tokens=sum(row.request.num_tokens - row.end for row in schedule.rows if not row.samples),
+            num_slots=num_running if no_blocks else None,
+        )
 
     def _record(self, schedule: Schedule) -> None:
         self._metrics.step(*self._load(), schedule.num_tokens, replica=self._index)
-        if schedule.num_preempted:
-            self._metrics.preempted(schedule.num_preempted)
+        if schedule.preempted:
+            self._metrics.preempted(len(schedule.preempted))
+            for request in schedule.preempted:
+                self._metrics.classes.preempted(request.priority)
         if schedule.num_bound_violations:
             self._metrics.bound_violated(schedule.num_bound_violations)
 

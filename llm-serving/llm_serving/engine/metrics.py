@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from llm_serving.core.request import FinishReason
-
-LATENCY_BUCKETS: Final = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
-
-
-class Histogram:
-    """Counts per bucket; observing costs a bisection and two additions."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def family(self, name: str, text: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        total, buckets = 0, []
-        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, self._sum)
-        return family
+from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
+from llm_serving.engine.class_metrics import ClassMetrics
+from llm_serving.engine.histogram import LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 
 
 class _Load(NamedTuple):
@@ -55,10 +29,12 @@ class Metrics(Collector):
 
     Args:
         model_name: Value of the label `model_name` of every metric.
+        classes: Of requests, in ascending order of rank.
     """
 
-    def __init__(self, model_name: str = "model") -> None:
+    def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
         self._labels = {"model_name": model_name}
+        self.classes = ClassMetrics(self._labels, classes)
         self._lock = Lock()
         self._loads: dict[int, _Load] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -180,6 +156,7 @@ class Metrics(Collector):
         yield ends
         for name, histogram in self._histograms.items():
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
+        yield from self.classes.collect()
 
 
 _COUNTERS: Final = {

@@ -105,7 +105,9 @@ class OutputProcessor:
         now = self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
-            self._metrics.first_token(now - state.request.arrival_time)
+            ttft_s = now - state.request.arrival_time
+            self._metrics.first_token(ttft_s)
+            self._metrics.classes.first_token(state.request.priority, ttft_s)
         else:
             self._metrics.inter_token(now - state.last_token_time)
         state.last_token_time = now
@@ -113,7 +115,6 @@ class OutputProcessor:
     def _record_end(self, state: _State) -> None:
         request = state.request
         now = self._clock()
-        first_token = now if state.first_token_time is None else state.first_token_time
         scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
         assert request.finish_reason is not None
         num_output = len(request.output_token_ids)
@@ -121,10 +122,14 @@ class OutputProcessor:
             self._max_token_len = num_output
             logger.info("{'max_token_len': %d}", num_output)  # the longest output so far; operators search for it
         self._metrics.prefix_cache(request.num_prompt_tokens, request.num_cached_tokens)
+        e2e_s = now - request.arrival_time
+        ttft_s = None if state.first_token_time is None else state.first_token_time - request.arrival_time
+        tpot_s = None if ttft_s is None or num_output < 2 else (e2e_s - ttft_s) / (num_output - 1)
+        self._metrics.classes.ended(request.priority, request.finish_reason, ttft_s, tpot_s, e2e_s)
         self._metrics.finished(
             request.finish_reason.value,
-            e2e_s=now - request.arrival_time,
-            ttft_s=first_token - request.arrival_time,
+            e2e_s=e2e_s,
+            ttft_s=ttft_s,
             num_prompt=request.num_prompt_tokens,
             num_output=num_output,
             queued_s=scheduled - request.arrival_time,

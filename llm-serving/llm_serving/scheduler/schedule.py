@@ -34,8 +34,10 @@ class Schedule:
     rows: list[ScheduledRow]
     block_moves: list[tuple[int, int, int]] = field(default_factory=list)
     """(`BlockMove`, source, target), to be done in order before the rows are computed."""
-    num_preempted: int = 0
-    """Requests that lost their place since the schedule before this one."""
+    started: list[Request] = field(default_factory=list)
+    """Requests of the rows that are scheduled for the first time."""
+    preempted: list[Request] = field(default_factory=list)
+    """Requests that lost their place since the schedule before this one, once for each time."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
 
@@ -52,7 +54,7 @@ class StepDraft:
         self.budget = budget
         self.closed: set[str] = set()
         """Classes that hold as many slots or blocks as they may."""
-        self.num_preempted = 0
+        self.preempted: list[Request] = []
         self._max_prefills = max_prefills
         self._num_prefills = 0
         self._rows: dict[str, ScheduledRow] = {}
@@ -86,7 +88,7 @@ class StepDraft:
 
     def withdraw(self, request: Request) -> None:
         """Takes a preempted request's row out again, if it has one."""
-        self.num_preempted += 1
+        self.preempted.append(request)
         row = self._rows.pop(request.request_id, None)
         if row is not None:
             self.budget += row.query_len

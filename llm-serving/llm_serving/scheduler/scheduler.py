@@ -50,7 +50,8 @@ class Scheduler:
         self._sequence = 0
         self._prefill_gap = 0
         """Steps in a row in which prompts waited and none was computed."""
-        self._num_preempted = 0
+        self._preempted: list[Request] = []
+        """Since the last schedule that had rows."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -81,16 +82,17 @@ class Scheduler:
             schedule_stage(draft, now)
             if self.limits.separate and draft.num_rows:
                 break
-        self._num_preempted += draft.num_preempted
+        self._preempted += draft.preempted
         if not draft.num_rows:
             return None
         rows = draft.rows
+        started = [row.request for row in rows if row.request.first_scheduled_time is None]
         for row in rows:
             self._advance(row, now)
         self._step += 1
         violations = self._count_violations(draft, load)
-        num_preempted, self._num_preempted = self._num_preempted, 0
-        return Schedule(draft.number, rows, self.blocks.take_moves(), num_preempted, violations)
+        preempted, self._preempted = self._preempted, []
+        return Schedule(draft.number, rows, self.blocks.take_moves(), started, preempted, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.

@@ -1,0 +1,158 @@
+"""How long a request would wait for its first token: arithmetic over measured steps and what is queued."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from llm_serving.scheduler import SchedulerLimits
+
+STEP_MEMORY: Final = 128
+"""Steps of a kind after which a measured time counts 1/e."""
+END_MEMORY: Final = 1024
+"""Steps after which an ended request counts 1/e; ends are rarer than steps."""
+MIN_STEPS: Final = 32
+"""Steps that must have been measured before anything is predicted."""
+MIN_ENDS: Final = 8
+"""Requests that must have ended before the wait for a slot is predicted."""
+MIN_SPREAD: Final = 0.1
+"""Standard deviation of the tokens a step, against their mean; below, what a token costs cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a request meets at its replica, itself included."""
+
+    num_requests: int
+    """Waiting, of its class and higher ones, and itself."""
+    num_tokens: int
+    """Of their prompts."""
+    num_running: int
+    """Running requests that do not give way to it."""
+    num_running_in_all: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What has been measured until now; seconds of a step = `step_s` + `token_s` * its tokens."""
+
+    limits: SchedulerLimits
+    step_s: float
+    token_s: float
+    ends_per_row: float | None
+    """Share of the rows after which a request ended; its inverse is the steps a request runs for. None: too few."""
+    num_slots: int
+    """Requests that can run at once: the limit, or fewer when the cache is full."""
+    num_prompt_tokens: int
+    """Of prompts that have been begun, tokens yet to be computed."""
+
+    def seconds_to_first_token(self, queue: Queue) -> float | None:
+        """Until the last of the queue has its first token, when nobody comes in between.
+
+        Prompts are computed in what decoding leaves of each step's budget. Those that find no free slot wait for ends:
+        of `num_slots` rows a step, the share `ends_per_row` ends. Whichever takes more steps counts; one more is under
+        way already.
+
+        Returns:
+            Seconds; None when slots are full and too few requests have ended to tell how fast they get free.
+        """
+        num_decoding = min(queue.num_running_in_all, self.num_slots)
+        num_tokens = queue.num_tokens + self.num_prompt_tokens
+        num_steps = max(
+            math.ceil(num_tokens / max(1, self.limits.max_num_batched_tokens - num_decoding)),
+            math.ceil(queue.num_requests / self.limits.max_prefill_seqs),
+        )
+        num_ends = queue.num_running + queue.num_requests - self.num_slots
+        if num_ends > 0:
+            if self.ends_per_row is None:
+                return None
+            num_steps = max(num_steps, math.ceil(num_ends / (self.num_slots * self.ends_per_row)) + 1)
+        num_steps += num_decoding > 0
+        return num_steps * (self.step_s + num_decoding * self.token_s) + num_tokens * self.token_s
+
+
+class LoadEstimator:
+    """Fed with every step by the engine loop; `measured` may be read by any thread.
+
+    Steps that compute prompts and steps that only decode are remembered apart, so that a long time of one kind does not
+    wash out the other; the line through both tells what a step costs and what a token costs.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.measured: Measured | None = None
+        """None until enough has been measured."""
+        self._limits = limits
+        self._prompt_steps = _Moments()
+        self._decode_steps = _Moments()
+        self._num_steps = 0
+        self._num_ends = 0
+        self._ends = 0.0
+        self._rows = 0.0
+
+    def step(
+        self,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        seconds: float,
+        num_ended: int,
+        num_prompt_tokens: int = 0,
+        num_slots: int | None = None,
+    ) -> None:
+        """One step has been computed.
+
+        Args:
+            num_tokens: Tokens it computed.
+            num_rows: Requests it computed them for.
+            seconds: It took, from the end of the one before or from being submitted.
+            num_ended: Requests whose last token it was.
+            num_prompt_tokens: Tokens it left to compute of the prompts it computed parts of.
+            num_slots: Requests that run, when others wait because the cache has no room; None: slots are the limit.
+        """
+        moments = self._prompt_steps if num_tokens > num_rows else self._decode_steps
+        moments.add(num_tokens, seconds)
+        keep = 1 - 1 / END_MEMORY
+        self._ends = self._ends * keep + num_ended
+        self._rows = self._rows * keep + num_rows
+        self._num_steps += 1
+        self._num_ends += num_ended
+        cost = self._cost()
+        if cost is None or self._num_steps < MIN_STEPS:
+            self.measured = None
+            return
+        ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
+        slots = self._limits.max_num_seqs if num_slots is None else max(1, num_slots)
+        self.measured = Measured(self._limits, *cost, ends_per_row, slots, num_prompt_tokens)
+
+    def _cost(self) -> tuple[float, float] | None:
+        """Seconds of a step and of a token, by least squares; neither is negative."""
+        both = [moments for moments in (self._prompt_steps, self._decode_steps) if moments.weight > 0]
+        weight = sum(moments.weight for moments in both)
+        tokens = sum(moments.tokens for moments in both) / weight
+        seconds = sum(moments.seconds for moments in both) / weight
+        variance = sum(moments.tokens_squared for moments in both) / weight - tokens**2
+        if variance < (MIN_SPREAD * tokens) ** 2:
+            return None
+        covariance = sum(moments.tokens_seconds for moments in both) / weight - tokens * seconds
+        token_s = min(max(covariance / variance, 0.0), seconds / tokens)
+        return seconds - token_s * tokens, token_s
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Exponentially weighted sums over steps of one kind."""
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tokens_squared: float = 0.0
+    tokens_seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keep = 1 - 1 / STEP_MEMORY
+        self.weight = self.weight * keep + 1
+        self.tokens = self.tokens * keep + tokens
+        self.seconds = self.seconds * keep + seconds
+        self.tokens_squared = self.tokens_squared * keep + tokens * tokens
+        self.tokens_seconds = self.tokens_seconds * keep + tokens * seconds
