@@ -155,8 +155,8 @@ class FakeEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 
-    def check_capacity(self, num_requests: int, tenant: str = "") -> None:
-        if self.num_waiting + num_requests > self.config.scheduler.max_waiting_queue:
+    def check_capacity(self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "") -> None:
+        if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
 
     def generate(

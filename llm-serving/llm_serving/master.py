@@ -30,7 +30,7 @@ def run(config: ServingConfig) -> int:
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
-    metrics = Metrics(config.model.model_name)
+    metrics = Metrics(config.model.model_name, config.request_classes)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:

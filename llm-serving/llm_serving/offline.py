@@ -45,7 +45,7 @@ class LLM:
         self.config = config
         self.model_spec = ModelSpec.from_folder(config.model.model_path)
         self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
-        self.metrics = Metrics(config.model.model_name)
+        self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
         executor = LocalExecutor(runner)
         num_blocks = runner.kv_tensors.num_blocks

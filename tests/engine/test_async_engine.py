@@ -117,7 +117,7 @@ def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
             with pytest.raises(CapacityError, match=r"2 of 2 places of a in .*\(api_keys\.a\.max_waiting\)"):
                 engine.generate([5, 6], GREEDY, request_id="x", tenant="a")
             with pytest.raises(CapacityError):
-                engine.check_capacity(1, "a")
+                engine.check_capacity([2], tenant="a")
             streams += [engine.generate([5, 6], GREEDY, request_id="x", tenant="b") for _ in range(5)]
             await streams[0].aclose()
             streams.append(engine.generate([5, 6], GREEDY, request_id="x", tenant="a"))

@@ -7,24 +7,31 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
+from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.class_metrics import ClassLoad
+from llm_serving.engine.door import Door
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import CapacityError, UnavailableError
+from llm_serving.engine.waiting_room import WaitingRoom
+from llm_serving.errors import ContextLengthError, UnavailableError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
 """(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
@@ -43,9 +50,8 @@ class EngineHealth:
 class RequestStream:
     """The pieces of one answer, in order. Close it early to abort the request."""
 
-    def __init__(self, request_id: str, tenant: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
-        self.tenant = tenant
         self._abort = abort
         self._pieces: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._finished = False
@@ -98,9 +104,9 @@ class AsyncEngine:
         self._owners: dict[str, Engine] = {}
         self._num_open: Counter[Engine] = Counter()
         """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
-        self._max_waiting = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
-        self._waiting: dict[str, set[str]] = {tenant: set() for tenant in self._max_waiting}
-        """Ids of the requests without a first token, of each tenant that may have only so many."""
+        self._room = WaitingRoom(config)
+        self._door = Door(config, self._room, metrics.classes)
+        metrics.classes.load = self._class_load
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
         self._counter = itertools.count()
         self._progress = "starting"
@@ -127,7 +133,11 @@ class AsyncEngine:
     def health(self) -> EngineHealth:
         engines = dict(self._engines)
         failed = self._failures | {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
-        restarting = {index: engine.restarting for index, engine in engines.items() if engine.restarting is not None}
+        restarting = {
+            index: engine.restarting
+            for index, engine in engines.items()
+            if engine.restarting is not None and engine.dead is None
+        }
         ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
         loading = bool(restarting) or len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
         notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
@@ -146,16 +156,18 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
-        slots = [engine.scheduler.blocks.num_slots for engine in self._living()]
+        slots = [engine.scheduler.blocks.num_slots for engine in self._living().values()]
         return min([self.config.model.max_generate_length, *slots])
 
     @property
     def num_running(self) -> int:
-        return sum(engine.num_running for engine in self._living())
+        """Requests that have been scheduled and not ended, exact on the event loop."""
+        return self._room.load().num_running
 
     @property
     def num_waiting(self) -> int:
-        return sum(engine.num_waiting for engine in self._living())
+        """Requests that have never been scheduled, exact on the event loop."""
+        return self._room.load().num_waiting
 
     def generate(
         self,
@@ -171,18 +183,25 @@ class AsyncEngine:
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
-            CapacityError: The waiting queue is full, or the tenant has as many in it as its API key allows.
+            CapacityError: Too much waits, or the request would wait much longer than its class may.
             UnavailableError: No WorkAgent is ready.
         """
-        engine = min(
-            self._living(), key=lambda engine: (engine.restarting is not None, self._num_open[engine]), default=None
-        )
-        if engine is None:
-            raise UnavailableError(self.health().detail)
-        check_request(
-            prompt_token_ids, sampling, priority, self.model_spec.vocab_size, self.config.model, engine.scheduler.blocks
-        )
-        self.check_capacity(1, tenant)
+        replica, engine = self._least_loaded()
+        request_class = class_of(priority, self.config.request_classes)
+        try:
+            check_request(
+                prompt_token_ids,
+                sampling,
+                priority,
+                self.model_spec.vocab_size,
+                self.config.model,
+                engine.scheduler.blocks,
+            )
+        except ContextLengthError:
+            self.metrics.classes.refused(request_class, "never_fits")
+            raise
+        num_tokens = len(prompt_token_ids)
+        self.check_capacity([num_tokens], priority=priority, tenant=tenant)
         request = Request(
             # A client may send the same id twice; inside, every request has its own.
             request_id=f"{request_id}-{next(self._counter)}",
@@ -194,12 +213,11 @@ class AsyncEngine:
             cache_salt=cache_salt,
             arrival_time=self._clock(),
         )
-        stream = RequestStream(request.request_id, tenant, self._abort)
+        stream = RequestStream(request.request_id, self._abort)
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
         self._num_open[engine] += 1
-        if tenant in self._waiting:
-            self._waiting[tenant].add(request.request_id)
+        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens)
         try:
             engine.submit(request)
         except BaseException:
@@ -207,26 +225,35 @@ class AsyncEngine:
             raise
         return stream
 
-    def check_capacity(self, num_requests: int, tenant: str = "") -> None:
-        """Checks that the waiting queues of the living replicas have room for so many more, and the tenant's share too.
+    def check_capacity(self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "") -> None:
+        """Checks that requests which belong together, with prompts of so many tokens, may come in now.
 
         Raises:
-            CapacityError: They have not.
+            RequestError: They could not even if nothing waited.
+            CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        num_living = len(self._living())
-        if num_living == 0:
+        replica, engine = self._least_loaded()
+        self._door.check(
+            prompt_lens,
+            priority,
+            tenant,
+            replica=replica,
+            num_replicas=len(self._living()),
+            measured=engine.load.measured if engine.restarting is None else None,
+            honours_classes=engine.scheduler.policy.honours_classes,
+        )
+
+    def _least_loaded(self) -> tuple[int, Engine]:
+        """The replica that gets the next request."""
+        living = self._living()
+        if not living:
             raise UnavailableError(self.health().detail)
-        limit = self.config.scheduler.max_waiting_queue * num_living
-        waiting = self.num_waiting
-        if waiting + num_requests > limit:
-            rule = f"{waiting} of {limit} places in the queue are taken (scheduler_config.max_waiting_queue)"
-            raise CapacityError(f"{rule}; {num_requests} needed", retry_after=1.0)
-        if tenant in self._waiting:
-            waiting, limit = len(self._waiting[tenant]), self._max_waiting[tenant]
-            if waiting + num_requests > limit:
-                rule = f"{waiting} of {limit} places of {tenant} in the queue are taken (api_keys.{tenant}.max_waiting)"
-                raise CapacityError(f"{rule}; {num_requests} needed", retry_after=1.0)
+        return min(living.items(), key=lambda item: (item[1].restarting is not None, self._num_open[item[1]]))
+
+    def _class_load(self, name: str) -> ClassLoad:
+        load = self._room.class_load(name)
+        return ClassLoad(load.num_waiting, load.num_running)
 
     def _abort(self, request_id: str) -> None:
         engine = self._owners.get(request_id)
@@ -235,19 +262,14 @@ class AsyncEngine:
             engine.abort(request_id)
 
     def _forget(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self._no_longer_waits(stream)
+        self._room.leave(request_id)
+        self._streams.pop(request_id, None)
         engine = self._owners.pop(request_id, None)
         if engine is not None:
             self._num_open[engine] -= 1
 
-    def _no_longer_waits(self, stream: RequestStream) -> None:
-        if stream.tenant in self._waiting:
-            self._waiting[stream.tenant].discard(stream.request_id)
-
-    def _living(self) -> list[Engine]:
-        return [engine for engine in list(self._engines.values()) if engine.dead is None]
+    def _living(self) -> dict[int, Engine]:
+        return {index: engine for index, engine in list(self._engines.items()) if engine.dead is None}
 
     # --- between the threads ----------------------------------------------------------------------------------------
 
@@ -255,6 +277,7 @@ class AsyncEngine:
         """Body of an engine thread: load, serve, and tell why it ended."""
         try:
             with self._open_replica(index, self._publish, self._set_progress) as engine:
+                engine.on_started = self._publish_started
                 self._engines[index] = engine
                 if not self._stopping:
                     logger.info("WorkAgent %d is ready", index)
@@ -269,16 +292,26 @@ class AsyncEngine:
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
         """Called by engine threads, once a step."""
+        self._call_soon(self._dispatch, pieces)
+
+    def _publish_started(self, request_ids: list[str]) -> None:
+        """Called by engine threads, when requests are scheduled for the first time."""
+        self._call_soon(self._start_requests, request_ids)
+
+    def _call_soon(self, callback: Callable[[list[T]], None], items: list[T]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
-            self._loop.call_soon_threadsafe(self._dispatch, pieces)
+            self._loop.call_soon_threadsafe(callback, items)
+
+    def _start_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._room.start(request_id)
 
     def _dispatch(self, pieces: list[RequestOutput]) -> None:
         for piece in pieces:
             stream = self._streams.get(piece.request_id)
             if stream is None:
                 continue
-            self._no_longer_waits(stream)
             if piece.finished:
                 self._forget(piece.request_id)
             stream.put(piece)

@@ -108,9 +108,9 @@ async def start_generation(
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
-    num_choices = check_choices(len(prompts), n)
-    if num_choices > 1:
-        engine.check_capacity(num_choices, caller.tenant)
+    if check_choices(len(prompts), n) > 1:
+        prompt_lens = [len(prompt) for prompt in prompts for _ in range(n)]
+        engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant)
     streams: list[RequestStream] = []
     try:
         for prompt, sampling in zip(prompts, samplings, strict=True):
