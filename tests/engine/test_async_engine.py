@@ -49,6 +49,7 @@ class Setup:
         max_waiting_queue: int = 100,
         max_num_seqs: int = 8,
         api_keys: tuple[ApiKey, ...] = (),
+        **scheduler: Any,
     ) -> None:
         self.runners: dict[int, GatedRunner] = {}
         self.failures: dict[int, str] = {}
@@ -58,7 +59,7 @@ class Setup:
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_replicas))),
-            scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue),
+            scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
             api_keys=api_keys,
         )
         spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
@@ -222,6 +223,55 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
             setup.runners[0].gate.set()
             for stream in (first, *waiting):
                 assert await token_ids(stream) == expected_output([5], 4)
+
+    asyncio.run(run())
+
+
+def test_a_group_waits_as_a_whole_or_is_refused_as_a_whole() -> None:
+    async def run() -> None:
+        setup = Setup(max_waiting_queue=3, max_waiting_tokens=20)
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            streams = [engine.generate([5] * 6, GREEDY, request_id="a")]
+            engine.check_capacity([6, 6])
+            with pytest.raises(CapacityError, match=r"1 of 3 places in the queue are taken .*; 3 needed"):
+                engine.check_capacity([1, 1, 1])
+            with pytest.raises(CapacityError, match=r"6 of 20 prompt tokens wait in the queue .*; 15 needed"):
+                engine.check_capacity([15])
+            with pytest.raises(RequestError, match="`n` must ask for at most 3 answers"):
+                engine.check_capacity([1] * 4)
+            assert engine.num_waiting == 1
+            setup.runners[0].gate.set()
+            await asyncio.gather(*map(token_ids, streams))
+            assert (engine.num_waiting, engine.num_running) == (0, 0)
+            engine.check_capacity([5, 5, 5])
+
+    asyncio.run(run())
+
+
+def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the_estimate() -> None:
+    async def run() -> None:
+        setup = Setup(slo_refusal_factor=2.0)
+        async with setup.running() as engine:
+            load = engine._engines[0].load
+            for step in range(64):  # a second for each step and a tenth for each token
+                tokens = 2 + step % 5
+                load.step(num_tokens=tokens, num_rows=2, seconds=1 + tokens / 10, num_ended=0)
+            assert await token_ids(engine.generate([5] * 4, GREEDY, request_id="a")) == expected_output([5] * 4, 4)
+            for step in range(20_000):
+                tokens = 2 + step % 5
+                load.step(num_tokens=tokens, num_rows=2, seconds=10 * (1 + tokens / 10), num_ended=0)
+            with pytest.raises(CapacityError, match=r"expected in 14\.0 s, more than 5 s times 2 ") as refused:
+                engine.generate([5] * 4, GREEDY, request_id="b")
+            assert refused.value.retry_after == pytest.approx(9.0)
+            assert refused.value.queue_estimate_ms == pytest.approx(14000)
+            # Nothing was promised to the class of priority 1.
+            assert await token_ids(engine.generate([5], GREEDY, request_id="c", priority=1)) == expected_output([5], 4)
+            text = setup.metrics.render()[0].decode()
+            refusals = (
+                'llm_serving:requests_refused_total{model_name="model",priority_class="standard",reason="slo"} 1.0'
+            )
+            assert refusals in text
 
     asyncio.run(run())
 
