@@ -50,6 +50,14 @@ def test_config_check_prints_values_and_notices(capsys):
     assert captured.err == ""
 
 
+def test_config_check_tells_the_bounds_once_the_cache_has_a_size(capsys):
+    assert main(["config", "check"]) == 0
+    assert "# bounds:" not in capsys.readouterr().out
+    assert main(["config", "check", "--set", "pa_config.num_blocks=100"]) == 0
+    bounds = capsys.readouterr().out.partition("# bounds:\n")[2].splitlines()
+    assert [line.split(":")[0] for line in bounds] == ["#   - interactive", "#   - standard", "#   - batch"]
+
+
 def test_config_check_of_a_wrong_file_answers_2(tmp_path, capsys):
     path = tmp_path / "serving.yaml"
     path.write_text("pa_config:\n    blok_size: 16\n")

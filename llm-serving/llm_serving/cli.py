@@ -139,10 +139,21 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    text = describe(_load(arguments))
+    config = _load(arguments)
+    text = "\n".join([describe(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
     return 0
+
+
+def _bounds(config: ServingConfig) -> list[str]:
+    """How long a request of each class can be made to wait, as comments; it follows from the size of the cache."""
+    if config.pa.num_blocks is None:
+        return []
+    from llm_serving.engine.replica import build_scheduler
+
+    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks)
+    return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
 
 
 def _hash_key(arguments: argparse.Namespace) -> int:

@@ -257,7 +257,7 @@ class ApiKey:
     highest_class: str | None = None
     """Requests of a better class, or with a priority before this class's rank, are refused with 403. None: no limit."""
     max_waiting: int | None = None
-    """Most of its requests that wait for their first token. None: only the other limits count."""
+    """Most of its requests that wait to be scheduled. None: only the other limits count."""
 
 
 @dataclass(frozen=True, kw_only=True)
