@@ -82,8 +82,10 @@ class Request:
     """Steps in a row that computed it and were never replied to with a result."""
     waiting_since_step: int = 0
     """The step before which it began to wait, the latest time."""
+    took_turn: bool = False
+    """Whether it was admitted before a higher class that waited; no higher class displaces it then."""
     last_scheduled_step: int = -1
-    """The newest step that computed a token of this request."""
+    """The newest step that computed a token of this request, or the one before it was admitted."""
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

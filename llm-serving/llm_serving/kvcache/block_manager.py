@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
 from llm_serving.kvcache.block_hash import block_hash, namespace_hash
@@ -58,23 +61,26 @@ class BlockManager:
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
-    def num_blocks_owned(self, request_id: str) -> int:
-        """Blocks that are free again when this request gives up its table."""
-        return sum(self.pool.ref_count(block_id) == 1 for block_id in self._tables.get(request_id, ()))
-
     def block_table(self, request_id: str) -> list[int]:
         """Block ids in token order. The list is the manager's own: read it, do not keep it."""
         return self._tables.get(request_id, [])
 
     # --- beginning --------------------------------------------------------------------------------------------------
 
-    def num_blocks_to_admit(self, request: Request, num_tokens: int, parent: Request | None = None) -> int:
-        """Free blocks that `admit` would take; shared blocks that others use count nothing."""
-        total = self.num_blocks_for(num_tokens)
+    def num_blocks_to_admit(
+        self, request: Request, num_tokens: int, parent: Request | None = None, without: Sequence[Request] = ()
+    ) -> int:
+        """Free blocks that `admit` would take; shared blocks that others use count nothing.
+
+        With `without`, blocks that must be free now for `admit` after these have given up their tables.
+        """
+        uses = Counter(block_id for other in without for block_id in self.block_table(other.request_id))
+        num_released = sum(self.pool.ref_count(block_id) == count for block_id, count in uses.items())
+        total = self.num_blocks_for(num_tokens) - num_released
         if self.is_swapped(request.request_id):
             return total
-        shared = self._shared_blocks(request, parent)
-        return total - sum(self.pool.ref_count(block_id) > 0 for block_id in shared)
+        shared = self._shared_blocks(request, None if parent in without else parent)
+        return total - sum(self.pool.ref_count(block_id) > uses[block_id] for block_id in shared)
 
     def admit(self, request: Request, num_tokens: int, parent: Request | None = None) -> int:
         """Gives a request without a table one for `num_tokens`; the caller has asked `num_blocks_to_admit` before.

@@ -19,6 +19,15 @@ class _Entry(NamedTuple):
     request: Request
 
 
+class _Offer(NamedTuple):
+    """A tenant's place among the others."""
+
+    served: int
+    key: tuple[int, int, int]
+    """Of its first request."""
+    tenant: str
+
+
 _Heap = list[_Entry]
 
 
@@ -39,8 +48,10 @@ class ClassQueue:
         self._displaced: _Heap = []
         self._all: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
-        self._tenants: list[tuple[int, tuple[int, int, int], str]] = []
-        """Heap of (service received, key of the first request, tenant); entries may be out of date."""
+        self._tenants: list[_Offer] = []
+        """Heap of the tenants that wait; entries may be out of date."""
+        self._offers: dict[str, _Offer] = {}
+        """The entry of each of them that counts."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -64,7 +75,8 @@ class ClassQueue:
         if self._first(self._by_tenant.setdefault(tenant, [])) is None:
             self.shares.join(tenant, self._least_served())
         heapq.heappush(self._by_tenant[tenant], entry)
-        self._offer(tenant)
+        if self._first(self._by_tenant[tenant]) is request:
+            heapq.heappush(self._tenants, self._offer(tenant))
 
     def head(self) -> Request | None:
         """Who goes next; it stays."""
@@ -97,7 +109,7 @@ class ClassQueue:
         del self._members[request.request_id]
         heap = self._by_tenant.get(request.tenant)
         if heap is not None and self._first(heap) is None:
-            del self._by_tenant[request.tenant]
+            del self._by_tenant[request.tenant], self._offers[request.tenant]
             self.shares.leave(request.tenant)
 
     def _first(self, heap: _Heap) -> Request | None:
@@ -108,20 +120,22 @@ class ClassQueue:
             heapq.heappop(heap)
         return None
 
-    def _offer(self, tenant: str) -> None:
+    def _offer(self, tenant: str) -> _Offer:
         first = self._first(self._by_tenant[tenant])
-        if first is not None:
-            heapq.heappush(self._tenants, (self.shares.served(tenant), first.queue_key, tenant))
+        assert first is not None
+        offer = self._offers[tenant] = _Offer(self.shares.served(tenant), first.queue_key, tenant)
+        return offer
 
     def _least_served_tenant(self) -> str | None:
         while self._tenants:
-            served, key, tenant = self._tenants[0]
-            first = self._first(self._by_tenant.get(tenant, []))
-            if first is not None and (served, key) == (self.shares.served(tenant), first.queue_key):
-                return tenant
-            heapq.heappop(self._tenants)
-            if first is not None:
-                self._offer(tenant)
+            offer = self._tenants[0]
+            if self._offers.get(offer.tenant) is offer:
+                first = self._first(self._by_tenant[offer.tenant])
+                if first is not None and offer[:2] == (self.shares.served(offer.tenant), first.queue_key):
+                    return offer.tenant
+                heapq.heapreplace(self._tenants, self._offer(offer.tenant))
+            else:
+                heapq.heappop(self._tenants)
         return None
 
     def _least_served(self) -> int | None:

@@ -19,6 +19,7 @@ class FairShare:
         self._served: dict[str, int] = {}
         self._floor = 0
         """What a tenant that comes back is lifted to: idle time is no credit."""
+        self._last_to_leave: str | None = None
 
     def served(self, tenant: str) -> int:
         return self._served.get(tenant, self._floor)
@@ -27,14 +28,18 @@ class FairShare:
         self._served[tenant] = self.served(tenant) + num_tokens
 
     def join(self, tenant: str, least_waiting: int | None) -> None:
-        """The tenant begins to wait; `least_waiting` is the least counter among those that wait already."""
-        if least_waiting is not None:
-            self._floor = max(self._floor, least_waiting)
+        """The tenant begins to wait; `least_waiting` is the least counter among those that wait already.
+
+        Where nobody does, it starts from the counter of the last one that did.
+        """
+        if least_waiting is None and self._last_to_leave is not None:
+            least_waiting = self.served(self._last_to_leave)
+        self._floor = max(self._floor, least_waiting or 0)
         self._served[tenant] = max(self.served(tenant), self._floor)
         if len(self._served) > MAX_TENANTS:
             self._served = {name: served for name, served in self._served.items() if served > self._floor}
             self._served[tenant] = max(self.served(tenant), self._floor)
 
     def leave(self, tenant: str) -> None:
-        """The last waiting request of the last tenant goes; whoever comes next starts from its counter."""
-        self._floor = max(self._floor, self.served(tenant))
+        """The tenant waits no longer."""
+        self._last_to_leave = tenant

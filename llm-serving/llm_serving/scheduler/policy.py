@@ -10,11 +10,12 @@ from llm_serving.config.schema import ServingConfig
 
 
 class Preference(enum.Enum):
-    """What gets the token budget of a step; what is left goes to the other, unless it is named ONLY."""
+    """What gets the token budget of a step; what is left goes to the other."""
 
     PREFILL_FIRST = enum.auto()
     DECODE_FIRST = enum.auto()
     DECODE_ONLY = enum.auto()
+    """Prompts run only where nothing can decode."""
 
 
 class Load(NamedTuple):

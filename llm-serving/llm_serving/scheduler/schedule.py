@@ -56,7 +56,7 @@ class StepDraft:
         """Classes that hold as many slots or blocks as they may."""
         self.preempted: list[Request] = []
         self._max_prefills = max_prefills
-        self._num_prefills = 0
+        self._prefills: set[str] = set()
         self._rows: dict[str, ScheduledRow] = {}
 
     @property
@@ -69,16 +69,16 @@ class StepDraft:
 
     @property
     def computes_prompts(self) -> bool:
-        return self._num_prefills > 0
+        return bool(self._prefills)
 
     @property
     def has_room_for_prefill(self) -> bool:
-        return self.budget > 0 and self._num_prefills < self._max_prefills
+        return self.budget > 0 and len(self._prefills) < self._max_prefills
 
     def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
-        query_len = min(num_tokens, self.budget)
-        self._put(request, query_len)
-        self._num_prefills += prefill
+        self._put(request, min(num_tokens, self.budget))
+        if prefill:
+            self._prefills.add(request.request_id)
 
     def extend(self, request: Request) -> None:
         """Gives a request that has a row what is left of the budget, as far as it needs it."""
@@ -92,6 +92,7 @@ class StepDraft:
         row = self._rows.pop(request.request_id, None)
         if row is not None:
             self.budget += row.query_len
+            self._prefills.discard(request.request_id)
 
     def _put(self, request: Request, query_len: int) -> None:
         before = self._rows.get(request.request_id)

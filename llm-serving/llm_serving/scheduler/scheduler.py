@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
@@ -14,8 +14,6 @@ from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
 from llm_serving.scheduler.waiting_queue import WaitingQueue
-
-_Stage = Callable[[StepDraft, float], None]
 
 
 class Scheduler:
@@ -78,9 +76,13 @@ class Scheduler:
         """
         draft = StepDraft(self._step, self.limits.max_num_batched_tokens, self.limits.max_prefill_seqs)
         load = self._load()
-        for schedule_stage in self._stages(load):
+        preference = self._preference(load)
+        stages = [self._schedule_decodes, self._schedule_prefills]
+        if preference is Preference.PREFILL_FIRST:
+            stages.reverse()
+        for schedule_stage in stages:
             schedule_stage(draft, now)
-            if self.limits.separate and draft.num_rows:
+            if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
         self._preempted += draft.preempted
         if not draft.num_rows:
@@ -176,19 +178,14 @@ class Scheduler:
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
 
-    def _stages(self, load: Load) -> list[_Stage]:
-        """The policy's preference, within the bounds that hold for every policy."""
+    def _preference(self, load: Load) -> Preference:
+        """The policy's, within the bounds that hold for every policy."""
         preference = self.policy.prefer(load)
         if self._decode_gap() >= self.policy.max_decode_gap:
-            preference = Preference.DECODE_FIRST
-        elif load.prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
-            preference = Preference.PREFILL_FIRST
-        elif preference is Preference.DECODE_ONLY and not (load.num_decoding and load.prompts_wait):
-            preference = Preference.DECODE_FIRST
-        stages: list[_Stage] = [self._schedule_decodes, self._schedule_prefills]
-        if preference is Preference.PREFILL_FIRST:
-            stages.reverse()
-        return stages[:1] if preference is Preference.DECODE_ONLY else stages
+            return Preference.DECODE_FIRST
+        if load.prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
+            return Preference.PREFILL_FIRST
+        return preference
 
     def _schedule_decodes(self, draft: StepDraft, now: float) -> None:
         del now
@@ -200,7 +197,9 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: StepDraft, now: float) -> None:
         """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
-        admits = self._admission_is_open(now)
+        admits = not (self.limits.static_batching and self.running)
+        if self._waits_for_a_batch(now):
+            draft.closed.update(self.waiting.queues)
         capped: list[Request] = []
         for request in [other for other in self.running if _is_prefilling(other)]:
             if admits:
@@ -223,14 +222,12 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def _admission_is_open(self, now: float) -> bool:
-        if len(self.waiting) == 0 or (self.limits.static_batching and self.running):
+    def _waits_for_a_batch(self, now: float) -> bool:
+        if self.limits.batch_waiting_time == 0.0 or len(self.waiting) == 0:
             return False
-        if self.limits.batch_waiting_time == 0.0:
-            return True
         full = self.limits.max_num_seqs if self.limits.static_batching else self.limits.max_prefill_seqs
         oldest = min(request.arrival_time for request in self.waiting)
-        return len(self.waiting) >= full or now - oldest >= self.limits.batch_waiting_time
+        return len(self.waiting) < full and now - oldest < self.limits.batch_waiting_time
 
     def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
         """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
@@ -254,41 +251,43 @@ class Scheduler:
                 self._add_prompt(request, draft, capped)
 
     def _start(self, request: Request, closed: set[str]) -> None:
-        self.waiting.pop(request, self._step, closed)
+        request.took_turn = self.waiting.pop(request, self._step, closed)
         num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), self._parent(request))
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:
             request.num_cached_tokens = num_found
         request.status = RequestStatus.RUNNING
+        request.last_scheduled_step = self._step - 1  # the steps before have not left it out
         insort(self.running, request, key=_queue_key)
 
-    def _fits(self, request: Request) -> bool:
-        """Whether slots and blocks are free; one block is kept for each running request.
+    def _fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Whether slots and blocks are free, or were if those `without` gave way.
 
-        The watermark: so none is preempted before it has filled a block.
+        One block is kept for each running request, the watermark: so none is preempted before it has filled a block.
         """
-        num_blocks = self._num_blocks_to_start(request) + len(self.running)
-        return len(self.running) < self.limits.max_num_seqs and num_blocks <= self.blocks.pool.num_free_blocks
+        num_running = len(self.running) - len(without)
+        num_tokens, parent = self._num_tokens_to_hold(request), self._parent(request)
+        num_blocks = self.blocks.num_blocks_to_admit(request, num_tokens, parent, without) + num_running
+        return num_running < self.limits.max_num_seqs and num_blocks <= self.blocks.pool.num_free_blocks
 
     def _displace_for(self, request: Request, draft: StepDraft) -> bool:
-        """Preempts running requests of strictly lower classes, worst first, if that makes room; otherwise nobody."""
-        num_running, num_free = len(self.running), self.blocks.pool.num_free_blocks
-        num_needed = self._num_blocks_to_start(request)
-        victims = []
-        for victim in reversed(self.running):
-            if victim.request_class.rank <= request.request_class.rank:
-                return False
-            if self._is_protected(victim):
-                continue
-            victims.append(victim)
-            num_running -= 1
-            num_free += self.blocks.num_blocks_owned(victim.request_id)
-            if num_running < self.limits.max_num_seqs and num_needed + num_running <= num_free:
-                for each in victims:
-                    self._preempt(each, draft)
-                return True
-        return False
+        """Preempts running requests of strictly lower classes, worst first, if that makes room, as few as will do."""
+        victims = [other for other in reversed(self.running) if self._yields_to(request, other)]
+        if not victims or not self._fits(request, victims):
+            return False
+        for victim in reversed(list(victims)):
+            spared = [other for other in victims if other is not victim]
+            if self._fits(request, spared):
+                victims = spared
+        for victim in victims:
+            self._preempt(victim, draft)
+        return True
+
+    def _yields_to(self, request: Request, other: Request) -> bool:
+        """Whether the running `other` may be displaced by the waiting request."""
+        is_higher = request.request_class.rank < other.request_class.rank
+        return is_higher and not other.took_turn and not self._is_protected(other)
 
     def _is_at_limit(self, request: Request) -> bool:
         """Whether the request's class holds as many slots or blocks as it may."""
@@ -304,9 +303,6 @@ class Scheduler:
             len(members) + 1 > share.max_running_share * self.limits.max_num_seqs
             or num_blocks > share.max_kv_share * self.blocks.pool.num_blocks
         )
-
-    def _num_blocks_to_start(self, request: Request) -> int:
-        return self.blocks.num_blocks_to_admit(request, self._num_tokens_to_hold(request), self._parent(request))
 
     def _num_tokens_to_hold(self, request: Request) -> int:
         return request.max_num_tokens if self._is_protected(request) else request.num_tokens

@@ -50,8 +50,12 @@ class WaitingQueue:
         name = min(contenders, key=lambda each: self._passes[each])  # of equals the highest class
         return self.queues[name].head()
 
-    def pop(self, request: Request, step: int, closed: Collection[str]) -> None:
-        """Takes out what `best` returned: it is admitted, and its class has had its turn."""
+    def pop(self, request: Request, step: int, closed: Collection[str]) -> bool:
+        """Takes out what `best` returned: it is admitted, and its class has had its turn.
+
+        Returns:
+            Whether it went before a higher class that waits.
+        """
         name = request.request_class.name
         contenders = self._contenders(step, closed)
         self._passes[name] += self._strides[name]
@@ -61,6 +65,7 @@ class WaitingQueue:
             if each not in contenders:
                 self._passes[each] = max(self._passes[each], least)
         self.queues[name].pop(request)
+        return name != contenders[0]
 
     def _contenders(self, step: int, closed: Collection[str]) -> list[str]:
         """The highest class that waits and those below it that have aged."""

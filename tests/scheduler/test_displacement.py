@@ -1,0 +1,185 @@
+"""Who gives way to whom: strictly higher classes only, only where it helps, never the protected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from factories import create_classes, create_request, create_scheduler, rows, run_step
+from llm_serving.core.request import Request, RequestStatus
+from llm_serving.scheduler import Scheduler
+from scheduler_run import SchedulerRun
+
+
+def start(scheduler: Scheduler, *requests: Request) -> None:
+    """Runs the requests, in this order, until each has got a token."""
+    for request in requests:
+        scheduler.add(request)
+        run_step(scheduler)
+    assert all(request.status is RequestStatus.RUNNING for request in requests)
+
+
+def is_displaced(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING and request.num_preemptions == 1
+
+
+@pytest.mark.parametrize(("priority", "displaced"), [(-1, True), (0, False), (1, False)])
+def test_only_a_strictly_higher_class_displaces(priority: int, displaced: bool) -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    running = create_request(request_id="running", max_tokens=20)
+    start(scheduler, running)
+    scheduler.add(create_request(request_id="new", priority=priority))
+    names = [name for name, *_ in rows(run_step(scheduler))]
+    assert names == (["new"] if displaced else ["running"])
+    assert is_displaced(running) is displaced
+
+
+def test_priorities_within_a_class_displace_nobody() -> None:
+    classes = create_classes()[1:2]
+    scheduler = create_scheduler(max_num_seqs=1, classes=classes)
+    running = create_request(max_tokens=20, priority=5)
+    start(scheduler, running)
+    scheduler.add(create_request(priority=0))
+    run_step(scheduler)
+    assert running.status is RequestStatus.RUNNING
+
+
+def test_the_worst_is_displaced_when_only_slots_are_short() -> None:
+    scheduler = create_scheduler(max_num_seqs=3)
+    requests = [create_request(priority=priority, max_tokens=20) for priority in (0, 1, 1)]
+    start(scheduler, *requests)
+    scheduler.add(create_request(priority=-1))
+    run_step(scheduler)
+    assert [is_displaced(request) for request in requests] == [False, False, True]
+
+
+def test_no_more_are_displaced_than_needed_when_blocks_are_short() -> None:
+    scheduler = create_scheduler(num_blocks=12)
+    small, large, tiny = (create_request(size, priority=1, max_tokens=9) for size in (6, 22, 2))
+    start(scheduler, small, large, tiny)
+    high = create_request(14, priority=-1)
+    scheduler.add(high)
+    run_step(scheduler)
+    assert [is_displaced(request) for request in (small, large, tiny)] == [False, True, False]
+    assert high.status is RequestStatus.RUNNING
+
+
+def test_nobody_is_displaced_where_it_would_not_help() -> None:
+    scheduler = create_scheduler(num_blocks=12)
+    high, low = create_request(20, priority=-1, max_tokens=9), create_request(6, priority=1, max_tokens=9)
+    start(scheduler, high, low)
+    scheduler.add(create_request(30, priority=-1))
+    run_step(scheduler)
+    assert low.status is RequestStatus.RUNNING
+    assert low.num_preemptions == 0
+
+
+def test_blocks_shared_with_the_displaced_are_not_counted_twice() -> None:
+    """They are free once the lower request has gone, and taken again at once: two blocks do not hold three."""
+    scheduler = create_scheduler(num_blocks=5, prefix_caching=True)
+    other, low = create_request(8, priority=-1), create_request(8, priority=1)
+    other.prompt_token_ids = list(range(8))
+    start(scheduler, other, low)
+    assert scheduler.blocks.pool.num_free_blocks == 0
+    high = create_request(12, priority=-1)
+    scheduler.add(high)
+    assert scheduler.blocks.num_blocks_to_admit(high, 12) == 1
+    run_step(scheduler)
+    assert high.status is RequestStatus.WAITING
+
+
+def test_the_displaced_re_enters_ahead_of_its_class() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    displaced = create_request(request_id="displaced", max_tokens=20)
+    start(scheduler, displaced)
+    scheduler.add(create_request(request_id="earlier key", max_tokens=1))
+    scheduler.waiting.queues["normal"].head().queue_key = (0, -5, -5)  # type: ignore[union-attr]
+    scheduler.add(create_request(request_id="high", priority=-1, max_tokens=1))
+    names = [rows(run_step(scheduler))[0][0] for _ in range(2)]
+    assert names == ["high", "displaced"]
+
+
+def test_after_max_preemptions_a_request_keeps_its_place_and_has_all_it_needs() -> None:
+    scheduler = create_scheduler(max_num_seqs=1, max_preemptions=1)
+    low = create_request(4, priority=1, max_tokens=20)
+    start(scheduler, low)
+    scheduler.add(create_request(priority=-1, max_tokens=1))
+    run_step(scheduler)
+    assert is_displaced(low)
+    run_step(scheduler)
+    assert low.status is RequestStatus.RUNNING
+    assert scheduler.blocks.num_blocks_held(low.request_id) == 6  # 24 tokens
+    scheduler.add(create_request(priority=-1, max_tokens=1))
+    run_step(scheduler)
+    assert low.status is RequestStatus.RUNNING
+
+
+def test_who_was_admitted_in_its_turn_is_not_displaced_by_those_it_went_before() -> None:
+    """Otherwise a share would be worth nothing: the class that had to wait would take the place at once."""
+    scheduler = create_scheduler(max_num_seqs=1, classes=create_classes(ageing_steps=3))
+    run = SchedulerRun(scheduler)
+    low = create_request(priority=1, max_tokens=8)
+    run.add(low)
+    run.add(*(create_request(priority=-1, max_tokens=1) for _ in range(30)))
+    while not low.is_finished:
+        run.step()
+    assert low.num_preemptions == 0
+    assert scheduler.num_waiting > 0
+
+
+def test_who_was_admitted_while_no_higher_class_waited_is_displaced_however_long_it_waited() -> None:
+    scheduler = create_scheduler(max_num_seqs=1, classes=create_classes(ageing_steps=2))
+    first, aged = (create_request(priority=1, max_tokens=8) for _ in range(2))
+    start(scheduler, first)
+    scheduler.add(aged)
+    while aged.status is RequestStatus.WAITING:
+        run_step(scheduler)
+    scheduler.add(create_request(priority=-1))
+    run_step(scheduler)
+    assert is_displaced(aged)
+
+
+def test_growth_takes_from_the_worst_and_at_last_from_itself() -> None:
+    scheduler = create_scheduler(num_blocks=6, policy="mixed", max_preemptions=1)
+    high, low = create_request(8, priority=-1, max_tokens=16), create_request(4, priority=1, max_tokens=12)
+    start(scheduler, high, low)
+    while low.num_preemptions == 0:
+        run_step(scheduler)
+    assert high.num_preemptions == 0
+    while not low.is_finished:
+        run_step(scheduler)
+    assert high.is_finished
+
+
+def test_a_step_that_only_takes_the_place_of_the_one_that_decodes_still_computes_something() -> None:
+    """A protected prompt holds the other blocks: the decoding request gives way to itself, and the prompt goes on."""
+    scheduler = create_scheduler(
+        policy="decode_first", num_blocks=8, max_num_batched_tokens=8, max_preemptions=1, max_long_prefill_tokens=4
+    )
+    run = SchedulerRun(scheduler)
+    protected, decoding = create_request(20, max_tokens=4), create_request(3, max_tokens=20)
+    protected.num_preemptions = 1
+    run.add(protected, decoding)
+    run.finish()
+    assert decoding.num_preemptions == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_running_share": 0.5}, {"max_kv_share": 0.25}])
+def test_a_class_at_its_share_neither_enters_nor_displaces(limits: dict[str, Any]) -> None:
+    scheduler = create_scheduler(max_num_seqs=2, num_blocks=12, classes=create_classes(high=limits))
+    high, low = create_request(8, priority=-1, max_tokens=20), create_request(priority=1, max_tokens=20)
+    start(scheduler, high, low)
+    waiting = create_request(8, priority=-1)
+    scheduler.add(waiting)
+    run_step(scheduler)
+    assert (low.status, waiting.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+
+
+def test_a_class_may_always_have_one_request() -> None:
+    classes = create_classes(normal={"max_running_share": 0.01, "max_kv_share": 0.01})
+    scheduler = create_scheduler(max_num_seqs=2, classes=classes)
+    requests = [create_request(20, max_tokens=2) for _ in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    run_step(scheduler)
+    assert [request.status for request in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]

@@ -1,0 +1,119 @@
+"""Virtual token counters: what a tenant has got, and what it starts from when it comes."""
+
+from __future__ import annotations
+
+import pytest
+from factories import create_classes, create_request, create_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.scheduler import fair_share
+from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT, FairShare
+from scheduler_run import SchedulerRun
+
+
+def test_service_adds_up() -> None:
+    shares = FairShare()
+    shares.join("a", None)
+    shares.charge("a", 3)
+    shares.charge("a", 4)
+    assert (shares.served("a"), shares.served("b")) == (7, 0)
+
+
+def test_who_joins_is_lifted_to_the_least_served_that_waits() -> None:
+    shares = FairShare()
+    shares.join("a", None)
+    shares.charge("a", 50)
+    shares.join("b", 50)
+    assert shares.served("b") == 50
+
+
+def test_who_has_got_more_keeps_its_count() -> None:
+    shares = FairShare()
+    shares.join("a", None)
+    shares.charge("a", 50)
+    shares.join("a", 20)
+    assert shares.served("a") == 50
+
+
+def test_a_heavy_tenant_that_leaves_does_not_lift_others_above_those_that_wait() -> None:
+    shares = FairShare()
+    shares.join("heavy", None)
+    shares.charge("heavy", 1000)
+    shares.join("light", None)
+    shares.leave("heavy")
+    shares.join("new", shares.served("light"))
+    assert shares.served("new") == shares.served("light")
+
+
+def test_where_nobody_waits_who_joins_starts_from_the_last_to_leave() -> None:
+    shares = FairShare()
+    shares.join("a", None)
+    shares.leave("a")
+    shares.charge("a", 30)  # its last request runs on
+    shares.join("b", None)
+    assert shares.served("b") == 30
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_tenants_without_number_are_forgotten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_share, "MAX_TENANTS", 10)
+    shares = FairShare()
+    for index in range(200):
+        shares.join(f"user-{index}", shares.served(f"user-{index - 1}") if waits and index else None)
+        shares.leave(f"user-{index}")
+        shares.charge(f"user-{index}", 5)
+    assert len(shares._served) <= 11
+    assert shares.served("user-199") == 1000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({name: st.tuples(st.integers(1, 16), st.integers(1, 8)) for name in "xy"}),
+    max_num_seqs=st.integers(1, 4),
+    num_blocks=st.integers(6, 20),
+    head_start=st.integers(0, 5),
+)
+def test_tenants_that_always_wait_get_the_same_service(
+    sizes: dict[str, tuple[int, int]], max_num_seqs: int, num_blocks: int, head_start: int
+) -> None:
+    """The difference stays below a constant (Sheng et al. 2024, theorem 4.4): 2 max(longest prompt, full cache).
+
+    Tokens computed again count, so a tenant does not pay for it with less than its share.
+    """
+    scheduler = create_scheduler(
+        policy="mixed",
+        max_overtakes=10**6,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=16,
+        classes=create_classes()[:1],
+    )
+    run = SchedulerRun(scheduler)
+    served = dict.fromkeys(sizes, 0)
+    for step in range(60):
+        for name, (prompt, output) in sizes.items():
+            if step >= head_start * (name == "y"):
+                for _ in range(max_num_seqs + 1):  # more than a step can take
+                    run.add(create_request(prompt, max_tokens=output, tenant=name))
+        schedule = run.step()
+        assert schedule is not None
+        for row in schedule.rows:
+            served[row.request.tenant] += row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples
+        if step == head_start:
+            at_start = dict(served)
+        if step > head_start:
+            gained = [served[name] - at_start[name] for name in sizes]
+            assert abs(gained[0] - gained[1]) <= 2 * max(16, OUTPUT_TOKEN_WEIGHT * scheduler.blocks.num_slots)
+
+
+def test_a_tenant_of_many_requests_does_not_hold_up_one_of_few() -> None:
+    scheduler = create_scheduler(max_num_seqs=1, max_overtakes=100)
+    run = SchedulerRun(scheduler)
+    run.add(*(create_request(tenant="many", max_tokens=1) for _ in range(20)))
+    run.step()
+    run.step()
+    few = create_request(tenant="few", max_tokens=1)
+    run.add(few)
+    run.step()
+    run.step()
+    assert few.is_finished

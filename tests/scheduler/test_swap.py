@@ -1,0 +1,94 @@
+"""What becomes of computed tokens when a request is preempted: computed again or swapped, whole or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from factories import create_request, create_scheduler, rows, run_step
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove
+from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler
+
+
+def displaced(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Schedule]:
+    """A request that gave its only slot to a higher one, and the step in which it did."""
+    scheduler = create_scheduler(max_num_seqs=1, **{"preemption_mode": PreemptionMode.SWAP, **options})
+    request = create_request(prompt, request_id="low", priority=1)
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler.add(create_request(4, request_id="high", priority=-1, max_tokens=2))
+    schedule = run_step(scheduler)
+    assert schedule is not None
+    assert request.num_preemptions == 1
+    return scheduler, request, schedule
+
+
+def kinds(schedule: Schedule) -> list[BlockMove]:
+    return [BlockMove(kind) for kind, _, _ in schedule.block_moves]
+
+
+def test_it_is_swapped_out_with_the_step_that_takes_its_blocks_and_in_with_its_own() -> None:
+    scheduler, request, schedule = displaced(num_swap_blocks=4)
+    assert kinds(schedule) == [BlockMove.SWAP_OUT] * 3
+    assert scheduler.blocks.host_pool.num_used_blocks == 3
+    run_step(scheduler)
+    back = run_step(scheduler)
+    assert back is not None
+    assert kinds(back) == [BlockMove.SWAP_IN] * 3
+    assert rows(back) == [("low", 10, 1, True)]
+    assert scheduler.blocks.host_pool.num_used_blocks == 0
+    assert request.num_preemptions == 1
+
+
+def test_without_room_for_all_of_it_it_is_computed_again() -> None:
+    scheduler, _, schedule = displaced(num_swap_blocks=2)
+    assert schedule.block_moves == []
+    run_step(scheduler)
+    assert rows(run_step(scheduler)) == [("low", 0, 11, True)]
+
+
+@pytest.mark.parametrize(
+    ("cost", "swaps"),
+    [(3.3, True), (3.4, False)],  # three blocks hold the 10 computed tokens
+)
+def test_auto_takes_what_costs_less(cost: float, swaps: bool) -> None:
+    _, _, schedule = displaced(num_swap_blocks=4, preemption_mode=PreemptionMode.AUTO, swap_block_cost_tokens=cost)
+    assert bool(schedule.block_moves) is swaps
+
+
+def test_recompute_never_swaps() -> None:
+    _, _, schedule = displaced(num_swap_blocks=4, preemption_mode=PreemptionMode.RECOMPUTE)
+    assert schedule.block_moves == []
+
+
+def test_recompute_finds_what_is_still_in_the_cache() -> None:
+    scheduler, _, _ = displaced(preemption_mode=PreemptionMode.RECOMPUTE, prefix_caching=True)
+    run_step(scheduler)
+    assert rows(run_step(scheduler)) == [("low", 8, 3, True)]
+
+
+def test_a_swapped_request_that_ends_leaves_nothing_in_host_memory() -> None:
+    scheduler, request, _ = displaced(num_swap_blocks=4)
+    scheduler.finish(request, "abort")  # type: ignore[arg-type]
+    scheduler.check_integrity()
+    assert scheduler.blocks.host_pool.num_used_blocks == 0
+
+
+def test_a_request_that_comes_back_has_not_been_left_out_while_it_waited() -> None:
+    """The bound on decode gaps begins anew with each admission, even when the first step has no room for it."""
+    scheduler = create_scheduler(
+        preemption_mode=PreemptionMode.SWAP,
+        num_swap_blocks=8,
+        max_num_seqs=2,
+        max_prefill_seqs=1,
+        static_batching=True,
+        policy="mixed",
+        num_blocks=5,
+    )
+    for _ in range(2):
+        scheduler.add(create_request(4, max_tokens=12))
+    while scheduler.has_unfinished_requests:
+        schedule = run_step(scheduler)
+        assert schedule is not None
+        assert schedule.num_bound_violations == 0

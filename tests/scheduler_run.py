@@ -1,0 +1,116 @@
+"""A scheduler driven by hand, with everything that must hold checked after every step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler import Schedule, Scheduler
+
+
+class SchedulerRun:
+    """Steps a scheduler as the engine does, `steps_ahead` before the results, and measures how long requests wait."""
+
+    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0) -> None:
+        self.scheduler = scheduler
+        self.requests: list[Request] = []
+        self.longest_waits = dict.fromkeys(scheduler.waiting.queues, 0)
+        """Steps that the first in the order of each class has waited, at most."""
+        self.longest_decode_gap = 0
+        self._steps_ahead = steps_ahead
+        self._in_flight: deque[Schedule] = deque()
+        self._waits: dict[str, tuple[Request | None, int, int]] = {}
+        """Of each class: its first, at which preemption, and for how many steps it has been that."""
+        self._gaps: dict[str, int] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests.append(request)
+            self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request, FinishReason.ABORT)
+        self.scheduler.check_integrity()
+
+    def step(self, token_id: int = 7, now: float = 0.0) -> Schedule | None:
+        """Schedules a step, and updates with the oldest one when enough are in flight."""
+        decoding = self._decoding()
+        schedule = self.scheduler.schedule(now)
+        self.scheduler.check_integrity()
+        if schedule is not None:
+            self._check(schedule)
+            self._measure(schedule, decoding)
+            self._in_flight.append(schedule)
+        else:
+            assert self._in_flight or self._is_idle(), "nothing moves although somebody waits"
+        if self._in_flight and (schedule is None or len(self._in_flight) > self._steps_ahead):
+            done = self._in_flight.popleft()
+            self.scheduler.update(done, [token_id] * sum(row.samples for row in done.rows))
+            self.scheduler.check_integrity()
+        return schedule
+
+    def finish(self, max_steps: int = 3000) -> None:
+        """Steps until all have ended, and checks that they have got what they asked for and left nothing behind."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished_requests and not self._in_flight:
+                break
+            self.step()
+        scheduler = self.scheduler
+        assert scheduler.num_waiting == len(scheduler.running) == 0
+        assert scheduler.blocks.pool.num_used_blocks == scheduler.blocks.host_pool.num_used_blocks == 0
+        for request in self.requests:
+            assert request.is_finished
+            assert request.num_preemptions <= scheduler.limits.max_preemptions
+            if request.finish_reason is FinishReason.LENGTH:
+                assert len(request.output_token_ids) == request.sampling.max_tokens
+
+    def _is_idle(self) -> bool:
+        return not self.scheduler.has_unfinished_requests
+
+    def _check(self, schedule: Schedule) -> None:
+        scheduler, limits = self.scheduler, self.scheduler.limits
+        assert schedule.num_tokens <= limits.max_num_batched_tokens
+        assert len({row.request.request_id for row in schedule.rows}) == len(schedule.rows)
+        for row in schedule.rows:
+            assert row.query_len > 0
+            assert row.request.status is RequestStatus.RUNNING
+            scheduler.blocks.check_writable(row.request.request_id, row.num_computed, row.end)
+        prompts = [
+            row for row in schedule.rows if row.query_len > 1 or row.num_computed < row.request.num_prompt_tokens
+        ]
+        assert len(prompts) <= limits.max_prefill_seqs
+        for each in scheduler.classes:
+            members = [request for request in scheduler.running if request.request_class is each]
+            assert len(members) <= max(1, each.max_running_share * limits.max_num_seqs)
+        assert schedule.num_bound_violations == 0
+
+    def _decoding(self) -> list[Request]:
+        """Running requests that could get a token now."""
+        return [
+            request
+            for request in self.scheduler.running
+            if request.is_decoding
+            and not request.reached_max_tokens
+            and not (request.waits_for_reply and request.num_tokens_in_flight)
+        ]
+
+    def _measure(self, schedule: Schedule, decoding: list[Request]) -> None:
+        scheduler = self.scheduler
+        scheduled = {row.request.request_id for row in schedule.rows}
+        self._gaps = {
+            request.request_id: self._gaps.get(request.request_id, 0) + 1
+            for request in decoding
+            if request.request_id not in scheduled and request.status is RequestStatus.RUNNING
+        }
+        self.longest_decode_gap = max(self.longest_decode_gap, *self._gaps.values(), 0)
+        assert self.longest_decode_gap <= scheduler.policy.max_decode_gap
+        for bounds in scheduler.bounds:
+            first = scheduler.waiting.queues[bounds.name].oldest()
+            if first is None or scheduler._is_at_limit(first):
+                self._waits.pop(bounds.name, None)
+                continue
+            known, num_preemptions, steps = self._waits.get(bounds.name, (None, 0, 0))
+            steps = steps + 1 if (known, num_preemptions) == (first, first.num_preemptions) else 0
+            self._waits[bounds.name] = (first, first.num_preemptions, steps)
+            self.longest_waits[bounds.name] = max(self.longest_waits[bounds.name], steps)
+            assert steps <= bounds.max_admission_steps
