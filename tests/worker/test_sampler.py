@@ -1,23 +1,26 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.errors import WorkerError
+from llm_serving.errors import KernelError, WorkerError
+from llm_serving.kernels import library
+from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.model_inputs import NO_TOKENS
-from llm_serving.worker.sampler import _choose_from_all, check_sampling, sample
+from llm_serving.worker.sampler import check_sampling, sample
 from step_factories import sampling_input, select_samples
 
 NAN, INF = math.nan, math.inf
 
 
-def choose(logits, previous=NO_TOKENS, **fields):
+def choose(logits, previous=NO_TOKENS, choose_tokens=token_choice.choose_tokens, **fields):
     """The output of step 3 for rows of logits."""
     logits = np.array(logits, np.float32)
     sampling = fields.pop("sampling", None) or sampling_input(len(logits), **fields)
     check_sampling(sampling, logits.shape[1])
-    return sample(3, logits, sampling, np.array(previous, np.int32))
+    return sample(3, logits, sampling, np.array(previous, np.int32), choose_tokens)
 
 
 def tokens(logits, **fields):
@@ -25,7 +28,16 @@ def tokens(logits, **fields):
 
 
 def frequencies(logits, draws=20_000, **fields):
-    """How often each token of one row of logits is chosen over as many positions."""
+    """How often each token of one row of logits is chosen over as many positions.
+
+    By the library if there is one: in NumPy so many rows take seconds, and tests/kernels/test_sampling.py holds the two
+    equal.
+    """
+    try:
+        library.load()
+        fields["choose_tokens"] = kernel_choice.choose_tokens
+    except KernelError:
+        pass
     rows = np.broadcast_to(np.array(logits, np.float32), (draws, len(logits))).copy()
     chosen = choose(rows, position=np.arange(draws), **{"temperature": 1, **fields}).token_ids
     return np.bincount(chosen, minlength=len(logits)) / draws
@@ -83,7 +95,7 @@ def test_frequencies_follow_the_softmax_of_logits_over_temperature():
         np.testing.assert_allclose(frequencies(logits, temperature=temperature), expected, atol=0.0142)
 
 
-def test_frequencies_across_several_sums_of_the_two_level_choice():
+def test_frequencies_over_a_larger_vocabulary():
     rng = np.random.default_rng(2)
     logits = rng.normal(size=300)
     expected = np.exp(logits) / np.exp(logits).sum()
@@ -92,14 +104,6 @@ def test_frequencies_across_several_sums_of_the_two_level_choice():
 
 def test_a_forbidden_token_is_never_drawn():
     assert frequencies([0, -INF, 0, -INF])[[1, 3]].tolist() == [0, 0]
-
-
-def test_the_largest_draw_takes_the_last_token_with_any_weight():
-    weights = np.zeros((2, 256), np.float32)
-    weights[0, :3] = 1 / 3
-    weights[1, [5, 200]] = 0.1, 1
-    assert _choose_from_all(weights, np.full(2, 1 - 2.0**-53)).tolist() == [2, 200]
-    assert _choose_from_all(weights, np.zeros(2)).tolist() == [0, 5]
 
 
 def test_top_k_keeps_the_k_largest_and_of_equals_the_lowest_ids():
@@ -135,7 +139,7 @@ def test_the_smallest_top_p_leaves_the_best_token():
     assert tokens(np.arange(12.0).reshape(2, 6), temperature=50, top_p=1e-30) == [5, 5]
 
 
-def test_top_p_over_a_flat_vocabulary_needs_more_than_the_first_ranking():
+def test_top_p_over_a_flat_vocabulary_keeps_the_lowest_ids():
     share = frequencies(np.zeros(5000), top_p=0.5, draws=2_000)
     assert share[:2500].sum() == 1
 
@@ -280,8 +284,21 @@ def _adjusted(values, sampling, row):
         ({"history": {0: [4]}}, "history_token_ids must be below 4"),
         ({"bias": {1: {4: 1.0}}}, "bias_token_ids must be below 4"),
         ({"bias": {1: {-1: 1.0}}}, "bias_token_ids must be at least 0. Given: -1"),
+        ({"history": {0: [1]}, "history_prompt_lens": -1}, "history_prompt_lens must be at least 0. Given: -1"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(fields, message):
+def test_what_lies_outside_is_refused(fields, message):
     with pytest.raises(WorkerError, match=message):
         check_sampling(sampling_input(2, **fields), 4)
+
+
+@pytest.mark.parametrize("field", ["top_k", "seed", "history_prompt_lens", "bias_values"])
+def test_fields_of_another_length_are_refused(field):
+    sampling = sampling_input(2, bias={0: {1: 1.0}})
+    with pytest.raises(WorkerError, match=f"{field} must have . entries. Given: 0"):
+        check_sampling(replace(sampling, **{field: getattr(sampling, field)[:0]}), 4)
+
+
+def test_a_vocabulary_whose_sums_would_round_is_refused():
+    with pytest.raises(WorkerError, match=r"vocab_size must be at most 1048576 to sample\. Given: 1048577"):
+        check_sampling(sampling_input(1), 2**20 + 1)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.worker.token_weights import token_weights, weight_scale
+
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
 
+_SCALE = weight_scale(np.float32(1))
 
-def log_normalizers(logits: Float32Array) -> NDArray[np.float64]:
-    """log(sum(exp(logits))) of each row; [rows, V] -> [rows].
 
-    The sum runs along contiguous rows, so that a row's bits do not depend on the rows beside it.
+def total_weight(logits: Float32Array) -> float:
+    """sum(exp(logits - the largest)) of one row ([V], the largest finite), as its weights give it."""
+    return float(token_weights(logits, logits.max(), _SCALE).sum(dtype=np.float64))
+
+
+def log_normalizers(largest: Float32Array, totals: Float64Array) -> Float64Array:
+    """log(sum(exp(logits))) of rows, from the largest logit and `total_weight` of each; all [rows].
+
+    One logarithm after the other: those NumPy computes together may differ in the last bit.
     """
-    largest = logits.max(axis=1)
-    total = np.exp(logits - largest[:, None]).sum(axis=1)
-    normalizers: NDArray[np.float64] = largest.astype(np.float64) + np.log(total.astype(np.float64))
+    logarithms = np.array([math.log(total) for total in totals.tolist()])
+    normalizers: Float64Array = largest.astype(np.float64) + logarithms
     return normalizers
 
 
@@ -34,3 +45,31 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
     order = np.argsort(-values[candidates], kind="stable")
     ranked: NDArray[np.intp] = candidates[order[:count]]
     return ranked
+
+
+def logprobs_of(
+    logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
+) -> tuple[Float32Array, Float32Array]:
+    """Log-probabilities of chosen and of most likely tokens, as `StepOutput` wants them.
+
+    Args:
+        logits: [S, V]
+        chosen: [S]
+        top: [S, K], -1 in places without a token.
+        largest: [S] the largest logit; read where `totals` is not 0.
+        totals: [S] `total_weight`; 0 for samples without a token and those that want no log-probabilities.
+
+    Returns:
+        [S], 0 where there is none; [S, K], -inf where there is none.
+    """
+    logprobs = np.zeros(len(chosen), np.float32)
+    top_logprobs = np.full(top.shape, -np.inf, np.float32)
+    if totals.any():
+        rows = np.flatnonzero(totals)
+        normalizers = log_normalizers(largest[rows], totals[rows])
+        with np.errstate(over="ignore"):  # what float32 does not hold becomes -inf
+            logprobs[rows] = logits[rows, chosen[rows]] - normalizers
+            if top.shape[1]:
+                values = logits[rows[:, None], top[rows]] - normalizers[:, None]
+                top_logprobs[rows] = np.where(top[rows] >= 0, values, -np.inf)
+    return logprobs, top_logprobs

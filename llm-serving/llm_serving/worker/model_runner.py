@@ -16,7 +16,7 @@ from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
-from llm_serving.worker.sampler import check_sampling, sample
+from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
 
 
 class ModelRunner:
@@ -57,6 +57,7 @@ class ModelRunner:
         self._network = CompiledNetwork(
             model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
         )
+        self._choose_tokens = choose_tokens_for(backend.name)
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
@@ -102,7 +103,7 @@ class ModelRunner:
         check_block_moves(step.block_moves, self.kv_tensors.num_blocks, self.kv_tensors.num_swap_blocks)
         self.kv_tensors.move_blocks(step.block_moves)
         logits = self._forward(inputs)
-        output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous)
+        output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous, self._choose_tokens)
         self._previous = output.token_ids
         return output
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dtype.h"
+#include "sample_args.h"
 
 namespace llm {
 
@@ -85,6 +86,7 @@ struct Kernels {
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
   void (*attention)(const AttentionArgs&);
+  void (*sample)(const SampleArgs&);
 };
 
 // The kernels in use: the best this CPU runs, or what LLM_SERVING_ISA names.

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sampling.h"
 
 #define LLM_TEXT_OF(name) #name
 #define LLM_TEXT(name) LLM_TEXT_OF(name)
@@ -35,6 +36,6 @@ void add(const AddArgs& args) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {LLM_TEXT(LLM_ISA), linear, rms_norm, rotary, swiglu, add, attention};
+const Kernels kKernels = {LLM_TEXT(LLM_ISA), linear, rms_norm, rotary, swiglu, add, attention, sample};
 
 }  // namespace llm::LLM_ISA

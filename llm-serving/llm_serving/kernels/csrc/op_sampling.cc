@@ -1,0 +1,13 @@
+// The choice of tokens as a function for Python: MindSpore has no operator for it.
+#include "call.h"
+#include "kernels.h"
+
+// Chooses a token for each row; worker/kernel_choice.py fills the arguments.
+LLM_EXPORT void llm_sample(const llm::SampleArgs* args) {
+  static llm::OperatorClock clock("sample");
+  const llm::Timed timed(clock);
+  llm::kernels().sample(*args);
+}
+
+// For a test that the structure of Python has not drifted.
+LLM_EXPORT int64_t llm_sample_args_size() { return sizeof(llm::SampleArgs); }

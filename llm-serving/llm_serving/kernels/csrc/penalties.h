@@ -1,0 +1,16 @@
+// Penalties and bias of one row of logits, as worker/token_choice.py defines them.
+#pragma once
+
+#include <cstddef>
+
+#include "sample_args.h"
+
+namespace llm {
+
+// Whether penalties or bias may change the logits of a row.
+bool is_adjusted(const SampleArgs& args, size_t row);
+
+// Writes the row's logits, changed, to `values` [V]; `counts` [V] is room to count in, its contents do not matter.
+void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* counts);
+
+}  // namespace llm

@@ -1,0 +1,155 @@
+"""The choice of a token, in NumPy: the definition, and what serves where there is no operator library.
+
+Order of the steps for one row: penalties, bias, temperature, min_p, top_k, top_p, draw. Whatever is kept is drawn from
+in the order of token ids, so a filter decides which tokens take part and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.core.step import SamplingInput
+from llm_serving.worker.logprobs import most_likely, total_weight
+from llm_serving.worker.philox import uniform
+from llm_serving.worker.token_weights import draw_token, filter_weights, token_weights, weight_scale
+
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+
+SAMPLE_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "position",
+    "num_logprobs",
+    "history_prompt_lens",
+)
+"""Fields of `SamplingInput` with one number for each sample."""
+
+
+class Failure(enum.IntEnum):
+    """Why a row has no token."""
+
+    NONE = 0
+    LOGITS = 1
+    """The largest logit is NaN or infinite."""
+    ADJUSTED = 2
+    """After penalties and bias the largest is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen for S rows, and what their log-probabilities follow from."""
+
+    token_ids: Int32Array  # [S], -1 after a failure
+    failures: Int32Array  # [S] of `Failure`
+    largest: Float32Array  # [S], the largest logit; NaN if any is
+    total_weights: NDArray[np.float64]  # [S], `logprobs.total_weight`; 0 where no log-probabilities are wanted
+    top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs, most likely first; -1 past a row's own number
+
+    @classmethod
+    def unset(cls, sampling: SamplingInput) -> Choices:
+        """Room for the choices, not filled."""
+        num_samples = sampling.num_samples
+        width = max(int(sampling.num_logprobs.max(initial=0)), 0)
+        return cls(
+            np.empty(num_samples, np.int32),
+            np.empty(num_samples, np.int32),
+            np.empty(num_samples, np.float32),
+            np.empty(num_samples, np.float64),
+            np.empty((num_samples, width), np.int32),
+        )
+
+
+def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32Array) -> Choices:
+    """Chooses one token for each row; see `sampler.sample`.
+
+    Args:
+        logits: [S, V], read only.
+        sampling: How to choose.
+        history: Its `history_token_ids` with tokens in place of references.
+    """
+    choices = Choices.unset(sampling)
+    choices.token_ids.fill(-1)
+    choices.failures.fill(Failure.NONE)
+    choices.total_weights.fill(0)
+    choices.top_token_ids.fill(-1)
+    best = logits.argmax(axis=1)  # the first NaN, if there is one; among equals the lowest id
+    draws = uniform(sampling.seed, sampling.position)
+    for row in range(sampling.num_samples):
+        choices.largest[row] = logits[row, best[row]]
+        if not np.isfinite(choices.largest[row]):
+            choices.failures[row] = Failure.LOGITS
+            continue
+        token = _choose(logits[row], int(best[row]), row, sampling, history, float(draws[row]))
+        if token is None:
+            choices.failures[row] = Failure.ADJUSTED
+            continue
+        choices.token_ids[row] = token
+        if sampling.num_logprobs[row] >= 0:
+            choices.total_weights[row] = total_weight(logits[row])
+            count = min(int(sampling.num_logprobs[row]), logits.shape[1])
+            if count:
+                choices.top_token_ids[row, :count] = most_likely(logits[row], count)
+    return choices
+
+
+def _choose(
+    values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
+) -> int | None:
+    """The token of one row of logits ([V], the largest finite, at `best`); None if penalties and bias leave none."""
+    tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
+    biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
+    if tokens.size or biased.start < biased.stop:
+        values = values.copy()
+        # Infinities and NaN are an outcome, not an accident: the row fails.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            _penalize(
+                values,
+                tokens,
+                tokens[sampling.history_prompt_lens[row] :],
+                sampling.repetition_penalty[row],
+                sampling.presence_penalty[row],
+                sampling.frequency_penalty[row],
+            )
+            np.add.at(values, sampling.bias_token_ids[biased], sampling.bias_values[biased])
+        best = int(values.argmax())
+        if not np.isfinite(values[best]):
+            return None
+    temperature, top_k = sampling.temperature[row], int(sampling.top_k[row])
+    # top_k of 1 leaves nothing to chance.
+    if not temperature > 0 or top_k == 1:
+        return best
+    weights = token_weights(values, values[best], weight_scale(temperature))
+    return draw_token(filter_weights(weights, top_k, float(sampling.top_p[row]), sampling.min_p[row]), number)
+
+
+def _penalize(
+    values: Float32Array,
+    tokens: Int32Array,
+    output: Int32Array,
+    repetition: np.float32,
+    presence: np.float32,
+    frequency: np.float32,
+) -> None:
+    """Lowers in place the logits of tokens that were there before.
+
+    Repetition (Keskar et al. 2019, section 4.1, with the sign rule of later practice) looks at prompt and output,
+    presence and frequency at the output alone.
+    """
+    if repetition != 1:
+        seen = np.unique(tokens)
+        before = values[seen]
+        values[seen] = np.where(before > 0, before / repetition, before * repetition)
+    if presence != 0 or frequency != 0:
+        generated, counts = np.unique(output, return_counts=True)
+        values[generated] -= presence + frequency * counts.astype(np.float32)

@@ -1,0 +1,151 @@
+"""The sampler of the library against its definition in NumPy: equal, bit for bit, whatever the logits."""
+
+import ctypes
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from llm_serving.errors import KernelError
+from llm_serving.kernels import library
+from llm_serving.worker import kernel_choice, token_choice
+from llm_serving.worker.philox import uniform
+from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
+from step_factories import sampling_input, select_samples
+
+NO_TOKENS = np.empty(0, np.int32)
+VOCAB_SIZES = (1, 2, 17, 64, 1000, 32_000)
+LOGITS = {
+    "normal": lambda rng, shape: rng.normal(scale=3, size=shape),
+    "sharp": lambda rng, shape: rng.normal(scale=30, size=shape),
+    "flat": lambda rng, shape: rng.normal(scale=1e-3, size=shape),
+    "equal": lambda rng, shape: np.full(shape, -2.5),
+    "tied": lambda rng, shape: rng.integers(-3, 4, shape),
+    "zeros": lambda rng, shape: rng.choice([0.0, -0.0], shape),
+    "subnormal": lambda rng, shape: rng.integers(-9, 10, shape) * 1e-44,
+    "huge": lambda rng, shape: rng.uniform(-1, 1, shape) * 3.4e38,
+    "forbidden": lambda rng, shape: np.where(rng.random(shape) < 0.7, -np.inf, rng.normal(size=shape)),
+    "ascending": lambda rng, shape: np.broadcast_to(np.arange(shape[1]) * 0.01, shape),
+    "infinite": lambda rng, shape: np.where(rng.random(shape) < 1 / shape[1], np.inf, rng.normal(size=shape)),
+    "not a number": lambda rng, shape: np.where(rng.random(shape) < 1 / shape[1], np.nan, rng.normal(size=shape)),
+}
+
+
+def isas():
+    try:
+        return library.supported_isas()
+    except KernelError:
+        return []
+
+
+pytestmark = pytest.mark.skipif(not isas(), reason="needs the operator library")
+
+
+def batch(seed, vocab_size, kind, num_samples=6):
+    """Logits of a kind, and a mixture of every parameter, extremes included."""
+    rng = np.random.default_rng(seed)
+    logits = LOGITS[kind](rng, (num_samples, vocab_size)).astype(np.float32)
+    pick = lambda *values: rng.choice(values, num_samples)  # noqa: E731
+    tokens = lambda: rng.integers(0, min(vocab_size, 50), rng.integers(0, 40)).tolist()  # noqa: E731
+    bias = lambda: {int(rng.integers(vocab_size)): float(rng.choice([-np.inf, -100, 0.1, 100]))}  # noqa: E731
+    sampling = sampling_input(
+        num_samples,
+        temperature=pick(0, 1e-45, 0.01, 0.7, 1, 1, 100),
+        top_k=pick(0, 0, 1, 2, 40, max(vocab_size - 1, 0), vocab_size, 2**31 - 1),
+        top_p=pick(1, 1, 0.999999, 0.95, 0.5, 1e-30),
+        min_p=pick(0, 0, 1e-9, 0.1, 1),
+        repetition_penalty=pick(1, 1, 1.3, 0.01, 100, 1e-40),
+        presence_penalty=pick(0, 0, 0.5, -2),
+        frequency_penalty=pick(0, 0, 0.3, -2),
+        seed=rng.integers(0, 2**64, num_samples, dtype=np.uint64),
+        position=rng.integers(0, 2**31, num_samples),
+        num_logprobs=pick(-1, -1, 0, 1, 5, 20, vocab_size if vocab_size < 100 else 3),
+        history={row: tokens() for row in range(0, num_samples, 2)},
+        history_prompt_lens=pick(0, 0, 5, 60),
+        bias={row: bias() for row in range(0, num_samples, 3)},
+    )
+    check_sampling(sampling, vocab_size)
+    return logits, sampling
+
+
+def assert_equal_choices(ours, expected):
+    for field in fields(token_choice.Choices):
+        np.testing.assert_array_equal(getattr(ours, field.name), getattr(expected, field.name), field.name)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.sampled_from(VOCAB_SIZES), st.sampled_from(sorted(LOGITS)))
+@example(0, 32_000, "tied")
+@example(1, 32_000, "normal")
+def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_size, kind):
+    logits, sampling = batch(seed, vocab_size, kind)
+    history = sampling.history_token_ids
+    expected = token_choice.choose_tokens(logits, sampling, history)
+    for isa in isas():
+        for threads in (1, 2):
+            with library.isa_in_use(isa), library.threads_in_use(threads):
+                assert_equal_choices(kernel_choice.choose_tokens(logits, sampling, history), expected)
+
+
+@pytest.mark.parametrize("kind", sorted(LOGITS))
+def test_draws_of_a_row_of_each_kind_equal_numpy(isa, kind):
+    """Every filter alone and in pairs, over many numbers."""
+    row = LOGITS[kind](np.random.default_rng(5), (1, 300)).astype(np.float32)
+    count = 64
+    logits = np.repeat(row, count, axis=0)
+    for parameters in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.8}):
+        sampling = sampling_input(count, temperature=0.9, position=np.arange(count), **parameters)
+        expected = token_choice.choose_tokens(logits, sampling, NO_TOKENS)
+        assert_equal_choices(kernel_choice.choose_tokens(logits, sampling, NO_TOKENS), expected)
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch(isa):
+    logits, sampling = batch(3, 1000, "normal", num_samples=40)
+    together = sample(0, logits, sampling, NO_TOKENS, kernel_choice.choose_tokens)
+    for row in range(len(logits)):
+        alone = sample(
+            0, logits[row : row + 1], select_samples(sampling, [row]), NO_TOKENS, kernel_choice.choose_tokens
+        )
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
+        width = alone.top_logprobs.shape[1]
+        assert alone.top_logprobs.tobytes() == together.top_logprobs[row : row + 1, :width].tobytes()
+
+
+def test_the_caller_may_treat_subnormals_as_zero():
+    """A library loaded into the process may have switched the thread's mode; the choice must not depend on it."""
+    logits = np.array([[1e-44, 3e-44, 2e-44]], np.float32)
+    with library.threads_in_use(2):
+        rows = np.repeat(logits, 64, axis=0)
+        assert kernel_choice.choose_tokens(rows, sampling_input(64), NO_TOKENS).token_ids.tolist() == [1] * 64
+
+
+def test_numbers_are_those_of_the_python_generator():
+    # Over equal logits the token tells the leading bits of the number.
+    count, vocab_size = 50, 4096
+    sampling = sampling_input(
+        count,
+        temperature=1,
+        seed=np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64),
+        position=np.arange(count),
+    )
+    chosen = kernel_choice.choose_tokens(np.zeros((count, vocab_size), np.float32), sampling, NO_TOKENS).token_ids
+    assert chosen.tolist() == np.floor(uniform(sampling.seed, sampling.position) * vocab_size).astype(int).tolist()
+
+
+def test_logits_that_are_not_contiguous_or_may_not_be_written():
+    logits = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32).T
+    logits.flags.writeable = False
+    assert kernel_choice.choose_tokens(logits, sampling_input(8), NO_TOKENS).token_ids.tolist() == (
+        logits.argmax(axis=1).tolist()
+    )
+
+
+def test_the_library_serves_the_cpu_backend_alone():
+    assert choose_tokens_for("cpu") is kernel_choice.choose_tokens
+    assert choose_tokens_for("plain") is choose_tokens_for("ascend") is token_choice.choose_tokens
+
+
+def test_arguments_are_as_long_as_the_library_takes_them():
+    assert ctypes.sizeof(kernel_choice.SampleArgs) == library.load().llm_sample_args_size()
