@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.worker.block_guard import BlockGuard
 
 VOCAB_SIZE = 1000
 
@@ -22,13 +23,23 @@ class FakeRunner:
         self.steps: list[StepInput] = []
         self._cache = np.full(num_blocks * block_size, -1, np.int64)
         self._host = np.full(num_swap_blocks * block_size, -1, np.int64)
+        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size)
         self._previous: list[int] = []
 
     def execute(self, step: StepInput) -> StepOutput:
         assert step.step == len(self.steps)
         self.steps.append(step)
+        self._guard.move(step.block_moves)
+        self._guard.check(step)
         self._move_blocks(step.block_moves.tolist())
         start, sampled = 0, []
+        width = max(int(step.sampling.num_logprobs.max(initial=0)), 0)
+        count = len(step.sample_rows)
+        logprobs = np.zeros(count, np.float32)
+        top_token_ids, top_logprobs = (
+            np.full((count, width), -1, np.int32),
+            np.full((count, width), -np.inf, np.float32),
+        )
         for row, query_len in enumerate(step.query_lens.tolist()):
             computed = int(step.num_computed[row])
             slots = [self._slot(step.block_tables[row], position) for position in range(computed + query_len)]
@@ -39,13 +50,16 @@ class FakeRunner:
             if row in step.sample_rows:
                 sample = len(sampled)
                 assert step.sampling.position[sample] == computed + query_len
-                sampled.append(next_token(self._cache[slots].tolist(), int(step.sampling.seed[sample])))
+                context = self._cache[slots].tolist()
+                sampled.append(next_token(context, int(step.sampling.seed[sample])))
+                num_logprobs = int(step.sampling.num_logprobs[sample])
+                if num_logprobs >= 0:
+                    distribution = next_logprobs(context)
+                    logprobs[sample] = distribution[sampled[-1]]
+                    top = np.argsort(-distribution, kind="stable")[:num_logprobs]
+                    top_token_ids[sample, : len(top)], top_logprobs[sample, : len(top)] = top, distribution[top]
         self._previous = sampled
-        count = len(sampled)
-        empty = np.zeros((count, 0), np.float32)
-        return StepOutput(
-            step.step, np.array(sampled, np.int32), np.zeros(count, np.float32), empty.astype(np.int32), empty
-        )
+        return StepOutput(step.step, np.array(sampled, np.int32), logprobs, top_token_ids, top_logprobs)
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         cache, host = (memory.reshape(-1, self.block_size) for memory in (self._cache, self._host))
@@ -64,6 +78,12 @@ class FakeRunner:
 def next_token(token_ids: list[int], seed: int) -> int:
     """What the fake model says after `token_ids`."""
     return zlib.crc32(repr((token_ids, seed)).encode()) % VOCAB_SIZE
+
+
+def next_logprobs(token_ids: list[int]) -> np.ndarray:
+    """Log-probabilities [VOCAB_SIZE] of what comes after `token_ids`; `next_token` does not follow them."""
+    logits = 4 * np.random.default_rng(zlib.crc32(repr(token_ids).encode())).normal(size=VOCAB_SIZE)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
 def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0) -> list[int]:

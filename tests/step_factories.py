@@ -49,7 +49,7 @@ def block_moves(*moves):
     return np.array(moves, np.int32).reshape(-1, 3)
 
 
-def step_input(rows, step=0, samples=None, sampling=None, moves=()):
+def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None):
     """A step of rows (token_ids, num_computed, block_ids).
 
     Args:
@@ -58,15 +58,18 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=()):
         samples: Rows that sample; all by default.
         sampling: How; greedy by default.
         moves: Triples (kind, source block, target block), done first.
+        epochs: [B, W] of the blocks; 0 by default, so that all blocks have one owner.
     """
     width = max(len(blocks) for _, _, blocks in rows)
+    block_tables = np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32)
     sample_rows = np.array(range(len(rows)) if samples is None else samples, np.int32)
     return StepInput(
         step=step,
         token_ids=np.array([token_id for token_ids, _, _ in rows for token_id in token_ids], np.int32),
         query_lens=np.array([len(token_ids) for token_ids, _, _ in rows], np.int32),
         num_computed=np.array([num_computed for _, num_computed, _ in rows], np.int32),
-        block_tables=np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32),
+        block_tables=block_tables,
+        block_epochs=np.zeros_like(block_tables) if epochs is None else np.array(epochs, np.int32),
         sample_rows=sample_rows,
         sampling=sampling or sampling_input(len(sample_rows)),
         block_moves=block_moves(*moves),

@@ -48,6 +48,7 @@ class Runner(FakeRunner):
     def __init__(self, failing=()):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
         self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS)
+        self.num_compilations = 1
         self._failing = failing
 
     def execute(self, step):
@@ -179,6 +180,16 @@ class TestSteps:
         master.run(a_step(2, 4, -1))
         assert token_of(master.receive()) == expected[2:]
 
+    def test_a_reply_tells_how_many_graphs_were_compiled(self, start):
+        runner = Runner()
+        master = start(lambda settings, on_progress: (runner, ""))
+        master.load()
+        master.run(a_step(0, 0, 5))
+        assert master.receive().num_compilations == 1
+        runner.num_compilations = 2
+        master.run(a_step(1, 0, 5))
+        assert master.receive().num_compilations == 2
+
     def test_a_request_waits_in_the_host_pool(self, start):
         master = start()
         master.load()
@@ -227,7 +238,7 @@ class TestSteps:
         master.load()
         layout = master.buffers.write(0, [np.zeros(3, np.int32)])
         master.channel.send(RunStep(0, 0, layout))
-        with pytest.raises(ProtocolError, match="a step has 22 arrays; 1 arrived"):
+        with pytest.raises(ProtocolError, match="a step has 23 arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
 
     def test_a_buffer_that_does_not_exist_ends_it(self, start):

@@ -101,14 +101,15 @@ def test_a_step_given_twice_is_refused(runner):
         runner.execute(step_input([(PROMPT, 0, [8, 1])]))
 
 
-def test_a_failed_step_does_not_take_the_step_ahead_with_it(runner, greedy_tokens):
+def test_after_a_failed_step_the_one_ahead_fails_too_and_others_go_on(runner, greedy_tokens):
     with pytest.raises(WorkerError, match="token_ids must be below 97"):
         runner.execute(step_input([([97], 0, [2])]))
-    # Row 0 refers to a token that was never chosen; its request has ended, and what it computes is thrown away.
-    output = runner.execute(step_input([([-1], 1, [2]), (PROMPT, 0, [8, 1])], step=1))
-    assert output.token_ids.tolist()[1:] == greedy_tokens[:1]
+    with pytest.raises(WorkerError, match="row 0 would read more of block 2 than was written"):
+        runner.execute(step_input([([-1], 1, [2]), (PROMPT, 0, [8, 1])], step=1))
     with pytest.raises(WorkerError, match="refers to sample 2 of the previous step, which chose 2 tokens"):
         runner.execute(step_input([([-3], 0, [2])], step=2))
+    output = runner.execute(step_input([(PROMPT, 0, [8, 1])], step=3))
+    assert output.token_ids.tolist() == greedy_tokens[:1]
 
 
 def test_ids_of_a_bias_are_checked_before_anything_is_computed(runner):

@@ -77,6 +77,7 @@ class StepInput:
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
     block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0
+    block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of who wrote that block
     sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
     sampling: SamplingInput
     block_moves: Int32Array = field(default_factory=no_block_moves)

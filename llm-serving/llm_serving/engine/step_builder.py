@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -37,6 +39,7 @@ class StepBuilder:
             number: Of the step, as the WorkAgent counts.
         """
         rows = schedule.rows
+        tables = [self._blocks.table(row.request.request_id) for row in rows]
         token_ids: list[int] = []
         for row in rows:
             token_ids += self._row_token_ids(row)
@@ -47,7 +50,8 @@ class StepBuilder:
             token_ids=np.array(token_ids, np.int32),
             query_lens=np.array([row.query_len for row in rows], np.int32),
             num_computed=np.array([row.num_computed for row in rows], np.int32),
-            block_tables=self._block_tables(rows),
+            block_tables=_packed([table.ids for table in tables]),
+            block_epochs=_packed([table.epochs for table in tables]),
             sample_rows=np.array(sample_rows, np.int32),
             sampling=self._sampling(sampled),
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, 3),
@@ -62,14 +66,6 @@ class StepBuilder:
         if len(known) < row.query_len:
             known.append(sampled_in_previous_step(self._previous_samples[row.request.request_id]))
         return known
-
-    def _block_tables(self, rows: list[ScheduledRow]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        tables = [self._blocks.block_table(row.request.request_id) for row in rows]
-        width = max(map(len, tables))
-        packed = np.zeros((len(rows), width), np.int32)
-        for packed_row, table in zip(packed, tables, strict=True):
-            packed_row[: len(table)] = table
-        return packed
 
     def _sampling(self, requests: list[Request]) -> SamplingInput:
         params = [request.sampling for request in requests]
@@ -114,6 +110,15 @@ def _biases(request: Request) -> list[tuple[int, float]]:
     if request.num_output_tokens <= params.min_tokens:
         biases += [(token_id, _FORBIDDEN) for token_id in sorted(request.stop_token_ids)]
     return biases
+
+
+def _packed(rows: Sequence[array[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """Rows of different lengths as one array, zeros behind the shorter ones."""
+    lengths = np.array([len(row) for row in rows])
+    width = lengths.max()
+    packed = np.zeros((len(rows), width), np.int32)
+    packed[np.arange(width) < lengths[:, None]] = np.frombuffer(b"".join(rows), np.int32)
+    return packed
 
 
 def _offsets(lengths: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

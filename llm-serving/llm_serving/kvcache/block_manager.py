@@ -9,6 +9,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
 from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.block_table import BlockTable
 
 
 class BlockManager:
@@ -33,7 +34,7 @@ class BlockManager:
         """Blocks in host memory, where swapped requests wait."""
         self.block_size = block_size
         self._prefix_caching = prefix_caching
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, list[int]] = {}
         self._names: dict[str, list[bytes]] = {}
         """Names of the first full blocks of each request, as far as they were asked for."""
@@ -61,9 +62,13 @@ class BlockManager:
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
+    def table(self, request_id: str) -> BlockTable:
+        """The blocks of a request that has some. The table is the manager's own: read it, do not keep it."""
+        return self._tables[request_id]
+
     def block_table(self, request_id: str) -> list[int]:
-        """Block ids in token order. The list is the manager's own: read it, do not keep it."""
-        return self._tables.get(request_id, [])
+        """Block ids in token order; none for a request without blocks."""
+        return list(self._tables.get(request_id, ()))
 
     # --- beginning --------------------------------------------------------------------------------------------------
 
@@ -97,17 +102,17 @@ class BlockManager:
             table = self.pool.allocate(self.num_blocks_for(num_tokens))
             self._move(BlockMove.SWAP_IN, host_table, table)
             self.host_pool.free(host_table)
-            self._tables[request_id] = table
+            self._tables[request_id] = BlockTable(table, self.pool)
             return request.num_computed_tokens
         shared = self._shared_blocks(request, parent)
         num_shared = len(shared) * self.block_size
         self.pool.reference(shared)
         table = shared + self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared))
-        self._tables[request_id] = table
+        self._tables[request_id] = BlockTable(table, self.pool)
         common = 0 if parent is None else self._num_common_tokens(request, parent)
         if common > num_shared:  # the fork begins inside a block
             assert parent is not None
-            source = self._tables[parent.request_id][len(shared)]
+            source = self._tables[parent.request_id].ids[len(shared)]
             self._move(BlockMove.COPY, [source], [table[len(shared)]])
             return common
         return num_shared
@@ -120,13 +125,13 @@ class BlockManager:
         """Makes the request's table hold `num_tokens`; the caller has asked `can_grow` before."""
         missing = self._missing(request_id, num_tokens)
         if missing > 0:
-            self._tables[request_id].extend(self.pool.allocate(missing))
+            self._tables[request_id].extend(self.pool.allocate(missing), self.pool)
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Lets others find the full blocks among the first `num_tokens`, which have been computed and are known."""
         if not self._prefix_caching:
             return
-        table = self._tables[request.request_id]
+        table = self._tables[request.request_id].ids
         num_named = min(num_tokens, request.num_tokens_known) // self.block_size
         names = self._block_names(request, num_named)
         for index in range(request.num_confirmed_tokens // self.block_size, num_named):
@@ -136,7 +141,8 @@ class BlockManager:
 
     def free(self, request_id: str) -> None:
         """Returns all blocks of the request, the last one first: it is the least useful. None held is fine."""
-        self.pool.free(reversed(self._tables.pop(request_id, [])))
+        if request_id in self._tables:
+            self.pool.free(reversed(self._tables.pop(request_id).ids))
         self.host_pool.free(self._host_tables.pop(request_id, []))
         self._names.pop(request_id, None)
 
@@ -147,7 +153,7 @@ class BlockManager:
 
     def swap_out(self, request: Request) -> None:
         """Moves all that the request has computed to the host pool and returns its blocks."""
-        table = self._tables.pop(request.request_id)
+        table = self._tables.pop(request.request_id).ids.tolist()
         host_table = self.host_pool.allocate(self.num_blocks_for(request.num_computed_tokens))
         self._move(BlockMove.SWAP_OUT, table, host_table)
         self._host_tables[request.request_id] = host_table
@@ -178,7 +184,7 @@ class BlockManager:
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
         """Raises AssertionError unless the request alone has the blocks of its tokens [start, end)."""
-        table = self._tables[request_id]
+        table = self._tables[request_id].ids
         blocks = table[start // self.block_size : self.num_blocks_for(end)]
         assert len(table) >= self.num_blocks_for(end), f"the table of {request_id} ends before token {end}"
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
@@ -197,7 +203,7 @@ class BlockManager:
         if parent is not None:
             common = self._num_common_tokens(request, parent) // self.block_size
             if common >= len(found):
-                return self._tables[parent.request_id][:common]
+                return self._tables[parent.request_id].ids[:common].tolist()
         return found
 
     def _num_common_tokens(self, request: Request, parent: Request) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Final
+
+MAX_EPOCH: Final = 2**31 - 1
 
 
 class BlockPool:
@@ -19,6 +22,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """In the order in which they are handed out."""
         self._ref_counts = [0] * num_blocks
+        self._epochs = [0] * num_blocks
+        self._num_allocations = 0
         self._names: list[bytes | None] = [None] * num_blocks
         self._blocks_by_name: dict[bytes, int] = {}
 
@@ -38,12 +43,18 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
+    def epoch(self, block_id: int) -> int:
+        """Tells this owner of the block from those before it: no two that are near in time have the same."""
+        return self._epochs[block_id]
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, each with one reference; the caller has asked `num_free_blocks` before."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
+            self._num_allocations = (self._num_allocations + 1) % MAX_EPOCH
+            self._epochs[block_id] = self._num_allocations
             name = self._names[block_id]
             if name is not None:
                 del self._blocks_by_name[name]

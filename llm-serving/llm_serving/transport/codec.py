@@ -44,11 +44,11 @@ def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_siz
     tables. There is room for four, as pages of a buffer are taken when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
-    per_row = (4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
+    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
     return 4 * max_tokens + max_rows * per_row + 64 * (len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS))
 
 
-def encode_output(output: StepOutput) -> StepDone:
+def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:
     return StepDone(
         step=output.step,
         token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
@@ -57,6 +57,7 @@ def encode_output(output: StepOutput) -> StepDone:
         top_logprobs=output.top_logprobs.astype("<f4", copy=False).tobytes(),
         num_top=output.top_token_ids.shape[1],
         row_errors=output.row_errors,
+        num_compilations=num_compilations,
     )
 
 

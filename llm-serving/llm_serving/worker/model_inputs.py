@@ -146,6 +146,11 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
             f"query_lens, num_computed and block_tables must have one entry a row. "
             f"Given: {num_rows}, {len(step.num_computed)}, {len(step.block_tables)}"
         )
+    if step.block_epochs.shape != step.block_tables.shape:
+        raise WorkerError(
+            f"block_epochs must be of the shape {step.block_tables.shape} of block_tables. "
+            f"Given: {step.block_epochs.shape}"
+        )
     if step.query_lens.min() < 1 or step.query_lens.sum() != step.num_tokens:
         raise WorkerError(
             f"query_lens must be at least 1 each and {step.num_tokens} together. "

@@ -12,6 +12,7 @@ from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutpu
 from llm_serving.errors import StepMismatchError
 from llm_serving.models.registry import model_family
 from llm_serving.models.weights import WeightReader
+from llm_serving.worker.block_guard import BlockGuard
 from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
@@ -58,6 +59,7 @@ class ModelRunner:
             model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
         )
         self._choose_tokens = choose_tokens_for(backend.name)
+        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size)
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
@@ -88,9 +90,9 @@ class ModelRunner:
 
         Raises:
             StepMismatchError: The step is not the one after the latest; nothing was moved or computed.
-            WorkerError: The step contradicts itself or reaches outside model, cache or host pool; nothing was moved or
-                computed. The step counts as done; a row of the next one that refers to its tokens computes something to
-                be thrown away.
+            WorkerError: The step contradicts itself, reaches outside model, cache or host pool, or would read what is
+                not its own; nothing was computed. The step counts as done; a row of the next one that refers to its
+                tokens computes something to be thrown away.
         """
         if step.step != self._next_step:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
@@ -101,6 +103,8 @@ class ModelRunner:
         check_sampling(step.sampling, self._limits.vocab_size)
         inputs = build_model_inputs(step, previous, self._limits)
         check_block_moves(step.block_moves, self.kv_tensors.num_blocks, self.kv_tensors.num_swap_blocks)
+        self._guard.move(step.block_moves)
+        self._guard.check(step)
         self.kv_tensors.move_blocks(step.block_moves)
         logits = self._forward(inputs)
         output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous, self._choose_tokens)
