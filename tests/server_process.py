@@ -56,6 +56,10 @@ class Server:
     def log(self) -> str:
         return (RUN_DIR / str(self.port) / "server.log").read_text()
 
+    def work_agents(self) -> list[psutil.Process]:
+        """Those that live at this moment."""
+        return self.processes[0].children(recursive=True)
+
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=200)
         return httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits)

@@ -18,6 +18,8 @@ QUESTIONS: list[dict[str, str]] = json.loads(
     (ROOT / "llm-serving" / "llm_serving" / "demo_model" / "questions.json").read_text()
 )
 
+COMPILATIONS = "llm_serving:graph_compilations"
+
 
 def prompt_of(question: dict[str, str]) -> str:
     return f"{question['instruction']} {question['input']}".strip()
@@ -97,6 +99,18 @@ def test_streams_under_load_carry_the_same_answer(server: Server) -> None:
             streams = await asyncio.gather(*(stream(client, request) for request in requests))
         assert [text for text, _ in streams] == [choice["text"] for choice in whole]
         assert [ids for _, ids in streams] == [choice["token_ids"] for choice in whole]
+
+    asyncio.run(run())
+
+
+def test_nothing_is_compiled_while_serving(server: Server) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(120), server.client() as client:
+            await complete(client, {"prompt": "Add 17 and 25.", "max_tokens": 1})
+            after_warm_up = await metric(client, COMPILATIONS)
+            for count in (1, 3, 24, 7):  # batches of every size, while prompts come and answers end
+                await asyncio.gather(*(complete(client, request) for request in mixed_requests(count)))
+            assert await metric(client, COMPILATIONS) == after_warm_up == 1
 
     asyncio.run(run())
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.end_to_end
 ENDLESS = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def test_two_replicas_serve_and_one_may_die() -> None:
-    server = start_server(num_agents=2)
+def test_two_replicas_serve_and_without_restarts_one_may_die() -> None:
+    server = start_server("--set", "serving_config.max_worker_restarts=0", num_agents=2)
     try:
         agents = server.processes[1:]
         assert len(agents) == 2
@@ -38,7 +38,7 @@ def test_two_replicas_serve_and_one_may_die() -> None:
                 assert (await client.get("/health")).status_code == 200
                 agents[1].kill()
                 psutil.wait_procs([agents[1]], timeout=10)
-                while (await client.get("/health")).status_code == 200:
+                while "no WorkAgent lives" not in (await client.get("/health")).text:
                     await asyncio.sleep(0)
                 refused = await client.post("/v1/completions", json=ENDLESS)
                 assert refused.status_code == 503

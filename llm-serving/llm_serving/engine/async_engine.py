@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
@@ -23,10 +25,12 @@ from llm_serving.engine.admission import check_request, end_token_ids, stop_toke
 from llm_serving.engine.class_metrics import ClassLoad
 from llm_serving.engine.door import Door
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.explanation import Explanation, answers_to, explain
 from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
-from llm_serving.errors import ContextLengthError, UnavailableError
+from llm_serving.errors import ContextLengthError, RequestError, UnavailableError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -96,7 +100,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._open_replica = open_replica
-        self._clock = clock
+        self.clock = clock
         self._engines: dict[int, Engine] = {}
         self._failures: dict[int, str] = {}
         self._threads: list[threading.Thread] = []
@@ -178,15 +182,21 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        exchange: Exchange | None = None,
+        fork_of: RequestStream | None = None,
+        beam_search: BeamSearchParams | None = None,
     ) -> RequestStream:
         """Submits one request; call it on the event loop. The stream ends after the piece with a `finish_reason`.
+
+        With `fork_of`, a request with the same prompt, it runs on the same replica and shares the blocks of the prompt.
+        It tells the same number of cached tokens: what the other one found, not what it takes from that.
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
             CapacityError: Too much waits, or the request would wait much longer than its class may.
             UnavailableError: No WorkAgent is ready.
         """
-        replica, engine = self._least_loaded()
+        replica, engine = self._replica_of(fork_of) or self._least_loaded()
         request_class = class_of(priority, self.config.request_classes)
         try:
             check_request(
@@ -202,6 +212,10 @@ class AsyncEngine:
             raise
         num_tokens = len(prompt_token_ids)
         self.check_capacity([num_tokens], priority=priority, tenant=tenant)
+        static = self.config.model.batching_strategy == "static"
+        if beam_search is not None and static:
+            rule = "is not served with model_config.batching_strategy: static"
+            raise RequestError("use_beam_search", rule, True)
         request = Request(
             # A client may send the same id twice; inside, every request has its own.
             request_id=f"{request_id}-{next(self._counter)}",
@@ -211,7 +225,11 @@ class AsyncEngine:
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
-            arrival_time=self._clock(),
+            arrival_time=self.clock(),
+            exchange=exchange,
+            # A static batch takes no more members once it runs: a fork would come only after it.
+            fork_of=None if fork_of is None or static else fork_of.request_id,
+            beam_search=beam_search,
         )
         stream = RequestStream(request.request_id, self._abort)
         self._streams[request.request_id] = stream
@@ -244,12 +262,54 @@ class AsyncEngine:
             honours_classes=engine.scheduler.policy.honours_classes,
         )
 
+    def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
+        """Where the time of every request went that a client means by this id; call it from any thread.
+
+        Args:
+            request_id: The client's, alone or as the id of an answer.
+            tenant: Who asks and sees its own requests only; None: everybody's.
+        """
+        found = []
+        for index, engine in sorted(self._engines.items()):
+            lives = [
+                life
+                for life in engine.journal.lives()
+                if answers_to(life, request_id) and tenant in (None, life.tenant)
+            ]
+            if lives:
+                record = engine.journal.record(self.clock())
+                bounds = {each.name: each for each in engine.scheduler.bounds}
+                found += [
+                    explain(life, record, bounds[life.request_class.name], index, with_tenant=tenant is not None)
+                    for life in lives
+                ]
+        return found
+
+    def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
+        """A trace of the newest steps of each replica, and of the requests the tenant may see; from any thread."""
+        return trace(
+            [
+                ReplicaTrace(
+                    index,
+                    engine.journal.record(self.clock()),
+                    [life for life in engine.journal.lives() if tenant in (None, life.tenant)],
+                )
+                for index, engine in sorted(self._engines.items())
+            ],
+            num_steps,
+        )
+
     def _least_loaded(self) -> tuple[int, Engine]:
         """The replica that gets the next request."""
         living = self._living()
         if not living:
             raise UnavailableError(self.health().detail)
         return min(living.items(), key=lambda item: (item[1].restarting is not None, self._num_open[item[1]]))
+
+    def _replica_of(self, stream: RequestStream | None) -> tuple[int, Engine] | None:
+        """The living replica that has the request, as long as it has not ended."""
+        owner = None if stream is None else self._owners.get(stream.request_id)
+        return next((item for item in self._living().items() if item[1] is owner), None)
 
     def _class_load(self, name: str) -> ClassLoad:
         load = self._room.class_load(name)
