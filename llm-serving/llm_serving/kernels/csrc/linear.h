@@ -1,6 +1,7 @@
-// y = x * weight^T with packed weights: a unit of work is a few panels and all rows.
+// y = x * weight^T with packed weights: a unit of work is a few panels and a block of rows.
 #pragma once
 
+#include "elementwise.h"
 #include "kernels.h"
 #include "simd.h"
 #include "thread_pool.h"
@@ -8,21 +9,33 @@
 
 namespace llm::LLM_ISA {
 
-// Panels of one unit of work; a multiple of kTilePanels.
-constexpr size_t kUnitPanels = 4;
-// Inputs of one pass over the rows: the panels of a pass (32 KB of bfloat16) stay in the first-level cache.
-constexpr size_t kPassInputs = 256;
+// Panels of one unit of work, at most.
+constexpr size_t kMostPanels = 8;
+// Inputs of one pass over the rows: four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
+template <class Element>
+constexpr size_t kPassInputs = 32768 / (4 * kPanelWidth * sizeof(ActivationOf<Element>));
 
-// Rows whose sums (256 bytes each) stay in the second-level cache.
-constexpr size_t kBlockRows = 512;
+// Rows of one unit of work: so many that their sums and the inputs of a pass stay in the second-level cache, and so few
+// that each thread has several units, as long as the panels are used often enough to be worth unpacking.
+constexpr size_t kMostRows = 512;
+constexpr size_t kLeastRows = 96;
+constexpr size_t kUnitsPerThread = 6;
 // Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
 
-// Activations as rows of `stride` elements, `stride` a multiple of Operand::kMultiple with zeros as padding.
+// Activations as the passes read them: `pass` inputs of every row, then the next inputs of every row. The number of
+// inputs is a multiple of Operand::kMultiple, with zeros as padding.
 template <class Element>
 struct Activations {
   const ActivationOf<Element>* data;
-  size_t stride;
+  size_t inputs;
+  size_t pass;
+  size_t row_stride;
+  size_t pass_stride;
+
+  const ActivationOf<Element>* at(size_t row, size_t k) const {
+    return data + k / pass * pass_stride + row * row_stride;
+  }
 };
 
 template <class Element>
@@ -30,30 +43,40 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
   constexpr bool kSameType = sizeof(Activation) == sizeof(Element);
   constexpr size_t kMultiple = Operand<Element>::kMultiple;
-  const size_t stride = (args.k + kMultiple - 1) / kMultiple * kMultiple;
-  if (kSameType && stride == args.k) return {static_cast<const Activation*>(args.x), stride};
-  auto* rows = static_cast<Activation*>(scratch(Scratch::kActivations, args.m * stride * sizeof(Activation)));
+  const size_t inputs = (args.k + kMultiple - 1) / kMultiple * kMultiple;
+  const size_t pass = args.m <= kTileRows || inputs <= kPassInputs<Element> ? inputs : kPassInputs<Element>;
+  if (kSameType && inputs == args.k) return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
+  const size_t passes = pass == 0 ? 0 : (inputs + pass - 1) / pass;
+  auto* data =
+      static_cast<Activation*>(scratch(Scratch::kActivations, passes * args.m * pass * sizeof(Activation) + 1));
   auto convert = [&](size_t row) {
-    to_activations(static_cast<const Element*>(args.x) + row * args.k, args.k, rows + row * stride);
-    for (size_t k = args.k; k < stride; k++) rows[row * stride + k] = Activation{};
+    const Element* x = static_cast<const Element*>(args.x) + row * args.k;
+    for (size_t k = 0; k < inputs; k += pass) {
+      Activation* target = data + (k / pass * args.m + row) * pass;
+      const size_t count = args.k - k < pass ? args.k - k : pass;
+      to_activations(x + k, count, target);
+      for (size_t i = count; i < pass && k + i < inputs; i++) target[i] = Activation{};
+    }
   };
   if (args.m * args.k < 65536) {
     for (size_t row = 0; row < args.m; row++) convert(row);
   } else {
-    parallel_for(args.m, convert);
+    for_row_ranges(args.m, args.k, [&](size_t first, size_t last) {
+      for (size_t row = first; row < last; row++) convert(row);
+    });
   }
-  return {rows, stride};
+  return {data, inputs, pass, pass, args.m * pass};
 }
 
-// A panel of 16 columns and `stride` inputs, padded with zeros where the packed one is smaller.
+// A panel of 16 columns and `inputs` inputs, padded with zeros where the packed one is smaller.
 template <class Element>
-const Element* whole_panel(const LinearArgs& args, size_t panel, size_t stride, Element* padded) {
+const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, Element* padded) {
   const size_t first = panel * kPanelWidth;
   const size_t width = args.n - first < kPanelWidth ? args.n - first : kPanelWidth;
   const Element* packed = static_cast<const Element*>(args.weight) + first * args.k;
-  if (width == kPanelWidth && stride == args.k) return packed;
+  if (width == kPanelWidth && inputs == args.k) return packed;
   constexpr size_t kInputs = Operand<Element>::kInputs;
-  __builtin_memset(static_cast<void*>(padded), 0, stride * kPanelWidth * sizeof(Element));
+  __builtin_memset(static_cast<void*>(padded), 0, inputs * kPanelWidth * sizeof(Element));
   const size_t paired = args.k / kInputs * kInputs;
   for (size_t k = 0; k < paired; k += kInputs) {
     __builtin_memcpy(static_cast<void*>(padded + k * kPanelWidth), packed + k * width,
@@ -76,51 +99,77 @@ void write_rows(const float* sums, size_t sums_stride, size_t rows, size_t colum
   }
 }
 
+// How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
+struct Units {
+  size_t rows, row_blocks;
+  size_t panels, panel_groups;
+
+  Units(size_t m, size_t n) {
+    const size_t all_panels = (n + kPanelWidth - 1) / kPanelWidth;
+    const size_t least_panels = m < kTileRows ? kTilePanels : 2;
+    const size_t wanted = kUnitsPerThread * num_threads();
+    panels = kMostPanels;
+    set(m, all_panels, (m + kMostRows - 1) / kMostRows);
+    while (count() < wanted && rows >= 2 * kLeastRows) set(m, all_panels, 2 * row_blocks);
+    while (count() < wanted && panels > least_panels) {
+      panels /= 2;
+      set(m, all_panels, row_blocks);
+    }
+  }
+
+  size_t count() const { return row_blocks * panel_groups; }
+
+ private:
+  void set(size_t m, size_t all_panels, size_t blocks) {
+    rows = ((m + blocks - 1) / blocks + kRowMultiple - 1) / kRowMultiple * kRowMultiple;
+    row_blocks = (m + rows - 1) / rows;
+    panel_groups = (all_panels + panels - 1) / panels;
+  }
+};
+
 // Sums of a block of rows with a few whole panels, in passes over the inputs.
 template <class Element>
-void sum_products(size_t rows, const ActivationOf<Element>* x, size_t stride, const Element* const* panels,
-                  size_t count, float* sums) {
-  constexpr size_t kColumns = kUnitPanels * kPanelWidth;
-  if (stride == 0) __builtin_memset(sums, 0, rows * kColumns * sizeof(float));
-  const size_t pass = rows <= kTileRows ? stride : kPassInputs;
-  for (size_t k = 0; k < stride; k += pass) {
-    const size_t inputs = stride - k < pass ? stride - k : pass;
-    const Element* now[kUnitPanels];
-    const Element* ahead[kUnitPanels];
+void sum_products(const Activations<Element>& x, size_t row, size_t rows, const Element* const* panels, size_t count,
+                  float* sums, size_t sums_stride) {
+  if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
+  for (size_t k = 0; k < x.inputs; k += x.pass) {
+    const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
+    const Element* now[kMostPanels];
+    const Element* ahead[kMostPanels];
     for (size_t p = 0; p < count; p++) {
       now[p] = panels[p] + k * kPanelWidth;
       ahead[p] = now[p] + kBytesAhead / sizeof(Element);
     }
-    multiply<Element>({rows, x + k, stride, now, count, 1, inputs, sums, kColumns, k > 0, ahead});
+    multiply<Element>({rows, x.at(row, k), x.row_stride, now, count, 1, inputs, sums, sums_stride, k > 0, ahead});
   }
 }
 
 template <class Element, class Result>
-void linear_unit(const LinearArgs& args, Activations<Element> x, size_t unit) {
-  constexpr size_t kColumns = kUnitPanels * kPanelWidth;
-  const size_t first = unit * kUnitPanels;
+void linear_unit(const LinearArgs& args, const Activations<Element>& x, const Units& units, size_t unit) {
+  const size_t first = unit % units.panel_groups * units.panels;
   const size_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth - first;
-  const size_t count = num_panels < kUnitPanels ? num_panels : kUnitPanels;
-  auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, kColumns * x.stride * sizeof(Element)));
-  const Element* panels[kUnitPanels];
+  const size_t count = num_panels < units.panels ? num_panels : units.panels;
+  const size_t width = count * kPanelWidth;
+  auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, width * x.inputs * sizeof(Element) + 1));
+  const Element* panels[kMostPanels];
   for (size_t p = 0; p < count; p++) {
-    panels[p] = whole_panel(args, first + p, x.stride, padded + p * kPanelWidth * x.stride);
+    panels[p] = whole_panel(args, first + p, x.inputs, padded + p * kPanelWidth * x.inputs);
   }
+  const size_t row = unit / units.panel_groups * units.rows;
+  const size_t rows = args.m - row < units.rows ? args.m - row : units.rows;
+  auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * width * sizeof(float)));
+  sum_products<Element>(x, row, rows, panels, count, sums, width);
   const size_t column = first * kPanelWidth;
-  const size_t columns = args.n - column < kColumns ? args.n - column : kColumns;
-  for (size_t row = 0; row < args.m; row += kBlockRows) {
-    const size_t rows = args.m - row < kBlockRows ? args.m - row : kBlockRows;
-    auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * kColumns * sizeof(float)));
-    sum_products<Element>(rows, x.data + row * x.stride, x.stride, panels, count, sums);
-    write_rows<Element>(sums, kColumns, rows, columns, static_cast<Result*>(args.y) + row * args.n + column, args.n);
-  }
+  const size_t columns = args.n - column < width ? args.n - column : width;
+  write_rows<Element>(sums, width, rows, columns, static_cast<Result*>(args.y) + row * args.n + column, args.n);
 }
 
 template <class Element, class Result>
 void linear_into(const LinearArgs& args) {
   const Activations<Element> x = prepare_activations<Element>(args);
-  auto unit = [&](size_t i) { linear_unit<Element, Result>(args, x, i); };
-  parallel_for((args.n + kUnitPanels * kPanelWidth - 1) / (kUnitPanels * kPanelWidth), unit);
+  const Units units(args.m, args.n);
+  auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
+  parallel_for(units.count(), body);
 }
 
 inline void linear(const LinearArgs& args) {

@@ -40,7 +40,16 @@ struct Floats {
 
 #define LLM_FOR_PARTS _Pragma("GCC unroll 4") for (size_t i = 0; i < kParts; i++)
 
-LLM_INLINE NativeFloat native_broadcast(float value) { return NativeFloat{} + value; }
+// Not `NativeFloat{} + value`: that is an addition, as -0.0f makes a difference.
+LLM_INLINE NativeFloat native_broadcast(float value) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(value);
+#else
+  return NativeFloat{value, value, value, value};
+#endif
+}
 
 LLM_INLINE Floats broadcast(float value) {
   Floats result;
@@ -210,21 +219,59 @@ LLM_INLINE void store(Element* target, Floats value) {
   LLM_FOR_PARTS native_store(target + i * kNative, value.part[i]);
 }
 
+#if defined(__AVX512F__)
+LLM_INLINE __mmask16 first_lanes(size_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+
+LLM_INLINE NativeFloat native_load_first(const float* source, size_t count) {
+  return _mm512_maskz_loadu_ps(first_lanes(count), source);
+}
+
+// Two-byte elements: those that are missing read as zero bits, whose value is zero.
+template <class Element>
+LLM_INLINE NativeFloat native_load_first(const Element* source, size_t count) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(first_lanes(count), source);
+  Element elements[kLanes];
+  __builtin_memcpy(elements, &bits, sizeof(bits));
+  return native_load(elements);
+}
+
+LLM_INLINE void native_store_first(float* target, NativeFloat value, size_t count) {
+  _mm512_mask_storeu_ps(target, first_lanes(count), value);
+}
+
+template <class Element>
+LLM_INLINE void native_store_first(Element* target, NativeFloat value, size_t count) {
+  Element elements[kLanes];
+  native_store(elements, value);
+  __m256i bits;
+  __builtin_memcpy(&bits, elements, sizeof(bits));
+  _mm256_mask_storeu_epi16(target, first_lanes(count), bits);
+}
+#endif
+
 // The first `count` (at most 16) elements, zeros behind them.
 template <class Element>
 LLM_INLINE Floats load_first(const Element* source, size_t count) {
   if (count >= kLanes) return load(source);
+#if defined(__AVX512F__)
+  return {{native_load_first(source, count)}};
+#else
   Element padded[kLanes] = {};
   __builtin_memcpy(padded, source, count * sizeof(Element));
   return load(padded);
+#endif
 }
 
 template <class Element>
 LLM_INLINE void store_first(Element* target, Floats value, size_t count) {
   if (count >= kLanes) return store(target, value);
+#if defined(__AVX512F__)
+  native_store_first(target, value.part[0], count);
+#else
   Element padded[kLanes];
   store(padded, value);
   __builtin_memcpy(target, padded, count * sizeof(Element));
+#endif
 }
 
 // ---- Exponential ---------------------------------------------------------------------------------------------------

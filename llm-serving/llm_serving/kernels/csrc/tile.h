@@ -13,23 +13,21 @@
 namespace llm::LLM_ISA {
 
 // How an element type is multiplied.
-//   Activation   what rows of activations consist of (see `prepare_row`)
-//   kInputs      inputs taken at once: neighbours in a packed panel
+//   Activation   what rows of activations consist of (see `to_activations`)
+//   kInputs      inputs that are neighbours in a packed panel
+//   kFactors     factors they are multiplied as, one after the other
 //   kMultiple    number of inputs is a multiple of this
 template <class Element>
 struct Operand {
   using Activation = float;
+  using Factor = Floats;
   static constexpr size_t kInputs = 1;
+  static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = 1;
-  struct Panel {
-    Floats values;
-  };
 
-  static LLM_INLINE Panel load_panel(const Element* panel) { return {load(panel)}; }
-
-  static LLM_INLINE Floats accumulate(const Activation* a, const Panel& b, Floats sum) {
-    return multiply_add(broadcast(*a), b.values, sum);
-  }
+  static LLM_INLINE Factor load_panel(const Element* panel, size_t) { return load(panel); }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast(*a); }
+  static LLM_INLINE Floats accumulate(Factor a, Factor b, Floats sum) { return multiply_add(a, b, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -38,53 +36,54 @@ struct Operand {
 template <>
 struct Operand<BFloat16> {
   using Activation = BFloat16;
+  using Factor = __m512bh;
   static constexpr size_t kInputs = 2;
+  static constexpr size_t kFactors = 1;
 #if defined(LLM_AMX)
   static constexpr size_t kMultiple = kHalfStep;
 #else
   static constexpr size_t kMultiple = kInputs;
 #endif
-  struct Panel {
-    __m512bh pairs;
-  };
 
-  static LLM_INLINE Panel load_panel(const BFloat16* panel) {
-    Panel result;
-    __builtin_memcpy(&result.pairs, panel, sizeof(result.pairs));
+  static LLM_INLINE Factor load_panel(const BFloat16* panel, size_t) {
+    Factor result;
+    __builtin_memcpy(&result, panel, sizeof(result));
     return result;
   }
 
-  static LLM_INLINE Floats accumulate(const Activation* a, const Panel& b, Floats sum) {
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) {
     int32_t pair;
     __builtin_memcpy(&pair, a, sizeof(pair));
-    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], (__m512bh)_mm512_set1_epi32(pair), b.pairs);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+
+  static LLM_INLINE Floats accumulate(Factor a, Factor b, Floats sum) {
+    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], a, b);
     return sum;
   }
 };
 #else
+// The even inputs of a panel's pairs, then the odd ones: four panels of each fit the registers beside the sums.
 template <>
 struct Operand<BFloat16> {
   using Activation = float;
+  using Factor = Floats;
   static constexpr size_t kInputs = 2;
+  static constexpr size_t kFactors = 2;
   static constexpr size_t kMultiple = 2;
-  struct Panel {
-    Floats even, odd;
-  };
 
-  static LLM_INLINE Panel load_panel(const BFloat16* panel) {
-    Panel result;
+  static LLM_INLINE Factor load_panel(const BFloat16* panel, size_t factor) {
+    Factor result;
     LLM_FOR_PARTS {
       NativeUint pairs;
       __builtin_memcpy(&pairs, panel + 2 * i * kNative, sizeof(pairs));
-      result.even.part[i] = (NativeFloat)(pairs << 16);
-      result.odd.part[i] = (NativeFloat)(pairs & 0xffff0000);
+      result.part[i] = (NativeFloat)(factor == 0 ? pairs << 16 : pairs & 0xffff0000);
     }
     return result;
   }
 
-  static LLM_INLINE Floats accumulate(const Activation* a, const Panel& b, Floats sum) {
-    return multiply_add(broadcast(a[1]), b.odd, multiply_add(broadcast(a[0]), b.even, sum));
-  }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) { return broadcast(a[factor]); }
+  static LLM_INLINE Floats accumulate(Factor a, Factor b, Floats sum) { return multiply_add(a, b, sum); }
 };
 #endif
 
@@ -101,6 +100,13 @@ constexpr size_t kTilePanels = 1;
 #else
 constexpr size_t kTileRows = 2;
 constexpr size_t kTilePanels = 1;
+#endif
+
+// Rows that a tile, or a pair of AMX tiles, computes at once.
+#if defined(LLM_AMX)
+constexpr size_t kRowMultiple = 2 * kTileHeight;
+#else
+constexpr size_t kRowMultiple = kTileRows;
 #endif
 
 // c [rows, num_panels * 16] (+)= a [rows, segments * inputs] * panels. Strides are in elements.
@@ -139,17 +145,19 @@ void tile(const Product<Element>& product, size_t row, size_t panel) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
-      typename Op::Panel values[kPanels];
-#pragma GCC unroll 8
-      for (size_t p = 0; p < kPanels; p++) {
-        if (kPrefetch) __builtin_prefetch(next[p] + k * kPanelWidth);
-        values[p] = Op::load_panel(b[p] + k * kPanelWidth);
-      }
-#pragma GCC unroll 8
-      for (size_t r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+      for (size_t factor = 0; factor < Op::kFactors; factor++) {
+        typename Op::Factor values[kPanels];
 #pragma GCC unroll 8
         for (size_t p = 0; p < kPanels; p++) {
-          sum[r][p] = Op::accumulate(a + r * product.a_stride + k, values[p], sum[r][p]);
+          if (kPrefetch && factor == 0) __builtin_prefetch(next[p] + k * kPanelWidth);
+          values[p] = Op::load_panel(b[p] + k * kPanelWidth, factor);
+        }
+#pragma GCC unroll 8
+        for (size_t r = 0; r < kRows; r++) {
+          const typename Op::Factor x = Op::load_activation(a + r * product.a_stride + k, factor);
+#pragma GCC unroll 8
+          for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::accumulate(x, values[p], sum[r][p]);
         }
       }
     }
@@ -201,12 +209,72 @@ void tile_rows(const Product<Element>& product, size_t panel) {
 }
 
 template <class Element>
-void multiply(const Product<Element>& product) {
-  size_t panel = 0;
-  for (; panel + kTilePanels <= product.num_panels; panel += kTilePanels) {
-    tile_rows<Element, kTilePanels>(product, panel);
+void tile_panels(const Product<Element>& product, size_t panel, size_t count) {
+  if (count == 1) return tile_rows<Element, 1>(product, panel);
+#if defined(__AVX512F__)
+  if (count == 2) return tile_rows<Element, 2>(product, panel);
+  if (count == 3) return tile_rows<Element, 3>(product, panel);
+  tile_rows<Element, 4>(product, panel);
+#endif
+}
+
+// From this number of rows on, panels are widened to float32 once, in the first-level cache, rather than by each tile.
+constexpr size_t kUnpackRows = 24;
+// Inputs of four panels whose float32 values fill 32 KB.
+constexpr size_t kUnpackedInputs = 128;
+
+// Columns of `count` panels from `panel` on, by way of their float32 values: the same products in the same order.
+template <class Element>
+void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) {
+  using Op = Operand<Element>;
+  alignas(64) float values[kUnpackedInputs * kTilePanels * kPanelWidth];
+  const float* unpacked[kUnpackedInputs * kTilePanels];
+  const size_t segments_at_once = product.inputs < kUnpackedInputs ? kUnpackedInputs / product.inputs : 1;
+  const size_t inputs_at_once = product.inputs < kUnpackedInputs ? product.inputs : kUnpackedInputs;
+  bool add_to_c = product.add_to_c;
+  for (size_t segment = 0; segment < product.segments; segment += segments_at_once) {
+    const size_t left = product.segments - segment;
+    const size_t segments = left < segments_at_once ? left : segments_at_once;
+    for (size_t first = 0; first < product.inputs; first += inputs_at_once) {
+      const size_t inputs = product.inputs - first < inputs_at_once ? product.inputs - first : inputs_at_once;
+      float* target = values;
+      for (size_t s = 0; s < segments; s++) {
+        for (size_t p = 0; p < count; p++) {
+          const size_t at = (segment + s) * product.num_panels + panel + p;
+          const Element* source = product.panels[at] + first * kPanelWidth;
+          const Element* next = product.next == nullptr ? source : product.next[at] + first * kPanelWidth;
+          unpacked[s * count + p] = target;
+          for (size_t k = 0; k < inputs; k += Op::kInputs) {
+            __builtin_prefetch(next + k * kPanelWidth);
+            for (size_t factor = 0; factor < Op::kFactors; factor++, target += kPanelWidth) {
+              store(target, Op::load_panel(source + k * kPanelWidth, factor));
+            }
+          }
+        }
+      }
+      const float* a = product.a + segment * product.inputs + first;
+      float* c = product.c + panel * kPanelWidth;
+      tile_panels<float>({product.rows, a, product.a_stride, unpacked, count, segments, inputs, c, product.c_stride,
+                          add_to_c, nullptr},
+                         0, count);
+      add_to_c = true;
+    }
   }
-  for (; panel < product.num_panels; panel++) tile_rows<Element, 1>(product, panel);
+}
+
+template <class Element>
+void multiply(const Product<Element>& product) {
+  for (size_t panel = 0; panel < product.num_panels; panel += kTilePanels) {
+    const size_t left = product.num_panels - panel;
+    const size_t count = left < kTilePanels ? left : kTilePanels;
+    if constexpr (sizeof(ActivationOf<Element>) > sizeof(Element)) {
+      if (product.rows >= kUnpackRows && product.inputs > 0) {
+        tile_unpacked<Element>(product, panel, count);
+        continue;
+      }
+    }
+    tile_panels<Element>(product, panel, count);
+  }
 }
 
 #if defined(LLM_AMX)
