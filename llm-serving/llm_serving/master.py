@@ -39,6 +39,7 @@ def run(config: ServingConfig) -> int:
 
         serving = config.serving
         executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts)
+        metrics.watch_compilations(index, lambda: executor.num_compilations)
         try:
             loaded = executor.loaded
             engine = build_engine(

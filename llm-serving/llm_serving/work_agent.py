@@ -72,7 +72,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
     for message in _steps(channel):
         try:
             step = step_from_arrays(message.step, buffers.read(message.buffer, message.layout))
-            channel.send(encode_output(runner.execute(step)))
+            channel.send(encode_output(runner.execute(step), runner.num_compilations))
         except TransportError:
             raise
         except Exception as error:

@@ -147,6 +147,13 @@ class TestCollect:
         assert_equal(agent.executor.collect(), output(0, 50))
         assert_equal(agent.executor.collect(), output(1, 51))
 
+    def test_the_latest_reply_tells_how_many_graphs_were_compiled(self, agent):
+        agent.executor.submit(a_step(0))
+        agent.channel.send(encode_output(output(0, 50), num_compilations=3))
+        assert agent.executor.num_compilations == 0
+        agent.executor.collect()
+        assert agent.executor.num_compilations == 3
+
     @pytest.mark.parametrize("number", [1, 2**40, -1])
     def test_the_reply_to_another_step_is_not_used(self, agent, number):
         agent.executor.submit(a_step(0))

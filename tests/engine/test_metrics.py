@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.histogram import Histogram
 from llm_serving.engine.metrics import Metrics
@@ -43,9 +45,22 @@ def test_names_that_dashboards_read_are_there_from_the_start():
     }
 
 
+def test_graphs_compiled_are_asked_for_at_every_scrape():
+    metrics, counts = Metrics("demo"), [1]
+    metrics.watch_compilations(3, lambda: counts[0])
+    assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 1
+    counts[0] = 2
+    assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 2
+
+
+def test_what_the_master_itself_takes_is_shown():
+    before = scrape(Metrics("demo"))["process_cpu_seconds_total",]
+    assert 0 < before <= time.process_time()
+
+
 def test_every_metric_names_the_model():
     content, content_type = Metrics('a"b').render()
-    lines = [line for line in content.decode().splitlines() if not line.startswith("#")]
+    lines = [line for line in content.decode().splitlines() if not line.startswith(("#", "process_"))]
     assert all('model_name="a\\"b"' in line for line in lines)
     assert content_type.startswith("text/plain")
 

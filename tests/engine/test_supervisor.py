@@ -30,6 +30,7 @@ def load_runner(settings, on_progress):
     if settings.num_blocks == 1:
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
     runner = FakeRunner(8, 4, settings.num_swap_blocks)
+    runner.num_compilations = 1
     runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks)
     return runner, ""
 

@@ -112,6 +112,8 @@ class RemoteExecutor:
         self._in_flight: deque[RunStep] = deque()
         self.max_steps_in_flight = buffers.num_buffers
         self.next_step = 0
+        self.num_compilations = 0
+        """Graphs the WorkAgent had compiled by its latest step."""
 
     def submit(self, step: StepInput) -> None:
         buffer = step.step % self._buffers.num_buffers
@@ -137,6 +139,7 @@ class RemoteExecutor:
             raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
+        self.num_compilations = reply.num_compilations
         try:
             return decode_output(reply)
         except ProtocolError as error:

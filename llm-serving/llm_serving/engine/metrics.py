@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,6 +37,7 @@ class Metrics(Collector):
         self.classes = ClassMetrics(self._labels, classes)
         self._lock = Lock()
         self._loads: dict[int, _Load] = {}
+        self._compilations: dict[int, Callable[[], int]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(FinishReason, 0)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -44,6 +45,8 @@ class Metrics(Collector):
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        # What the master itself takes: process_cpu_seconds_total, process_resident_memory_bytes and the like.
+        ProcessCollector(registry=self.registry)
 
     def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
         """One step was scheduled.
@@ -64,6 +67,10 @@ class Metrics(Collector):
         """The load without a step, such as when the engine falls idle."""
         with self._lock:
             self._loads[replica] = _Load(num_running, num_waiting, kv_usage)
+
+    def watch_compilations(self, replica: int, num_compilations: Callable[[], int]) -> None:
+        """Lets every scrape ask how many graphs the WorkAgent of a replica has compiled."""
+        self._compilations[replica] = num_compilations
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
@@ -144,6 +151,14 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(name, text, labels=names)
             gauge.add_metric(values, value)
             yield gauge
+        compiled = GaugeMetricFamily(
+            "llm_serving:graph_compilations",
+            "Graphs a WorkAgent had compiled by its latest step; more than its warm-up's mean that steps waited.",
+            labels=[*names, "replica"],
+        )
+        for replica, num_compilations in list(self._compilations.items()):
+            compiled.add_metric([*values, str(replica)], num_compilations())
+        yield compiled
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._counts[name])

@@ -51,6 +51,11 @@ class SupervisedExecutor:
         return self._executor.max_steps_in_flight
 
     @property
+    def num_compilations(self) -> int:
+        """Graphs the WorkAgent of the moment had compiled by its latest step."""
+        return self._executor.num_compilations
+
+    @property
     def next_step(self) -> int:
         return self._executor.next_step
 

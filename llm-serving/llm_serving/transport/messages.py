@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -94,6 +94,8 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     top_logprobs: bytes
     num_top: int
     row_errors: dict[int, str]
+    num_compilations: int = 0
+    """Graphs the WorkAgent has compiled so far; those of its warm-up serve every step, so the number stays."""
 
 
 class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
