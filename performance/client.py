@@ -131,6 +131,15 @@ async def resolve_model(http: HttpClient, api: Api, model: str | None) -> str:
     return model
 
 
+async def server_cpu_s(http: HttpClient) -> float | None:
+    """CPU seconds that the serving process itself has taken, its WorkAgents aside; None where it does not tell."""
+    response = await http.request("GET", "/metrics")
+    for line in response.body.decode(errors="replace").splitlines() if response.status == 200 else []:
+        if line.startswith("process_cpu_seconds_total "):
+            return float(line.split()[1])
+    return None
+
+
 async def count_tokens(http: HttpClient, text: str) -> int | None:
     """Tokens of `text` alone, without a beginning-of-text token; None where the server has no such route."""
     body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()

@@ -37,7 +37,9 @@ class ProgressBar:
             self._stream.write("\n")
 
 
-def table(summary: Summary, service_level: ServiceLevel, client_cpu_share: float) -> str:
+def table(
+    summary: Summary, service_level: ServiceLevel, client_cpu_share: float, server_cpu_s: float | None = None
+) -> str:
     """The figures of a run, one a line."""
     counts = [
         ("requests", f"{summary.num_requests}"),
@@ -51,6 +53,7 @@ def table(summary: Summary, service_level: ServiceLevel, client_cpu_share: float
         ("exact match", _exact(summary.exact_match)),
         *((f"  {task}", _exact(match)) for task, match in summary.exact_match_by_task.items()),
         ("client CPU", f"{client_cpu_share:.1%} of one core"),
+        ("server CPU", _server_cpu(summary, server_cpu_s)),
         ("client late by", f"at most {summary.max_lateness_ms:.1f} ms"),
     ]
     rows = [f"{'milliseconds':<24}{'mean':>10}{'p50':>10}{'p99':>10}"]
@@ -67,6 +70,13 @@ def failures(records: Sequence[RequestRecord]) -> list[str]:
     """The most frequent reasons of failure, each with its count."""
     reasons = Counter(r.error for r in records if r.error is not None)
     return [f"{count} x {reason}" for reason, count in reasons.most_common(5)]
+
+
+def _server_cpu(summary: Summary, server_cpu_s: float | None) -> str:
+    """What the serving process took for each token, the computation in its WorkAgents aside."""
+    if server_cpu_s is None or not summary.num_output_tokens:
+        return "- (no process_cpu_seconds_total in /metrics)" if server_cpu_s is None else "- (no tokens)"
+    return f"{1e6 * server_cpu_s / summary.num_output_tokens:.0f} us per output token"
 
 
 def _distribution(name: str, values: Distribution) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from arrivals import Send, closed_loop, open_loop
-from client import GenerationOptions, count_tokens, generate
+from client import GenerationOptions, count_tokens, generate, server_cpu_s
 from http_client import HttpClient
 from http_response import HttpError
 from records import RequestRecord
@@ -33,11 +33,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """Records in the order the requests were answered, and the share of one core the load generator took."""
+    """Records in the order the requests were answered, and the CPU both sides took for them.
+
+    Attributes:
+        client_cpu_share: Share of one core that the load generator took.
+        server_cpu_s: CPU seconds of the serving process, its WorkAgents aside; None where it does not tell.
+    """
 
     records: list[RequestRecord]
     wall_s: float
     client_cpu_share: float
+    server_cpu_s: float | None = None
 
 
 async def plan(http: HttpClient, prompts: Sequence[Prompt], fixed_max_tokens: int | None) -> list[Job]:
@@ -63,6 +69,7 @@ async def run_load(
 
     When the run is cancelled, requests not answered by then are recorded as failed.
     """
+    server_cpu_before = await server_cpu_s(http)
     start = time.perf_counter()
     records: dict[int, RequestRecord] = {}
 
@@ -84,7 +91,10 @@ async def run_load(
             if index not in records:
                 keep(_failed(index, job, now, now, now, "the run was interrupted"))
     wall_s = time.perf_counter() - start
-    return Run(list(records.values()), wall_s, (_cpu_s() - cpu_before) / wall_s)
+    client_cpu_share = (_cpu_s() - cpu_before) / wall_s
+    server_cpu = await server_cpu_s(http) if server_cpu_before is not None else None
+    taken = None if server_cpu is None or server_cpu_before is None else server_cpu - server_cpu_before
+    return Run(list(records.values()), wall_s, client_cpu_share, taken)
 
 
 async def _drive(load: Load, num_requests: int, send: Send) -> None:

@@ -160,7 +160,12 @@ def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
     document = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "machine": {"platform": platform.platform(), "processor": _processor(), "python": platform.python_version()},
-        "summary": asdict(summary) | {"client_cpu_share": result.client_cpu_share, "wall_s": result.wall_s},
+        "summary": asdict(summary)
+        | {
+            "client_cpu_share": result.client_cpu_share,
+            "server_cpu_s": result.server_cpu_s,
+            "wall_s": result.wall_s,
+        },
         "requests": [asdict(record) for record in sorted(result.records, key=lambda r: r.index)],
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     service_level = ServiceLevel(args.slo_ttft_ms, args.slo_tpot_ms)
     summary = summarize(result.records, service_level)
     name = f"{args.rate:g}_x" if args.rate is not None else f"{args.concurrency}_clients_x"
-    print(table(summary, service_level, result.client_cpu_share))
+    print(table(summary, service_level, result.client_cpu_share, result.server_cpu_s))
     print(f"records in {write_result(args.out, name, result.records)}")
     if args.json is not None:
         write_json(args, result, summary)

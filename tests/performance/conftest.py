@@ -21,6 +21,7 @@ class FakeServer:
         self.answers: dict[str, str] = {}
         self.served_models = ["demo"]
         self.has_tokenizer = True
+        self.cpu_s: float | None = None
         self.bodies: list[dict[str, Any]] = []
         self.num_refusals_left = 2
         self.port = 0
@@ -64,6 +65,9 @@ class FakeServer:
         elif path == "/tokenize" and self.has_tokenizer:
             count = len(body["prompt"].split()) + (body.get("add_special_tokens") is not False)
             _respond(writer, 200, {"count": count, "tokens": []})
+        elif path == "/metrics" and self.cpu_s is not None:
+            self.cpu_s += 0.5  # between any two scrapes
+            _respond(writer, 200, f"# HELP process_cpu_seconds_total\nprocess_cpu_seconds_total {self.cpu_s}\n")
         elif path == "/v1/completions" or path.endswith("/generate_stream"):
             self.bodies.append(body)
             await self._generate(writer, body.get("prompt") or body["inputs"], "inputs" in body)
@@ -93,8 +97,8 @@ class FakeServer:
         writer.write(b"0\r\n\r\n")
 
 
-def _respond(writer: asyncio.StreamWriter, status: int, body: dict[str, Any], headers: str = "") -> None:
-    data = json.dumps(body).encode()
+def _respond(writer: asyncio.StreamWriter, status: int, body: dict[str, Any] | str, headers: str = "") -> None:
+    data = (body if isinstance(body, str) else json.dumps(body)).encode()
     writer.write(f"HTTP/1.1 {status} Fake\r\n{headers}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 

@@ -92,6 +92,15 @@ def test_the_warm_up_is_sent_but_not_counted(run, fake_server, capsys):
     assert re.search(r"^requests +3$", capsys.readouterr().out, re.M)
 
 
+def test_the_cpu_time_of_the_server_is_told_for_each_token(run, fake_server, capsys):
+    run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai")
+    assert "server CPU              - (no process_cpu_seconds_total in /metrics)" in capsys.readouterr().out
+    fake_server.cpu_s = 7.0
+    fake_server.answers["Count"] = "one two three four"
+    run([item("Count", "one two three")], "--concurrency", "1", "--api", "openai")
+    assert "server CPU              125000 us per output token" in capsys.readouterr().out
+
+
 def test_goodput_at_given_targets(run, capsys):
     assert run([item("Hello")], "--concurrency", "1", "--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000") == 0
     output = capsys.readouterr().out
