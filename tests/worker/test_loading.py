@@ -4,18 +4,30 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
-from llm_serving.config.schema import CacheConfig, ModelConfig, ServingConfig
+from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, ServingConfig
 from llm_serving.engine.supervisor import load_settings
+from llm_serving.errors import ConfigError
 from llm_serving.worker import loading
-from llm_serving.worker.loading import RESERVED_BYTES, load_runner
+from llm_serving.worker.loading import PROCESS_BYTES, load_runner, working_bytes
 from model_factories import tiny_spec, write_model
 
 pytestmark = pytest.mark.mindspore
 
 SPEC = tiny_spec()
 BLOCK_BYTES = 4096  # of 16 tokens: two layers, keys and values, two heads of 16 bfloat16
+
+
+def settings(folder=None, max_device_memory=None, **cache):
+    model = ModelConfig(model_path=folder, max_generate_length=64, decode_batch_size=100)
+    device = DeviceConfig(max_device_memory=max_device_memory)
+    return load_settings(ServingConfig(model=model, device=device, pa=CacheConfig(**cache)), 0)
+
+
+TAKEN_BYTES = PROCESS_BYTES + working_bytes(settings(), SPEC, 2) + 2 * SPEC.num_parameters
+"""By everything but the cache."""
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +41,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def load(folder, monkeypatch):
-    """The cache of a runner that was not compiled."""
+    """The cache of a runner that was not compiled, with this much memory."""
     monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
     monkeypatch.setenv("LLM_SERVING_THREADS", "2")  # or loading would set it for every later test
 
-    def load(**cache):
-        model = ModelConfig(model_path=folder, max_generate_length=64, decode_batch_size=100)
-        runner, _ = load_runner(
-            load_settings(ServingConfig(model=model, pa=CacheConfig(**cache)), 0), lambda text: None
-        )
+    def load(max_device_memory=None, **cache):
+        runner, _ = load_runner(settings(folder, max_device_memory, **cache), lambda text: None)
         return runner.kv_tensors
 
     return load
@@ -55,7 +64,22 @@ def test_the_host_pool_is_as_large_as_configured(load):
 
 
 def test_the_host_pool_takes_of_the_memory_the_cache_would_get(load, monkeypatch):
-    free = 2 * (RESERVED_BYTES + 2 * SPEC.num_parameters + 20 * BLOCK_BYTES)
+    free = 2 * (TAKEN_BYTES + 20 * BLOCK_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     assert load().num_blocks == 20
     assert load(num_swap_blocks=6).num_blocks == 14
+
+
+def test_the_cache_takes_what_the_memory_given_leaves(load):
+    assert load(max_device_memory=TAKEN_BYTES + 20 * BLOCK_BYTES + 1).num_blocks == 20
+    with pytest.raises(ConfigError, match="must have room for one block of 4096 bytes"):
+        load(max_device_memory=TAKEN_BYTES)
+
+
+def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
+    given = settings()
+    token, row = 2 * (6 * SPEC.hidden_size + 3 * SPEC.intermediate_size), 4 * 3 * SPEC.vocab_size
+    assert working_bytes(given, SPEC, 2) == given.max_num_batched_tokens * token + 100 * row
+    small_steps = msgspec.structs.replace(given, max_num_batched_tokens=1, max_num_seqs=1)
+    wide = dataclasses.replace(SPEC, hidden_size=4096, intermediate_size=11008)
+    assert working_bytes(small_steps, wide, 2) == 2 * (2 * 4096 * 2 * 11008)
