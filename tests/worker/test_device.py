@@ -1,11 +1,12 @@
 import logging
+import os
 
 import pytest
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.errors import KernelError
 from llm_serving.log import ROOT
 from llm_serving.worker import device
-from llm_serving.worker.device import backend_for
+from llm_serving.worker.device import backend_for, configure_device
 
 pytestmark = pytest.mark.mindspore
 
@@ -46,3 +47,29 @@ def test_plain_does_not_look_for_a_compiler(made):
 
 def test_an_ascend_device_has_its_own_backend(made):
     assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (DeviceConfig(), "O0"),
+        (DeviceConfig(enable_graph_kernel=True), "O1"),
+        (DeviceConfig(enable_graph_kernel=True, jit_level="O2"), "O2"),
+        (DeviceConfig(jit_level="O1"), "O1"),
+    ],
+)
+def test_fusion_is_a_level_of_the_graph_compiler(given, used, monkeypatch):
+    contexts = {}
+    monkeypatch.setattr(device.ms, "set_context", contexts.update)
+    monkeypatch.setattr(device.ms, "set_device", lambda *given: None)
+    configure_device(given)
+    assert contexts["jit_config"] == {"jit_level": used}
+    assert "enable_graph_kernel" not in contexts
+
+
+def test_flags_of_the_fusion_reach_mindspore(monkeypatch):
+    monkeypatch.setattr(device.ms, "set_context", lambda **given: None)
+    monkeypatch.setattr(device.ms, "set_device", lambda *given: None)
+    monkeypatch.setenv("MS_DEV_GRAPH_KERNEL_FLAGS", "")  # so that it is put back afterwards
+    configure_device(DeviceConfig(graph_kernel_flags="--enable_parallel_fusion=true"))
+    assert os.environ["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true"
