@@ -62,7 +62,16 @@ LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 """Parts that may import only these of the package, whatever their row."""
 
 NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
-MEASURE_IN_PROCESS = {"engine_benchmark.py", "kernel_benchmark.py"}
+MEASURE_IN_PROCESS = {
+    "engine_benchmark.py",
+    "figures.py",
+    "kernel_benchmark.py",
+    "kernel_cases.py",
+    "load_benchmark.py",
+    "machine_limits.py",
+    "sampler_benchmark.py",
+    "step_breakdown.py",
+}
 """Files of performance/ that measure the package without a server."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 

@@ -1,0 +1,149 @@
+// The most arithmetic that an instruction set does, for benchmarks to compare with: multiply-adds on registers alone.
+#include <atomic>
+
+#include "call.h"
+#include "thread_pool.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace llm {
+namespace {
+
+// What one thread does in `rounds` rounds, in floating-point operations.
+using Rounds = double (*)(size_t rounds, float* result);
+
+constexpr size_t kTasksPerThread = 8;
+constexpr float kFactor = 0.999f;
+constexpr float kTerm = 0.37f;
+
+#if defined(__x86_64__)
+// Sums enough to hide the latency of an instruction, few enough to stay in registers.
+constexpr size_t kSums512 = 24;
+constexpr size_t kSums256 = 12;
+
+__attribute__((target("avx512f"))) double avx512(size_t rounds, float* result) {
+  const __m512 factor = _mm512_set1_ps(kFactor);
+  const __m512 term = _mm512_set1_ps(kTerm);
+  __m512 sums[kSums512];
+  for (size_t i = 0; i < kSums512; i++) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 24
+    for (size_t i = 0; i < kSums512; i++) sums[i] = _mm512_fmadd_ps(sums[i], factor, term);
+  }
+  for (size_t i = 1; i < kSums512; i++) sums[0] = _mm512_add_ps(sums[0], sums[i]);
+  *result = _mm512_cvtss_f32(sums[0]);
+  return 2.0 * 16 * kSums512 * static_cast<double>(rounds);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512bf16"))) double avx512_bf16(size_t rounds, float* result) {
+  const __m512bh factor = (__m512bh)_mm512_set1_epi16(0x3f7f);
+  const __m512bh term = (__m512bh)_mm512_set1_epi16(static_cast<int16_t>(0xbebd));
+  __m512 sums[kSums512];
+  for (size_t i = 0; i < kSums512; i++) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 24
+    for (size_t i = 0; i < kSums512; i++) sums[i] = _mm512_dpbf16_ps(sums[i], factor, term);
+  }
+  for (size_t i = 1; i < kSums512; i++) sums[0] = _mm512_add_ps(sums[0], sums[i]);
+  *result = _mm512_cvtss_f32(sums[0]);
+  return 2.0 * 32 * kSums512 * static_cast<double>(rounds);
+}
+
+__attribute__((target("avx2,fma"))) double avx2(size_t rounds, float* result) {
+  const __m256 factor = _mm256_set1_ps(kFactor);
+  const __m256 term = _mm256_set1_ps(kTerm);
+  __m256 sums[kSums256];
+  for (size_t i = 0; i < kSums256; i++) sums[i] = _mm256_set1_ps(static_cast<float>(i));
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 12
+    for (size_t i = 0; i < kSums256; i++) sums[i] = _mm256_fmadd_ps(sums[i], factor, term);
+  }
+  for (size_t i = 1; i < kSums256; i++) sums[0] = _mm256_add_ps(sums[0], sums[i]);
+  *result = _mm256_cvtss_f32(sums[0]);
+  return 2.0 * 8 * kSums256 * static_cast<double>(rounds);
+}
+
+// Four sums of 16 x 16 from two tiles of activations and two of weights, as the products arrange them. The tiles hold
+// uneven numbers: on zeros the units draw less power and run faster than they ever do in a product.
+double amx(size_t rounds, float* result) {
+  struct alignas(64) {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  alignas(64) uint16_t elements[512];
+  alignas(64) float sums[256];
+  for (size_t i = 0; i < 512; i++) elements[i] = static_cast<uint16_t>(0x3f00 + i * 37 % 128 + i % 2 * 0x8000);
+  const int64_t stride = 64;
+  asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
+  asm volatile("tilezero %tmm0\n\ttilezero %tmm1\n\ttilezero %tmm2\n\ttilezero %tmm3");
+  asm volatile(
+      "tileloadd (%0,%1,1), %%tmm4\n\ttileloadd (%0,%1,1), %%tmm5\n\t"
+      "tileloadd (%0,%1,1), %%tmm6\n\ttileloadd (%0,%1,1), %%tmm7" ::"r"(elements),
+      "r"(stride)
+      : "memory");
+  for (size_t round = 0; round < rounds; round++) {
+    asm volatile(
+        "tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
+        "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+  }
+  asm volatile("tilestored %%tmm0, (%0,%1,1)\n\ttilerelease" ::"r"(sums), "r"(stride) : "memory");
+  *result = sums[0];
+  return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
+}
+#endif
+
+// Four floats at a time, as the compiler makes of plain loops where nothing wider is allowed.
+double plain(size_t rounds, float* result) {
+  typedef float Four __attribute__((vector_size(16)));
+  constexpr size_t kSums = 8;
+  Four sums[kSums];
+  for (size_t i = 0; i < kSums; i++) sums[i] = Four{} + static_cast<float>(i);
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kSums; i++) sums[i] = sums[i] * kFactor + kTerm;
+  }
+  *result = 0.0f;
+  for (size_t i = 0; i < kSums; i++) *result += sums[i][0];
+  return 2.0 * 4 * kSums * static_cast<double>(rounds);
+}
+
+// The instruction that the products of `isa` use for elements of `dtype`.
+Rounds rounds_of(const char* isa, DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::kBFloat16 && std::strcmp(isa, "amx") == 0) return amx;
+  if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_bf16") == 0) return avx512_bf16;
+  if (std::strncmp(isa, "avx512", 6) == 0 || std::strcmp(isa, "amx") == 0) return avx512;
+  if (std::strcmp(isa, "avx2") == 0) return avx2;
+#endif
+  (void)isa;
+  (void)dtype;
+  return plain;
+}
+
+}  // namespace
+}  // namespace llm
+
+// Multiplies and adds with all threads of the kernels, in the instructions of a set that this CPU must have; returns
+// the number of floating-point operations done.
+LLM_EXPORT double llm_multiply_add(const char* isa, const char* dtype, int64_t rounds) {
+  using namespace llm;
+  const Rounds run = rounds_of(isa, parse_dtype(dtype));
+  const size_t tasks = kTasksPerThread * num_threads();
+  std::atomic<double> operations{0.0};
+  std::atomic<float> kept{0.0f};  // so that the arithmetic is not left out
+  auto task = [&](size_t) {
+    float result;
+    double seen = operations.load();
+    const double done = run(static_cast<size_t>(rounds) / kTasksPerThread, &result);
+    while (!operations.compare_exchange_weak(seen, seen + done)) {
+    }
+    kept.store(result);
+  };
+  parallel_for(tasks, task);
+  return operations.load();
+}

@@ -1,0 +1,211 @@
+"""The operators of a decoder on data like that of a step, called as MindSpore calls them.
+
+A `Case` runs one operator once and knows what that cannot do without: bytes read from memory and written, and
+floating-point operations. Arrays that a step finds in memory rather than in a cache (weights, keys and values, the
+embedding table) are cycled through copies that no cache holds together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from llm_serving.kernels import library
+from machine_limits import ELEMENT_BYTES
+
+UNCACHED_BYTES: Final = 1 << 28
+BLOCK_SIZE: Final = 16
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the decoder whose operators are measured; by default TinyLlama's 1.1B parameters."""
+
+    hidden: int = 2048
+    intermediate: int = 5632
+    num_heads: int = 32
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    vocab: int = 32000
+
+    @property
+    def q(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Weights [N, K]: query, key and value; output; gate and up; down; head."""
+        hidden, inner = self.hidden, self.intermediate
+        return (
+            (self.q + 2 * self.kv, hidden),
+            (hidden, self.q),
+            (2 * inner, hidden),
+            (hidden, inner),
+            (self.vocab, hidden),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    detail: str
+    num_rows: int
+    num_bytes: float
+    flop: float
+    run: Callable[[], None]
+
+
+def products(weights: Sequence[tuple[int, int]], all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
+    """y [M, N] = x [M, K] * weight.T on packed weights."""
+    kernels, size = library.load(), ELEMENT_BYTES[dtype]
+    for n, k in weights:
+        source = _random((n, k), dtype)
+        copies = [np.empty_like(source) for _ in range(_num_copies(source))]
+        for copy in copies:
+            kernels.llm_pack_weight(source.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
+        for rows in all_rows:
+            x, y = _random((rows, k), dtype), _random((rows, n), dtype)
+            run = _in_turn([_operator("MatMul", x, copy, np.False_, np.True_, y) for copy in copies])
+            num_bytes = size * (n * k + rows * (n + k))
+            yield Case("MatMul", f"{n} x {k}", rows, num_bytes, 2.0 * rows * n * k, run)
+        for copy in copies:
+            kernels.llm_release_weight(copy.ctypes.data)
+
+
+def attention(shape: Shape, dtype: str) -> Iterator[Case]:
+    """Decode rows, chunks of prompts and whole prompts, over scattered blocks."""
+    for batch, query_len, context in (
+        (1, 1, 1024),
+        (32, 1, 256),
+        (128, 1, 256),
+        (1, 128, 1152),
+        (8, 128, 128),
+        (1, 1024, 1024),
+    ):
+        yield _attention_case(shape, dtype, batch, query_len, context)
+
+
+def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
+    """What moves and changes rows between the products; these arrays are usually in a cache, here as in a step."""
+    size = ELEMENT_BYTES[dtype]
+    hidden, inner = shape.hidden, shape.intermediate
+    table = _random((shape.vocab, hidden), dtype)
+    cache_shape = (2 * max(all_rows) // BLOCK_SIZE + 1, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    keys, values = _random(cache_shape, dtype), _random(cache_shape, dtype)
+    gain, eps = _random((hidden,), dtype), np.float32(1e-5)
+    rng = np.random.default_rng(3)
+    for rows in all_rows:
+        x, y, z = (_random((rows, hidden), dtype) for _ in range(3))
+        rstd = np.empty(rows, np.float32)
+        width = size * rows * hidden
+        yield Case("RmsNorm", f"{hidden}", rows, 2 * width, 4.0 * x.size, _operator("RmsNorm", x, gain, eps, y, rstd))
+        run = _operator("AddRmsNorm", x, y, gain, eps, y, rstd, z)
+        yield Case("AddRmsNorm", f"{hidden}", rows, 4 * width, 5.0 * x.size, run)
+
+        gate_up, product = _random((rows, 2 * inner), dtype), _random((rows, inner), dtype)
+        run = _operator("Swiglu", gate_up, np.int64(-1), product)
+        yield Case("Swiglu", f"{inner}", rows, 3 * size * rows * inner, 12.0 * product.size, run)
+
+        q, k, v = _random((rows, shape.q), dtype), _random((rows, shape.kv), dtype), _random((rows, shape.kv), dtype)
+        cos, sin = _random((rows, shape.head_dim), dtype), _random((rows, shape.head_dim), dtype)
+        operator = "ApplyRotaryPosEmb"
+        if dtype != "float32":  # that primitive refuses it, as the next one does
+            one, half = np.ones(1, np.int32), np.int64(2)
+            run = _operator(operator, q, k, cos, sin, one, half, np.empty_like(q), np.empty_like(k))
+            num_bytes = 2 * size * (q.size + k.size) + size * 2 * cos.size
+            yield Case(operator, f"{shape.q} + {shape.kv}", rows, num_bytes, 3.0 * (q.size + k.size), run)
+        slots = rng.permutation(cache_shape[0] * BLOCK_SIZE)[:rows].astype(np.int32)
+        store = "store_kv_float32" if dtype == "float32" else "ReshapeAndCache"
+        run = _operator(store, k, v, keys, values, slots, np.empty_like(k))
+        yield Case("ReshapeAndCache", f"2 x {shape.kv}, scattered", rows, 4 * size * k.size, 0.0, run)
+
+        ids = [rng.integers(0, shape.vocab, rows).astype(np.int32) for _ in range(64)]
+        zero = np.int64(0)
+        run = _in_turn([_operator("Gather", table, each, zero, zero, x) for each in ids])
+        yield Case("Gather", f"of {shape.vocab} x {hidden}", rows, 2 * width, 0.0, run)
+
+
+def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, context: int) -> Case:
+    size, blocks = ELEMENT_BYTES[dtype], -(-context // BLOCK_SIZE)
+    num_bytes = 2 * batch * context * shape.kv * size
+    layers = max(1, UNCACHED_BYTES // num_bytes)
+    cache_shape = (batch * blocks * layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    keys, values = _random(cache_shape, dtype), _random(cache_shape, dtype)
+    q = _random((batch * query_len, shape.q), dtype)
+    y, contexts = np.empty_like(q), np.full(batch, context, np.int32)
+    queries, scale = np.full(batch, query_len, np.int32), np.float32(shape.head_dim**-0.5)
+    tables = np.random.default_rng(2).permutation(cache_shape[0]).astype(np.int32).reshape(layers, batch, blocks)
+    heads, kv_heads, mode = np.int64(shape.num_heads), np.int64(shape.num_kv_heads), np.int64(0)
+
+    def operator(table: Array) -> Callable[[], None]:
+        if dtype == "float32":
+            return _operator(
+                "attention_float32", q, keys, values, table, queries, contexts, np.full(1, scale, np.float32), y
+            )
+        return _operator(
+            *("PagedAttention", q, keys, values, table, contexts, None, None, None, queries, None),
+            *(heads, scale, kv_heads, mode, mode, mode, y),
+        )
+
+    run = _in_turn([operator(table) for table in tables])
+    pairs = batch * sum(range(context - query_len + 1, context + 1))
+    kind = "decode" if query_len == 1 else "prompt" if query_len == context else "chunk"
+    detail = f"{kind} {batch} x {query_len} in {context}"
+    return Case("PagedAttention", detail, batch * query_len, num_bytes, 4.0 * pairs * shape.q, run)
+
+
+def _operator(name: str, *parameters: Any) -> Callable[[], None]:
+    """A call of an operator; uint16 is bfloat16, None an absent input. It keeps its arrays alive."""
+    arrays = [None if parameter is None else np.asarray(parameter) for parameter in parameters]
+    count = len(arrays)
+    integers = ctypes.POINTER(ctypes.c_int64)
+    shapes = [(ctypes.c_int64 * 8)(*(() if array is None else array.shape)) for array in arrays]
+    data = (ctypes.c_void_p * count)(*(None if array is None else array.ctypes.data for array in arrays))
+    ranks = (ctypes.c_int * count)(*(0 if array is None else array.ndim for array in arrays))
+    pointers = (integers * count)(*(ctypes.cast(each, integers) for each in shapes))
+    dtypes = (ctypes.c_char_p * count)(*(_dtype_name(array).encode() for array in arrays))
+    function = getattr(library.load(), name)
+
+    def run() -> None:
+        status = function(count, data, ranks, pointers, dtypes, None, None)
+        assert status == 0, (library.last_error(), arrays)
+
+    return run
+
+
+def _in_turn(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """A function that calls one after the other, from the first again after the last."""
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
+
+
+def _dtype_name(array: Array | None) -> str:
+    if array is None:
+        return "none"
+    return "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
+
+
+def _random(shape: tuple[int, ...], dtype: str) -> Array:
+    """Normal numbers, on the boundary of a cache line as MindSpore's own memory is."""
+    storage = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}[dtype]
+    raw = np.empty(int(np.prod(shape)) * np.dtype(storage).itemsize + 64, np.uint8)
+    array: Array = raw[-raw.ctypes.data % 64 :][: raw.size - 64].view(storage).reshape(shape)
+    values = np.random.default_rng(1).standard_normal(min(array.size, 1 << 20), np.float32)
+    if dtype == "bfloat16":
+        values = (values.view(np.uint32) >> 16).astype(np.uint16)
+    array.ravel()[:] = np.resize(values, array.size)
+    return array
+
+
+def _num_copies(array: Array) -> int:
+    return max(1, UNCACHED_BYTES // array.nbytes)

@@ -1,0 +1,153 @@
+"""A WorkAgent's start: how long it takes and how much memory, beside what cannot be done without."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+from figures import Figure, greedy
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request import Request
+from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.engine.tokenizer import Tokenizer
+from machine_limits import ELEMENT_BYTES
+
+READ_AT_ONCE = 1 << 24
+PROCESS_BYTES = 0.6e9
+"""What a WorkAgent may take beside weights and cache: the interpreter, MindSpore, one tensor on its way."""
+WEIGHTS_ALLOWED = 1.15
+"""Peak bytes for each byte of weights."""
+ABOVE_WEIGHTS = 1.5e9
+"""Bytes of `max_device_memory` beyond the weights, where that limit is tested."""
+
+
+def start_up(config: ServingConfig) -> list[Figure]:
+    """Test L: with the files in no cache of the system, with all of them in it, and within a limit on memory."""
+    return _starts(config) + _within_limit(config)
+
+
+def _starts(config: ServingConfig) -> list[Figure]:
+    assert config.model.model_path is not None
+    files = sorted(config.model.model_path.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    figures = []
+    for state in ("not cached", "cached"):
+        if state == "not cached":
+            _forget(files)
+        read_s = _read(files)
+        if state == "not cached":
+            _forget(files)
+        start = time.perf_counter()
+        with started(config) as agent:
+            elapsed = time.perf_counter() - start
+            peak, now = _peak_bytes(agent.process.pid), psutil.Process(agent.process.pid).memory_info().rss
+            allowed = _allowed_bytes(config, agent.loaded.num_blocks)
+        figures += [
+            Figure("L", f"reading the files, {state}", num_bytes / read_s / 1e9, "GB/s"),
+            Figure("L", f"WorkAgent ready, {state}", elapsed, "s", read_s, less_is_better=True),
+            Figure("L", f"peak memory, {state}", peak / 1e9, "GB", allowed / 1e9, less_is_better=True),
+            Figure("L", f"memory when ready, {state}", now / 1e9, "GB"),
+        ]
+    return figures
+
+
+def _within_limit(config: ServingConfig) -> list[Figure]:
+    """The most memory that is taken under `max_device_memory` where that alone decides on the size of the cache.
+
+    Its pages are all taken at start, so what is left to add is a step as large as any: as many tokens and rows as the
+    configuration allows.
+    """
+    limit = int(_weight_bytes(config) + ABOVE_WEIGHTS)
+    device = replace(config.device, max_device_memory=limit)
+    config = replace(config, device=device, pa=replace(config.pa, num_blocks=None))
+    assert config.model.model_path is not None
+    with started(config) as agent:
+        executor, metrics = RemoteExecutor(agent.channel, agent.buffers), Metrics()
+        tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+        engine = build_engine(config, agent.loaded.num_blocks, executor, tokenizer, metrics, lambda pieces: None)
+        num_rows = config.model.decode_batch_size
+        prompt = [1] * max(1, config.scheduler.max_prefill_tokens // num_rows)
+        for row in range(num_rows):
+            engine.submit(Request(f"row {row}", [row + 3, *prompt[1:]], greedy(3)))
+        while engine.has_unfinished_requests:
+            engine.step()
+        peak = _peak_bytes(agent.process.pid)
+    return [
+        Figure("L", "blocks within max_device_memory", agent.loaded.num_blocks, ""),
+        Figure("L", "peak memory within it", peak / 1e9, "GB", limit / 1e9, less_is_better=True),
+    ]
+
+
+@contextmanager
+def started(config: ServingConfig) -> Iterator[WorkAgentProcess]:
+    """A WorkAgent on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = replace(config, serving=replace(config.serving, agent_ports=(port,)))
+    last, start = "", time.perf_counter()
+
+    def on_progress(text: str) -> None:
+        nonlocal last, start
+        now = time.perf_counter()
+        print(f"     {last or 'starting the process'}: {now - start:.1f} s", flush=True)
+        last, start = text.partition(": ")[2], now
+
+    agent = start_work_agent(config, 0, on_progress)
+    try:
+        on_progress("")
+        yield agent
+    finally:
+        agent.stop()
+
+
+def _allowed_bytes(config: ServingConfig, num_blocks: int) -> float:
+    size = ELEMENT_BYTES[config.model.model_dtype]
+    cache = num_blocks * config.pa.block_size * _spec(config).kv_bytes_per_token(size)
+    return WEIGHTS_ALLOWED * _weight_bytes(config) + cache + PROCESS_BYTES
+
+
+def _weight_bytes(config: ServingConfig) -> int:
+    return _spec(config).num_parameters * ELEMENT_BYTES[config.model.model_dtype]
+
+
+def _spec(config: ServingConfig) -> ModelSpec:
+    assert config.model.model_path is not None
+    return ModelSpec.from_folder(config.model.model_path)
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most that a process had resident at once, pages of mapped files included."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/{pid}/status has no VmHWM")
+
+
+def _forget(files: list[Path]) -> None:
+    """Asks the system to drop what it keeps of the files, so that the next read comes from the disk."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(files: list[Path]) -> float:
+    """Seconds to read all of them once."""
+    buffer = bytearray(READ_AT_ONCE)
+    start = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+    return time.perf_counter() - start

@@ -1,0 +1,125 @@
+"""What this machine can do at most, measured in the run whose figures stand beside it, and what a step costs at least.
+
+Two limits: how fast the kernels' threads read memory that is in no cache, and how many operations they do in the
+multiply-add instruction that the products use (AMX tiles, `vdpbf16ps`, or float32 FMA), on registers alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.kernels import library
+
+READ_BYTES: Final = 1 << 30
+SECONDS_A_TRY: Final = 0.05
+NUM_TRIES: Final = 8
+
+ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the kernels' instruction set and threads, for elements of `dtype`."""
+
+    isa: str
+    num_threads: int
+    dtype: str
+    read_bytes_per_s: float
+    flop_per_s: float
+
+    @classmethod
+    def measure(cls, dtype: str) -> Limits:
+        kernels = library.load()
+        isa, num_threads = kernels.llm_isa().decode(), int(kernels.llm_num_threads())
+        return cls(isa, num_threads, dtype, read_bandwidth(), arithmetic_peak(dtype))
+
+    def seconds(self, num_bytes: float, flop: float) -> float:
+        """The least time for reading so much and computing so much at once."""
+        return max(num_bytes / self.read_bytes_per_s, flop / self.flop_per_s)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.isa}, {self.num_threads} threads, {self.dtype}: "
+            f"read {self.read_bytes_per_s / 1e9:.1f} GB/s, multiply-add {self.flop_per_s / 1e9:,.0f} GFLOP/s"
+        )
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which the kernels' threads read memory that is in no cache, best of several."""
+    memory = np.ones(READ_BYTES // 8, np.int64)
+    read = library.load().llm_read_memory
+    return READ_BYTES / min(_seconds(lambda: read(memory.ctypes.data, memory.nbytes)) for _ in range(NUM_TRIES))
+
+
+def arithmetic_peak(dtype: str) -> float:
+    """Operations per second of the kernels' threads on registers, best of several."""
+    multiply_add = library.load().llm_multiply_add
+    multiply_add.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
+    multiply_add.restype = ctypes.c_double
+    isa, rounds, best = library.load().llm_isa(), 1 << 16, 0.0
+    for _ in range(NUM_TRIES):
+        start = time.perf_counter()
+        flop = multiply_add(isa, dtype.encode(), rounds)
+        elapsed = time.perf_counter() - start
+        best = max(best, flop / elapsed)
+        rounds = max(rounds, int(rounds * SECONDS_A_TRY / elapsed))
+    return best
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of a decoder cannot do without: every weight read once, every context read, every product."""
+
+    spec: ModelSpec
+    dtype: str
+
+    def num_bytes(self, num_context_tokens: int) -> float:
+        """Bytes read by a step whose rows have `num_context_tokens` in the cache together."""
+        size = ELEMENT_BYTES[self.dtype]
+        parameters = self._layer_parameters + self.spec.vocab_size * self.spec.hidden_size
+        return size * parameters + self.spec.kv_bytes_per_token(size) * num_context_tokens
+
+    def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
+        """Operations of a step.
+
+        Args:
+            num_tokens: Tokens the step computes.
+            num_samples: Rows whose last token goes through the head.
+            num_pairs: Pairs of a token and a token it attends to, in one head of one layer.
+        """
+        spec = self.spec
+        head = spec.vocab_size * spec.hidden_size
+        attention = 2 * spec.q_size * spec.num_hidden_layers
+        return 2.0 * (self._layer_parameters * num_tokens + head * num_samples + attention * num_pairs)
+
+    @property
+    def _layer_parameters(self) -> int:
+        """Without the embedding table, of which a token reads one row, and without a head of its own."""
+        num_tables = 1 if self.spec.tie_word_embeddings else 2
+        return self.spec.num_parameters - num_tables * self.spec.vocab_size * self.spec.hidden_size
+
+
+def prompt_seconds(limits: Limits, cost: StepCost, count: int, length: int) -> float:
+    """The least time for the first tokens of `count` prompts of `length` tokens, as one step."""
+    pairs = count * length * (length + 1) // 2
+    return limits.seconds(cost.num_bytes(0), cost.flop(count * length, count, pairs))
+
+
+def decode_seconds(limits: Limits, cost: StepCost, count: int, first: int, last: int) -> float:
+    """The least time for the steps in which `count` contexts grow from `first` to `last` tokens."""
+    return sum(
+        limits.seconds(cost.num_bytes(count * context), cost.flop(count, count, count * context))
+        for context in range(first + 1, last + 1)
+    )
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

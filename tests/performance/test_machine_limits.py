@@ -1,0 +1,56 @@
+"""What a step costs at least, worked out by hand for a small model, and the limits of the machine."""
+
+import pytest
+from llm_serving.core.model_spec import ModelSpec
+from machine_limits import Limits, StepCost, arithmetic_peak, decode_seconds, prompt_seconds
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+)
+LAYERS = 2 * (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8
+HEAD = 100 * 8
+COST = StepCost(SPEC, "bfloat16")
+
+
+def limits(read_bytes_per_s, flop_per_s):
+    return Limits("plain", 1, "bfloat16", read_bytes_per_s, flop_per_s)
+
+
+def test_a_step_reads_every_weight_but_the_embedding_and_every_context():
+    assert COST.num_bytes(0) == 2 * (LAYERS + HEAD)
+    assert COST.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * 2 * 4 * 2  # keys and values, two layers
+
+
+def test_a_tied_table_is_read_once():
+    tied = StepCost(ModelSpec(**{**vars(SPEC), "tie_word_embeddings": True}), "float32")
+    assert tied.num_bytes(0) == 4 * (LAYERS + HEAD)
+
+
+def test_a_token_is_multiplied_with_every_weight_and_only_samples_with_the_head():
+    assert COST.flop(5, 0, 0) == 2 * 5 * LAYERS
+    assert COST.flop(5, 3, 0) - COST.flop(5, 0, 0) == 2 * 3 * HEAD
+    assert COST.flop(0, 0, 7) == 2 * 2 * 8 * 7 * 2  # scores and sums of 8 elements, two layers
+
+
+def test_the_longer_of_reading_and_computing_counts():
+    assert prompt_seconds(limits(10.0, 1e30), COST, 4, 3) == pytest.approx(COST.num_bytes(0) / 10)
+    pairs = 4 * (1 + 2 + 3)
+    assert prompt_seconds(limits(1e30, 10.0), COST, 4, 3) == pytest.approx(COST.flop(12, 4, pairs) / 10)
+
+
+def test_decoding_reads_a_growing_context():
+    seconds = decode_seconds(limits(10.0, 1e30), COST, 2, first=5, last=7)
+    assert seconds == pytest.approx((COST.num_bytes(2 * 6) + COST.num_bytes(2 * 7)) / 10)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_arithmetic_peak_is_that_of_a_processor(dtype):
+    pytest.importorskip("llm_serving.kernels.library")
+    assert 1e8 < arithmetic_peak(dtype) < 1e15

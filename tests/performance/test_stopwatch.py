@@ -1,0 +1,41 @@
+"""Time is told apart, and what was timed is left as it was found."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from stopwatch import Stopwatch
+
+
+class Parts:
+    def outer(self, factor):
+        return factor * self.inner()
+
+    def inner(self):
+        return 21
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock that moves on by one second whenever it is read."""
+    readings = iter(range(1000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(readings)))
+
+
+def test_a_part_counts_without_the_parts_inside_it(ticks):
+    parts, watch = Parts(), Stopwatch()
+    with watch.on((parts, "outer", "outside"), (parts, "inner", "inside")):
+        assert parts.outer(2) == 42
+        parts.inner()
+    assert watch.seconds == {"outside": 2.0, "inside": 2.0}
+
+
+def test_nothing_is_timed_afterwards_even_after_an_error(ticks):
+    def fail():
+        raise ValueError
+
+    parts, module, watch = Parts(), SimpleNamespace(fail=fail), Stopwatch()
+    with pytest.raises(ValueError), watch.on((parts, "inner", "inside"), (module, "fail", "failing")):
+        module.fail()
+    assert watch.seconds == {"failing": 1.0}
+    assert module.fail is fail and vars(parts) == {}
