@@ -30,7 +30,8 @@ class Harness:
 
     def __init__(self, *, ahead: bool = True, **scheduler) -> None:
         self.scheduler = create_scheduler(**scheduler)
-        self.runner = FakeRunner(self.scheduler.blocks.pool.num_blocks, self.scheduler.blocks.block_size)
+        blocks = self.scheduler.blocks
+        self.runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
         self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)
         self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
         self.metrics = Metrics()

@@ -4,8 +4,6 @@ import pytest
 from engine_harness import Harness
 from factories import create_request
 from fake_runner import expected_output
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.errors import WorkerDiedError
@@ -21,42 +19,6 @@ def test_one_request_gets_the_model_s_answer(ahead: bool) -> None:
     assert harness.token_ids(request.request_id) == expected
     assert harness.text(request.request_id) == "".join(f"{token} " for token in expected)
     assert harness.last(request.request_id).finish_reason is FinishReason.LENGTH
-
-
-load = st.lists(
-    st.tuples(st.integers(0, 10), st.integers(1, 30), st.integers(1, 10), st.integers(-1, 1)), min_size=1, max_size=12
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    load=load,
-    ahead=st.booleans(),
-    budget=st.integers(8, 40),
-    num_blocks=st.integers(10, 24),
-    policy=st.sampled_from(["prefill_first", "fcfs"]),
-    static=st.booleans(),
-)
-def test_answers_do_not_depend_on_load_chunks_or_preemption(
-    load: list[tuple[int, int, int, int]], ahead: bool, budget: int, num_blocks: int, policy: str, static: bool
-) -> None:
-    harness = Harness(
-        ahead=ahead,
-        policy=policy,
-        max_num_batched_tokens=budget,
-        num_blocks=num_blocks,
-        static_batching=static,
-    )
-    requests = [(at, create_request(p, max_tokens=o, priority=prio, seed=i)) for i, (at, p, o, prio) in enumerate(load)]
-    for step in range(11):
-        for at, request in requests:
-            if at == step:
-                harness.engine.submit(request)
-        harness.engine.step()
-    harness.run()
-    for _, request in requests:
-        expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
-        assert harness.token_ids(request.request_id) == expected
 
 
 def test_a_stop_token_ends_the_text_before_it() -> None:

@@ -1,76 +1,143 @@
-"""Random arrivals, aborts and ends: every request ends, blocks are conserved, bounds hold."""
+"""The bounds on waiting: as configured, never exceeded by the worst arrivals, and watched by the monitor."""
 
-from factories import create_request, create_scheduler
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import RequestClass
+from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler.bounds import WaitMonitor
+from llm_serving.scheduler.policy import POLICIES
+from scheduler_run import SchedulerRun
 
-arrivals = st.lists(
-    st.tuples(
-        st.integers(0, 12),  # step of arrival
-        st.integers(1, 40),  # prompt tokens
-        st.integers(1, 12),  # output tokens
-        st.integers(-2, 2),  # priority
-        st.one_of(st.none(), st.integers(0, 30)),  # step of an abort
-    ),
-    min_size=1,
-    max_size=14,
-)
+MAX_MODEL_LEN = 6
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    arrivals=arrivals,
-    policy=st.sampled_from(["prefill_first", "fcfs"]),
-    budget=st.integers(8, 48),
-    num_blocks=st.integers(13, 40),
-    ahead=st.booleans(),
-    static=st.booleans(),
-    max_preemptions=st.integers(0, 2),
-)
-def test_every_request_ends_with_what_it_asked_for(
-    arrivals: list[tuple[int, int, int, int, int | None]],
-    policy: str,
-    budget: int,
-    num_blocks: int,
-    ahead: bool,
-    static: bool,
-    max_preemptions: int,
-) -> None:
-    scheduler = create_scheduler(
-        policy=policy,
-        num_blocks=num_blocks,
-        max_num_batched_tokens=budget,
-        static_batching=static,
-        max_preemptions=max_preemptions,
+def tiny(**options: Any) -> dict[str, Any]:
+    """One or two slots and outputs of a few tokens, so that the bounds are small."""
+    return {
+        "num_blocks": 5,
+        "block_size": 2,
+        "max_num_seqs": 2,
+        "max_prefill_seqs": 2,
+        "max_num_batched_tokens": 4,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_decode_gap": 1,
+        "max_prefill_gap": 1,
+        "max_preemptions": 1,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed"])
+@pytest.mark.parametrize("max_overtakes", [0, 1])
+def test_no_order_of_few_arrivals_breaks_a_bound(policy: str, max_overtakes: int) -> None:
+    """All of them, one a step: nobody, a high one, a low one of either of two tenants."""
+    choices = [None, (-1, "x"), (1, "x"), (1, "y")]
+    classes = create_classes(ageing_steps=1, high={"weight": 1}, low={"weight": 1})
+    for sequence in itertools.product(choices, repeat=4):
+        run = SchedulerRun(create_scheduler(**tiny(policy=policy, max_overtakes=max_overtakes, classes=classes)))
+        for arrival in sequence:
+            if arrival is not None:
+                run.add(create_request(3, max_tokens=3, priority=arrival[0], tenant=arrival[1]))
+            run.step()
+        run.finish()
+
+
+@st.composite
+def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
+    max_num_seqs = draw(st.integers(1, 3))
+    share = st.sampled_from([0.3, 0.5, 1.0, 1.0])
+    classes = tuple(
+        RequestClass(
+            name=name,
+            rank=rank,
+            weight=draw(st.sampled_from([1, 2, 4])),
+            ageing_steps=draw(st.sampled_from([0, 1, 2, 4])),
+            max_running_share=draw(share),
+            max_kv_share=draw(share),
+        )
+        for rank, name in enumerate(("high", "normal", "low"), start=-1)
     )
-    pending = [
-        (step, abort, create_request(prompt, max_tokens=output, priority=priority))
-        for step, prompt, output, priority, abort in arrivals
-    ]
-    requests = [request for _, _, request in pending]
-    in_flight = []
-    for step in range(2000):
-        for arrival, abort, request in pending:
-            if arrival == step:
-                scheduler.add(request)
-            if abort is not None and step == arrival + abort:
-                scheduler.finish(request, FinishReason.ABORT)
-        schedule = scheduler.schedule(float(step))
-        if schedule is not None:
-            in_flight.append(schedule)
-            assert schedule.num_tokens <= budget
-            assert schedule.num_bound_violations == 0
-            assert len({id(row.request) for row in schedule.rows}) == len(schedule.rows)
-        if in_flight and (schedule is None or len(in_flight) > ahead):
-            done = in_flight.pop(0)
-            scheduler.update(done, [7] * sum(row.samples for row in done.rows))
-        scheduler.check_integrity()
-        if step > 50 and not scheduler.has_unfinished_requests and not in_flight:
-            break
-    assert scheduler.blocks.pool.num_used_blocks == 0
-    for request in requests:
-        assert request.is_finished
-        assert request.num_preemptions <= max_preemptions
-        if request.finish_reason is FinishReason.LENGTH:
-            assert len(request.output_token_ids) == request.sampling.max_tokens
+    return tiny(
+        policy=draw(st.sampled_from(sorted(POLICIES))),
+        separate=draw(st.booleans()),
+        static_batching=draw(st.sampled_from([False, False, True])),
+        preemption_mode=draw(st.sampled_from(PreemptionMode)),
+        num_swap_blocks=draw(st.sampled_from([0, 8])),
+        num_blocks=draw(st.integers(3, 8)),
+        prefix_caching=draw(st.booleans()),
+        max_num_seqs=max_num_seqs,
+        max_prefill_seqs=draw(st.integers(1, 2)),
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 4])),
+        max_decode_gap=draw(st.integers(1, 2)),
+        max_prefill_gap=draw(st.integers(1, 2)),
+        max_preemptions=draw(st.integers(0, 2)),
+        max_overtakes=draw(st.integers(0, 2)),
+        classes=classes,
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    options=tiny_options(),
+    pattern=st.lists(
+        st.lists(st.tuples(st.integers(1, MAX_MODEL_LEN - 1), st.integers(-1, 1), st.sampled_from("xy")), max_size=3),
+        min_size=1,
+        max_size=6,
+    ),
+    steps_ahead=st.integers(0, 1),
+)
+def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
+    options: dict[str, Any], pattern: list[list[tuple[int, int, str]]], steps_ahead: int
+) -> None:
+    """The pattern repeats, so a backlog builds up; each request is as long as may be."""
+    run = SchedulerRun(create_scheduler(**options), steps_ahead)
+    for arrivals in itertools.islice(itertools.cycle(pattern), 40):
+        for prompt, priority, tenant in arrivals:
+            run.add(create_request(prompt, max_tokens=MAX_MODEL_LEN - prompt, priority=priority, tenant=tenant))
+        run.step()
+    run.finish()
+
+
+def test_the_monitor_counts_who_waits_longer_than_the_bound_once() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    bounds = [replace(each, max_admission_steps=3) for each in scheduler.bounds]
+    scheduler._monitor = WaitMonitor(bounds)
+    for _ in range(2):
+        scheduler.add(create_request(max_tokens=12))
+    counts = []
+    for _ in range(8):
+        schedule = scheduler.schedule(0.0)
+        assert schedule is not None
+        counts.append(schedule.num_bound_violations)
+        scheduler.update(schedule, [7])
+    assert counts == [0, 0, 0, 0, 1, 0, 0, 0]
+
+
+def test_waiting_at_the_limit_of_a_share_does_not_count() -> None:
+    classes = create_classes(normal={"max_running_share": 0.5})
+    scheduler = create_scheduler(max_num_seqs=2, classes=classes)
+    scheduler._monitor = WaitMonitor([replace(each, max_admission_steps=3) for each in scheduler.bounds])
+    run = SchedulerRun(scheduler)
+    run.add(create_request(max_tokens=20), create_request(max_tokens=20))
+    run.finish()
+
+
+def test_waiting_for_a_batch_to_fill_does_not_count() -> None:
+    scheduler = create_scheduler(max_prefill_seqs=2, batch_waiting_time=100.0)
+    scheduler._monitor = WaitMonitor([replace(each, max_admission_steps=3) for each in scheduler.bounds])
+    for _ in range(2):
+        scheduler.add(create_request(max_tokens=20))
+    run = SchedulerRun(scheduler)
+    run.step()
+    run.add(create_request())
+    for _ in range(10):
+        run.step()
+    assert scheduler.num_waiting == 1

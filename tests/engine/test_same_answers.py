@@ -1,0 +1,75 @@
+"""The answer of a request is the one it gets alone, whatever the scheduler does with it and with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_harness import Harness
+from factories import create_request
+from fake_runner import expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.core.request import Request
+from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler.policy import POLICIES
+from scheduler_loads import arrivals, create_load, scheduler_options
+
+
+def assert_answers_are_those_given_alone(harness: Harness, requests: list[Request]) -> None:
+    for request in requests:
+        expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
+        assert harness.token_ids(request.request_id) == expected
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+    assert harness.scheduler.blocks.host_pool.num_used_blocks == 0
+
+
+@settings(max_examples=120, deadline=None)
+@given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans())
+def test_answers_do_not_depend_on_load_or_configuration(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool
+) -> None:
+    harness = Harness(ahead=ahead, **options)
+    load = create_load(arrivals)
+    for step in range(26):
+        for arrival, abort, request in load:
+            if arrival == step:
+                harness.engine.submit(request)
+            if abort == step:
+                harness.engine.abort(request.request_id)
+        harness.engine.step()
+    harness.run()
+    assert_answers_are_those_given_alone(harness, [request for _, abort, request in load if abort is None])
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fcfs"}))
+def test_answers_do_not_depend_on_when_a_request_is_displaced(
+    policy: str, separate: bool, mode: PreemptionMode
+) -> None:
+    """Every `period` steps a higher request takes the only place of the lower one; prompts come in chunks."""
+    for period in range(2, 7):
+        for prefix_caching in (False, True):
+            harness = Harness(
+                policy=policy,
+                separate=separate,
+                preemption_mode=mode,
+                prefix_caching=prefix_caching,
+                num_blocks=12,
+                num_swap_blocks=6,
+                swap_block_cost_tokens=2.0,
+                max_num_seqs=1,
+                max_num_batched_tokens=5,
+            )
+            low = create_request(14, max_tokens=12, priority=1, seed=1)
+            requests = [low]
+            harness.engine.submit(low)
+            for step in range(60):
+                if step % period == period - 1 and not low.is_finished:
+                    requests.append(create_request(3, max_tokens=1, priority=-1, seed=step))
+                    harness.engine.submit(requests[-1])
+                harness.engine.step()
+            harness.run()
+            assert low.num_preemptions > 0
+            assert_answers_are_those_given_alone(harness, requests)
