@@ -7,10 +7,12 @@ from itertools import count
 
 from factories import create_scheduler
 from fake_runner import FakeRunner
+from llm_serving.core.clock import Clock
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
 from word_tokenizer import WordTokenizer
 
@@ -28,7 +30,9 @@ class AheadExecutor(LocalExecutor):
 class Harness:
     """An engine over a fake model, run by hand."""
 
-    def __init__(self, *, ahead: bool = True, **scheduler) -> None:
+    def __init__(
+        self, *, ahead: bool = True, journal: Journal | None = None, clock: Clock | None = None, **scheduler
+    ) -> None:
         self.scheduler = create_scheduler(**scheduler)
         blocks = self.scheduler.blocks
         self.runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
@@ -42,7 +46,8 @@ class Harness:
             WordTokenizer(),
             self.metrics,
             self._publish,
-            clock=lambda: float(next(ticks)),
+            journal=journal,
+            clock=clock or (lambda: float(next(ticks))),
         )
 
     def _publish(self, pieces: list[RequestOutput]) -> None:

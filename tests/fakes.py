@@ -9,11 +9,13 @@ from pathlib import Path
 
 import llm_serving.demo_model
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import EngineHealth
+from llm_serving.engine.explanation import Explanation
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import CapacityError, LLMServingError
@@ -131,6 +133,10 @@ class FakeEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a stream waits for the gate."""
+    explanations: list[Explanation] = field(default_factory=list)
+    asked: list[tuple[object, str | None]] = field(default_factory=list)
+    """What explanations (by id) and timelines (by number of steps) were asked for, and by whom."""
+    exchanges: list[Exchange | None] = field(default_factory=list)
     num_starts: int = 0
     num_stops: int = 0
 
@@ -155,6 +161,19 @@ class FakeEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(self.ready, "ready" if self.ready else "loading the model", loading=not self.ready)
 
+    def clock(self) -> float:
+        """Every reading is a second after the one before."""
+        self._ticks = getattr(self, "_ticks", 0.0) + 1.0
+        return self._ticks
+
+    def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
+        self.asked.append((request_id, tenant))
+        return self.explanations
+
+    def timeline(self, num_steps: int, tenant: str | None = None) -> dict[str, object]:
+        self.asked.append((num_steps, tenant))
+        return {"traceEvents": [], "displayTimeUnit": "ms"}
+
     def check_capacity(self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "") -> None:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
@@ -168,11 +187,13 @@ class FakeEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        exchange: Exchange | None = None,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
         submitted = Submitted(prompt_token_ids, sampling, request_id, priority, tenant, cache_salt)
         self.submitted.append(submitted)
+        self.exchanges.append(exchange)
         return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))
 
 

@@ -32,6 +32,7 @@ def test_statuses_of_the_families():
         "RequestError": 400,
         "ContextLengthError": 400,
         "PermissionDeniedError": 403,
+        "RequestNotFoundError": 404,
         "ModelNotFoundError": 404,
         "RequestTooLargeError": 413,
         "RequestTimeoutError": 408,

@@ -8,6 +8,7 @@ LLMServingError
 ├── RequestError          400   a client's request breaks a rule: field, rule, value
 │   ├── ContextLengthError 400  prompt and max_tokens do not fit the model or the KV cache
 │   ├── PermissionDeniedError 403  its API key does not allow what it asks for
+│   ├── RequestNotFoundError 404  no request of that id is known, or not to who asks
 │   ├── ModelNotFoundError 404  the request names a model that is not served
 │   ├── RequestTooLargeError 413
 │   └── RequestTimeoutError  408  its body did not arrive in time
@@ -94,6 +95,12 @@ class PermissionDeniedError(RequestError):
 
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served."""
+
+    http_status: ClassVar[int] = 404
+
+
+class RequestNotFoundError(RequestError):
+    """No request of that id is known, or it is another tenant's."""
 
     http_status: ClassVar[int] = 404
 

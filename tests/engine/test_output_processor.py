@@ -10,6 +10,7 @@ from factories import create_request
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.core.request_output import TokenLogprobs
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from word_tokenizer import WordTokenizer
@@ -28,7 +29,7 @@ def step_output(*token_ids, num_top=0):
 @pytest.fixture
 def processor():
     ticks = count()
-    return OutputProcessor(WordTokenizer(), Metrics(), lambda: float(next(ticks)))
+    return OutputProcessor(WordTokenizer(), Metrics(), Journal(), lambda: float(next(ticks)))
 
 
 def start(processor, **fields):

@@ -131,6 +131,13 @@ class ServerConfig:
     max_worker_restarts: int = option(5, integer(0, 1000))
     """Times in a row, without a step in between, that a WorkAgent which ended is started again."""
 
+    explain_requests: int = option(1000, integer(0, 10**6))
+    """Requests of each WorkAgent that ended, the newest, which `/v1/requests/{id}/explain` can still explain, beside
+    all that live. 0: none, and no timeline."""
+
+    timeline_steps: int = option(10000, integer(1, 10**7))
+    """Steps of each WorkAgent, the newest, that explanations and `/v1/timeline` are made from."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 
@@ -57,8 +59,14 @@ class Request:
     """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
     waits_for_reply: bool = False
     """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
+    beam_search: BeamSearchParams | None = None
+    """Set on a request that is answered by a beam search: other requests are computed in its place."""
+    beam_of: Request | None = None
+    """Set on a beam: the request it is computed for."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
+    exchange: Exchange | None = None
+    """The HTTP request it answers, alone or with others."""
     sequence: int = 0
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
     request_class: RequestClass = STANDARD
@@ -84,6 +92,8 @@ class Request:
     """The step before which it began to wait, the latest time."""
     took_turn: bool = False
     """Whether it was admitted before a higher class that waited; no higher class displaces it then."""
+    num_steps_as_first: int = 0
+    """Most steps in a row that left it out while it was first in the order of its class."""
     last_scheduled_step: int = -1
     """The newest step that computed a token of this request, or the one before it was admitted."""
     first_scheduled_time: float | None = None

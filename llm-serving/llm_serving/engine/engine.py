@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.executor import Executor, StepFailedError
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.load_estimator import LoadEstimator
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
@@ -46,6 +48,7 @@ class Engine:
         *,
         index: int = 0,
         max_steps_in_flight: int = 2,
+        journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -58,11 +61,13 @@ class Engine:
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
         self.load = LoadEstimator(scheduler.limits)
+        self.journal = Journal() if journal is None else journal
+        """What happened to its requests and steps, for those who ask; keeps nothing unless told to."""
         self.on_started: Callable[[list[str]], None] = lambda request_ids: None
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self._executor = executor
         self._builder = StepBuilder(scheduler.blocks)
-        self._processor = OutputProcessor(tokenizer, metrics, clock)
+        self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._index = index
         self._metrics = metrics
         self._publish = publish
@@ -85,7 +90,12 @@ class Engine:
         Raises:
             WorkerDiedError: The engine has ended.
         """
-        self._post(lambda: self._add(request))
+        self.journal.submitted(request, class_of(request.priority, self.scheduler.classes))
+        try:
+            self._post(lambda: self._add(request))
+        except WorkerDiedError:
+            self.journal.forget(request)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step; one that has ended already is left alone."""
@@ -146,7 +156,9 @@ class Engine:
     def _advance(self) -> bool:
         now = self._clock()
         schedule = self.scheduler.schedule(now)
+        self.journal.decided(now, self.scheduler.blocked)
         if schedule is not None:
+            self.journal.formed(now, schedule)
             self._executor.submit(self._builder.build(schedule, self._executor.next_step))
             if not self._in_flight:
                 self._step_began = now
@@ -164,6 +176,7 @@ class Engine:
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         began, self._step_began = self._step_began, self._clock()
+        self.journal.replied(self._step_began)
         self._deliver(schedule, updated, output)
         self.num_steps += 1
         self._record(schedule)
@@ -223,7 +236,8 @@ class Engine:
         Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
         """
         logger.error("steps are lost: %s", error)
-        failed = isinstance(error, StepFailedError)
+        self.journal.lost(self._clock())
+        failed = isinstance(error, StepFailedError) and self._survives()
         lost = self._take_back_steps(only_oldest=failed)
         self.scheduler.lose_cache()
         self._builder.forget()
@@ -232,6 +246,7 @@ class Engine:
         else:
             self._restart(str(error))
             culprits = culprits_of_death(lost, self.scheduler, self._executor)
+        self.journal.recovered(self._clock())
         for request in culprits:
             self._end_request(request, FinishReason.ERROR, str(error))
 
@@ -269,6 +284,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         self._processor.start(request)
         self.scheduler.add(request)
+        self.journal.queued(request, self._clock())
 
     def _abort(self, request_id: str) -> None:
         request = self._processor.find(request_id)

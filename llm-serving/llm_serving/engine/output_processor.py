@@ -8,6 +8,7 @@ from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from llm_serving.log import get_logger
@@ -29,9 +30,10 @@ class _State:
 class OutputProcessor:
     """Keeps what each live request has produced and not yet sent."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, journal: Journal, clock: Clock) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._journal = journal
         self._clock = clock
         self._states: dict[str, _State] = {}
         self._max_token_len = 0
@@ -115,6 +117,7 @@ class OutputProcessor:
     def _record_end(self, state: _State) -> None:
         request = state.request
         now = self._clock()
+        self._journal.ended(request, now)
         scheduled = now if request.first_scheduled_time is None else request.first_scheduled_time
         assert request.finish_reason is not None
         num_output = len(request.output_token_ids)

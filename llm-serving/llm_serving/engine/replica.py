@@ -6,6 +6,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.executor import Executor
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.kvcache import BlockManager
@@ -61,4 +62,7 @@ def build_engine(
     for bounds in scheduler.bounds:
         logger.info("replica %d: %s", index, bounds)
     steps = 2 if config.scheduler.schedule_ahead else 1
-    return Engine(scheduler, executor, tokenizer, metrics, publish, index=index, max_steps_in_flight=steps)
+    journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)
+    return Engine(
+        scheduler, executor, tokenizer, metrics, publish, index=index, max_steps_in_flight=steps, journal=journal
+    )

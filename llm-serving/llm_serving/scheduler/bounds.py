@@ -81,6 +81,8 @@ class WaitMonitor:
             known, since = self._firsts.get(name, (None, step))
             if known is not first:
                 self._firsts[name] = (first, step)
-            elif step - since == self._limits[name] + 1:
+                continue
+            first.num_steps_as_first = max(first.num_steps_as_first, step - since)
+            if step - since == self._limits[name] + 1:
                 violations += 1
         return violations

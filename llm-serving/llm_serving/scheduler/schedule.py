@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llm_serving.core.request import Request
+from llm_serving.scheduler.wait_reason import Blocked, Preemption
 
 
 class ScheduledRow(NamedTuple):
@@ -38,6 +39,8 @@ class Schedule:
     """Requests of the rows that are scheduled for the first time."""
     preempted: list[Request] = field(default_factory=list)
     """Requests that lost their place since the schedule before this one, once for each time."""
+    preemptions: list[Preemption] = field(default_factory=list)
+    """What is to tell of each of `preempted`, in the same order."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
 
@@ -55,6 +58,9 @@ class StepDraft:
         self.closed: set[str] = set()
         """Classes that hold as many slots or blocks as they may."""
         self.preempted: list[Request] = []
+        self.blocked: Blocked | None = None
+        self.considers_prompts = False
+        """Whether prompts could get a share of the step."""
         self._max_prefills = max_prefills
         self._prefills: set[str] = set()
         self._rows: dict[str, ScheduledRow] = {}

@@ -13,6 +13,7 @@ from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
+from llm_serving.scheduler.wait_reason import Blocked, Preemption, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
 
 
@@ -50,6 +51,9 @@ class Scheduler:
         """Steps in a row in which prompts waited and none was computed."""
         self._preempted: list[Request] = []
         """Since the last schedule that had rows."""
+        self._preemptions: list[Preemption] = []
+        self.blocked: Blocked | None = None
+        """Whom the newest call of `schedule` left waiting, and why; None when nobody waits."""
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -85,6 +89,7 @@ class Scheduler:
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
         self._preempted += draft.preempted
+        self.blocked = self._describe_blocked(draft)
         if not draft.num_rows:
             return None
         rows = draft.rows
@@ -94,7 +99,9 @@ class Scheduler:
         self._step += 1
         violations = self._count_violations(draft, load)
         preempted, self._preempted = self._preempted, []
-        return Schedule(draft.number, rows, self.blocks.take_moves(), started, preempted, violations)
+        preemptions, self._preemptions = self._preemptions, []
+        moves = self.blocks.take_moves()
+        return Schedule(draft.number, rows, moves, started, preempted, preemptions, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
@@ -197,8 +204,10 @@ class Scheduler:
 
     def _schedule_prefills(self, draft: StepDraft, now: float) -> None:
         """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
+        draft.considers_prompts = True
         admits = not (self.limits.static_batching and self.running)
-        if self._waits_for_a_batch(now):
+        waits_for_a_batch = self._waits_for_a_batch(now)
+        if waits_for_a_batch:
             draft.closed.update(self.waiting.queues)
         capped: list[Request] = []
         for request in [other for other in self.running if _is_prefilling(other)]:
@@ -210,6 +219,8 @@ class Scheduler:
                 self._add_prompt(request, draft, capped)
         if admits:
             self._admit(draft, capped)
+        if waits_for_a_batch or not admits:
+            draft.blocked = Blocked(None, None, WaitReason.BATCH)
         for request in capped:
             draft.extend(request)
 
@@ -234,6 +245,7 @@ class Scheduler:
 
         With `before`, only those of higher classes.
         """
+        draft.blocked = None
         while (request := self.waiting.best(self._step, draft.closed)) is not None:
             request_class = request.request_class
             if before is not None and request_class.rank >= before.rank:
@@ -242,9 +254,15 @@ class Scheduler:
                 draft.closed.add(request_class.name)
                 continue
             if not draft.has_room_for_prefill and not self.limits.static_batching:
+                draft.blocked = _blocked(request, WaitReason.BUDGET)
                 return
             # A preempted request whose newest token is still on the device cannot be computed yet.
-            if request.num_tokens_in_flight or not (self._fits(request) or self._displace_for(request, draft)):
+            if request.num_tokens_in_flight:
+                draft.blocked = _blocked(request, WaitReason.IN_FLIGHT)
+                return
+            if not (self._fits(request) or self._displace_for(request, draft)):
+                no_slot = len(self.running) >= self.limits.max_num_seqs
+                draft.blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
                 return
             self._start(request, draft.closed)
             if draft.has_room_for_prefill:
@@ -281,7 +299,7 @@ class Scheduler:
             if self._fits(request, spared):
                 victims = spared
         for victim in victims:
-            self._preempt(victim, draft)
+            self._preempt(victim, draft, request)
         return True
 
     def _yields_to(self, request: Request, other: Request) -> bool:
@@ -325,17 +343,19 @@ class Scheduler:
         """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
             victim = next(other for other in reversed(self.running) if not self._is_protected(other))
-            self._preempt(victim, draft)
+            self._preempt(victim, draft, request)
             if victim is request:
                 return False
         self.blocks.grow(request.request_id, request.num_tokens)
         return True
 
-    def _preempt(self, request: Request, draft: StepDraft) -> None:
+    def _preempt(self, request: Request, draft: StepDraft, cause: Request) -> None:
         """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
         self.running.remove(request)
         draft.withdraw(request)
-        if self._prefers_swap(request) and self.blocks.can_swap_out(request):
+        swaps = self._prefers_swap(request) and self.blocks.can_swap_out(request)
+        self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
+        if swaps:
             self.blocks.swap_out(request)
         else:
             self.blocks.free(request.request_id)
@@ -376,6 +396,19 @@ class Scheduler:
         if row.end >= request.num_prompt_tokens:
             self._release_forks(request)
 
+    def _describe_blocked(self, draft: StepDraft) -> Blocked | None:
+        if len(self.waiting) == 0:
+            return None
+        if not draft.considers_prompts:
+            return Blocked(None, None, WaitReason.DECODING)
+        blocked = draft.blocked
+        if blocked is not None and blocked.reason is WaitReason.BATCH:
+            return blocked
+        if draft.closed:
+            closed = tuple(sorted(draft.closed))
+            return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
+        return blocked
+
     def _load(self) -> Load:
         num_decoding = sum(request.is_decoding for request in self.running)
         prompts_wait = len(self.waiting) > 0 or any(_is_prefilling(request) for request in self.running)
@@ -390,6 +423,10 @@ class Scheduler:
         self._prefill_gap = 0 if draft.computes_prompts or not load.prompts_wait else self._prefill_gap + 1
         gap_is_too_long = self._decode_gap() > self.policy.max_decode_gap
         return gap_is_too_long + self._monitor.observe(self.waiting, self._step, draft.closed)
+
+
+def _blocked(request: Request, reason: WaitReason) -> Blocked:
+    return Blocked(request.request_id, request.request_class.name, reason)
 
 
 def _can_decode(request: Request) -> bool:

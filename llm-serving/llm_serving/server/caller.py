@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.requests import Request
 
 from llm_serving.config.schema import ApiKey, ServingConfig
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.request_class import RequestClass
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
+from llm_serving.server.exchange import exchange_of
 from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256
@@ -24,6 +26,8 @@ class Caller:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    exchange: Exchange | None = field(default=None, compare=False)
+    """The HTTP request it came with."""
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> Caller:
@@ -41,7 +45,7 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     key = api_key_of(http_request)
     user, cache_salt = _name("user", bodies), _name("cache_salt", bodies)
     priority = _priority(_given("priority", bodies), _given("priority_class", bodies), config.request_classes, key)
-    return Caller(priority, user if key is None else key.name, cache_salt)
+    return Caller(priority, user if key is None else key.name, cache_salt, exchange_of(http_request))
 
 
 def _priority(priority: int | None, class_name: str | None, classes: Sequence[RequestClass], key: ApiKey | None) -> int:

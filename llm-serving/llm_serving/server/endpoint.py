@@ -13,6 +13,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
 from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.exchange import TimedResponse, begin_exchange
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
@@ -38,14 +39,18 @@ class Endpoint:
 
     def route(self, engine: AsyncEngine) -> Route:
         async def respond(request: Request) -> Response:
-            try:
-                return await self.handler(engine, request)
-            except LLMServingError as error:
-                return self.error_response(error)
-            except (ClientGoneError, ClientDisconnect):
-                return Response(status_code=499)  # never read: the connection is gone
-            except Exception:
-                logger.exception("%s %s failed", self.method, self.path)
-                return self.error_response(internal_error())
+            exchange = begin_exchange(request, engine.clock)
+            return TimedResponse(await self._answer(engine, request), exchange, engine.clock)
 
         return Route(self.path, respond, methods=[self.method])
+
+    async def _answer(self, engine: AsyncEngine, request: Request) -> Response:
+        try:
+            return await self.handler(engine, request)
+        except LLMServingError as error:
+            return self.error_response(error)
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=499)  # never read: the connection is gone
+        except Exception:
+            logger.exception("%s %s failed", self.method, self.path)
+            return self.error_response(internal_error())

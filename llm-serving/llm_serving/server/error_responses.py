@@ -16,6 +16,7 @@ from llm_serving.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
     RequestError,
+    RequestNotFoundError,
     UnavailableError,
 )
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -24,6 +25,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (AuthenticationError, "authentication_error", "invalid_api_key"),
     (PermissionDeniedError, "permission_error", None),
     (ModelNotFoundError, "not_found_error", "model_not_found"),
+    (RequestNotFoundError, "not_found_error", "request_not_found"),
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
     (CapacityError, "rate_limit_error", "queue_full"),

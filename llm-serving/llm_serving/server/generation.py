@@ -123,6 +123,7 @@ async def start_generation(
                     priority=caller.priority,
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
+                    exchange=caller.exchange,
                 )
                 streams.append(stream)
     except BaseException:

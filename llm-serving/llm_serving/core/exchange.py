@@ -1,0 +1,22 @@
+"""The times of one HTTP request and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """Shared by the server and the requests of the engine that answer one HTTP request.
+
+    Times are seconds on the engine's clock. The server writes the first and the last, the engines the rest.
+    """
+
+    received_time: float
+    """Its headers had come."""
+    unfinished: set[str] = field(default_factory=set)
+    """Ids of the requests that answer it and have not ended."""
+    last_ended_time: float = 0.0
+    """When the one that ended last did."""
+    answered_time: float | None = None
+    """When the last bytes of the answer were handed to the socket, or the client had left."""

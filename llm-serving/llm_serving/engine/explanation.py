@@ -1,0 +1,144 @@
+"""Why a request took as long as it did: its spans summed up, beside the bounds of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from llm_serving.engine.attribution import OwnRow, Part, Span, attribute, largest_decode_gap, own_rows
+from llm_serving.engine.journal import Life, Record
+from llm_serving.scheduler.bounds import ClassBounds
+
+ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
+"""What answers put before the id of their request."""
+
+
+class ExplainedPart(Struct, kw_only=True):
+    """Time that went into one thing."""
+
+    what: str
+    detail: str
+    ms: float
+    steps: int
+    """That ran meanwhile."""
+
+
+class ExplainedSteps(Struct, kw_only=True):
+    """Steps from its arrival to its end."""
+
+    first: int | None
+    """Number of the first step that computed it; None: none did, or it is no longer kept."""
+    last: int | None
+    prefill: int
+    computed_again: int
+    decode: int
+    left_out: int
+    """Steps it shared while it had its place."""
+
+
+class ExplainedTokens(Struct, kw_only=True):
+    prompt: int
+    cached: int
+    """Of the prompt, found computed."""
+    output: int
+
+
+class BoundAndMet(Struct, kw_only=True):
+    """What the class promises, and what the request met; in steps or times."""
+
+    bound: int
+    met: int | None
+
+
+class ExplainedBounds(Struct, kw_only=True):
+    steps_as_first: BoundAndMet
+    """Steps it waited as the first in the order of its class."""
+    decode_gap: BoundAndMet
+    """Steps in a row that left it out between two of its tokens; null where its next step waits for more."""
+    preemptions: BoundAndMet
+
+
+class Explanation(Struct, kw_only=True):
+    """Where the time of one request of the engine went; the parts add up to `wall_ms`."""
+
+    id: str
+    """The client's id, and a number that tells choices apart."""
+    request_class: str
+    tenant: str | None
+    """Only told to its owner."""
+    replica: int
+    status: str
+    finish_reason: str | None
+    wall_ms: float
+    parts: list[ExplainedPart]
+    steps: ExplainedSteps
+    tokens: ExplainedTokens
+    num_preemptions: int
+    bounds: ExplainedBounds
+
+
+def answers_to(life: Life, request_id: str) -> bool:
+    """Whether a client means this request by `request_id`: its own id, that of the answer, or the engine's."""
+    own = life.request_id.rpartition("-")[0]
+    stripped = [request_id.removeprefix(prefix) for prefix in ID_PREFIXES]
+    return request_id == life.request_id or own in (request_id, *stripped)
+
+
+def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, with_tenant: bool) -> Explanation:
+    """The explanation of one request from a record of its engine's journal."""
+    facts = life.facts
+    spans, rows = attribute(life, record), own_rows(life, record)
+    computed = {part: sum(row.part is part for row in rows) for part in Part}
+    gap = None if life.is_beam_search else largest_decode_gap(life, record, rows)
+    return Explanation(
+        id=life.request_id,
+        request_class=life.request_class.name,
+        tenant=life.tenant if with_tenant else None,
+        replica=replica,
+        status=facts.status,
+        finish_reason=facts.finish_reason,
+        wall_ms=_ms(spans[-1].end - spans[0].start) if spans else 0.0,
+        parts=_sum_up(spans),
+        steps=_steps(rows, computed, spans),
+        tokens=ExplainedTokens(
+            prompt=facts.num_prompt_tokens, cached=facts.num_cached_tokens, output=facts.num_output_tokens
+        ),
+        num_preemptions=facts.num_preemptions,
+        bounds=ExplainedBounds(
+            steps_as_first=BoundAndMet(bound=bounds.max_admission_steps, met=facts.num_steps_as_first),
+            decode_gap=BoundAndMet(bound=bounds.max_decode_gap, met=gap),
+            preemptions=BoundAndMet(bound=bounds.max_preemptions, met=facts.num_preemptions),
+        ),
+    )
+
+
+def _sum_up(spans: Iterable[Span]) -> list[ExplainedPart]:
+    """One part for each reason, in the order in which they first came."""
+    sums: dict[tuple[Part, str], int] = {}
+    steps: dict[tuple[Part, str], set[int]] = {}
+    for span in spans:
+        key = (span.part, span.detail)
+        sums[key] = sums.get(key, 0) + span.end - span.start
+        if span.step is not None:
+            steps.setdefault(key, set()).add(span.step)
+    return [
+        ExplainedPart(what=part.value, detail=detail, ms=_ms(total), steps=len(steps.get((part, detail), ())))
+        for (part, detail), total in sums.items()
+    ]
+
+
+def _steps(rows: Sequence[OwnRow], computed: dict[Part, int], spans: Iterable[Span]) -> ExplainedSteps:
+    return ExplainedSteps(
+        first=rows[0].step.number if rows else None,
+        last=rows[-1].step.number if rows else None,
+        prefill=computed[Part.PREFILL],
+        computed_again=computed[Part.COMPUTED_AGAIN],
+        decode=computed[Part.DECODE],
+        left_out=len({span.step for span in spans if span.part is Part.SHARING}),
+    )
+
+
+def _ms(nanoseconds: int) -> float:
+    return nanoseconds / 1e6

@@ -1,0 +1,289 @@
+"""What happened to requests and steps, written down as they happen and kept for a while.
+
+Nothing is written for a request at a step: a step keeps who was computed, a request the few times something changed for
+it. `attribution.py` puts the two together when somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from functools import cached_property
+from typing import NamedTuple
+
+from llm_serving.core.exchange import Exchange
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.scheduler import Schedule
+from llm_serving.scheduler.wait_reason import Blocked
+
+
+class Step(NamedTuple):
+    """One step. The WorkAgent began it when it was formed or when the step before had ended, whichever came last."""
+
+    number: int
+    formed: float
+    ended: float
+    singles: tuple[int, ...]
+    """`Request.sequence` of the rows that computed one token and chose the next."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """(`Request.sequence`, first token, tokens) of all other rows: prompts, and what is computed again."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.singles) + sum(count for _, _, count in self.chunks)
+
+
+class Preempted(NamedTuple):
+    time: float
+    by_class: str
+    swapped: bool
+
+
+class Decision(NamedTuple):
+    """Why those who wait do so, from a time on."""
+
+    time: float
+    blocked: Blocked | None
+
+
+class Outage(NamedTuple):
+    """The WorkAgent did nothing that counted: its last steps were lost, or it was being started again."""
+
+    began: float
+    ended: float
+    """Infinite while it lasts."""
+
+
+class Facts(NamedTuple):
+    """What a request tells of itself."""
+
+    status: str
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_steps_as_first: int
+    first_scheduled_time: float | None
+
+
+class Life:
+    """What is kept of one request: its own record, without its texts and tokens once it has ended."""
+
+    __slots__ = (
+        "_facts",
+        "_request",
+        "arrival_time",
+        "ended_time",
+        "exchange",
+        "is_beam_search",
+        "number",
+        "preemptions",
+        "queued_time",
+        "request_class",
+        "request_id",
+        "sequences",
+        "tenant",
+    )
+
+    def __init__(self, request: Request, request_class: RequestClass, number: int) -> None:
+        self.request_id = request.request_id
+        self.tenant = request.tenant
+        self.request_class = request_class
+        self.number = number
+        """Order of arrival at the engine, from 1."""
+        self.exchange: Exchange | None = request.exchange
+        self.is_beam_search = request.beam_search is not None
+        self.arrival_time = request.arrival_time
+        self.queued_time: float | None = None
+        self.ended_time: float | None = None
+        self.sequences: frozenset[int] = frozenset()
+        """`Request.sequence` of what is computed for it: its own, or those of its beams."""
+        self.preemptions: tuple[Preempted, ...] = ()
+        self._request: Request | None = request
+        self._facts: Facts | None = None
+
+    @property
+    def facts(self) -> Facts:
+        request = self._request
+        if request is None:
+            assert self._facts is not None
+            return self._facts
+        return Facts(
+            request.status.value,
+            request.finish_reason,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            len(request.output_token_ids),
+            len(self.preemptions),
+            request.num_steps_as_first,
+            request.first_scheduled_time,
+        )
+
+    def end(self, time: float) -> None:
+        self._facts = self.facts._replace(status="finished")
+        self._request = None
+        self.ended_time = time
+
+
+class Record:
+    """A journal as it stands at one moment; it does not change while somebody reads it."""
+
+    def __init__(
+        self, now: float, steps: list[Step], decisions: list[Decision], outages: list[Outage], kept_since: float
+    ) -> None:
+        self.now = now
+        self.steps = steps
+        """In order; the last two may be under way, they end now."""
+        self.decisions = decisions
+        self.outages = outages
+        self.kept_since = kept_since
+        """Of what came before, the steps are gone."""
+        self._members: dict[int, frozenset[int]] = {}
+
+    def members(self, step: Step) -> frozenset[int]:
+        """`singles` as a set; steps in a row usually share one."""
+        key = id(step.singles)
+        found = self._members.get(key)
+        if found is None:
+            found = self._members[key] = frozenset(step.singles)
+        return found
+
+    def steps_between(self, start: float, end: float) -> list[Step]:
+        """Steps that ended after `start` and were formed before `end`."""
+        first = bisect_left(self._ends, start)
+        last = bisect_left(self._formed, end)
+        return self.steps[first:last]
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        return [step.ended for step in self.steps]
+
+    @cached_property
+    def _formed(self) -> list[float]:
+        return [step.formed for step in self.steps]
+
+
+class Journal:
+    """The journal of one engine. Its thread writes; any thread may take a `record` or look for a request.
+
+    Args:
+        num_requests: Ended requests to keep, the newest; 0 turns the journal off.
+        num_steps: Steps to keep, the newest.
+    """
+
+    def __init__(self, num_requests: int = 0, num_steps: int = 1) -> None:
+        self.enabled = num_requests > 0
+        self._num_requests = num_requests
+        self._num_lives = 0
+        self._lives: dict[str, Life] = {}
+        self._ended: deque[str] = deque()
+        self._steps: deque[Step] = deque(maxlen=num_steps)
+        self._in_flight: deque[Step] = deque()
+        self._decisions: deque[Decision] = deque(maxlen=num_steps)
+        self._outages: deque[Outage] = deque(maxlen=num_steps)
+        self._blocked: Blocked | None = None
+        self._singles: tuple[int, ...] = ()
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def submitted(self, request: Request, request_class: RequestClass) -> None:
+        """A request is on its way to the engine. May be called from any thread."""
+        if not self.enabled:
+            return
+        self._num_lives += 1
+        self._lives[request.request_id] = Life(request, request_class, self._num_lives)
+        if request.exchange is not None:
+            request.exchange.unfinished.add(request.request_id)
+
+    def forget(self, request: Request) -> None:
+        """A request that was submitted has not got there."""
+        self._lives.pop(request.request_id, None)
+        if request.exchange is not None:
+            request.exchange.unfinished.discard(request.request_id)
+
+    def queued(self, request: Request, now: float) -> None:
+        """The engine has taken it from its inbox; the scheduler knows it."""
+        if (life := self._lives.get(request.request_id)) is not None:
+            life.queued_time = now
+            if not life.is_beam_search:
+                life.sequences = frozenset((request.sequence,))
+
+    def decided(self, now: float, blocked: Blocked | None) -> None:
+        """The scheduler was asked for a step and left somebody waiting, or nobody."""
+        if self.enabled and blocked != self._blocked:
+            self._blocked = blocked
+            self._decisions.append(Decision(now, blocked))
+
+    def formed(self, now: float, schedule: Schedule) -> None:
+        """A step goes to the WorkAgent."""
+        if not self.enabled:
+            return
+        singles: list[int] = []
+        chunks: list[tuple[int, int, int]] = []
+        for request, start, count, samples, _ in schedule.rows:
+            if count == 1 and samples:
+                singles.append(request.sequence)
+            else:
+                chunks.append((request.sequence, start, count))
+        unchanged = tuple(singles)
+        if unchanged == self._singles:
+            unchanged = self._singles  # the steps of a batch that only decodes share one tuple
+        self._singles = unchanged
+        self._in_flight.append(Step(schedule.step, now, math.inf, unchanged, tuple(chunks)))
+        for request in schedule.started:
+            if request.beam_of is not None and (life := self._lives.get(request.beam_of.request_id)) is not None:
+                life.sequences |= {request.sequence}
+        for request, preemption in zip(schedule.preempted, schedule.preemptions, strict=True):
+            root = request.beam_of or request
+            if (life := self._lives.get(root.request_id)) is not None:
+                life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
+
+    def replied(self, now: float) -> None:
+        """The reply to the oldest step has come and been applied."""
+        if self.enabled:
+            self._steps.append(self._in_flight.popleft()._replace(ended=now))
+
+    def lost(self, now: float) -> None:
+        """The steps in flight will never be replied to."""
+        if not self.enabled:
+            return
+        began = self._in_flight[0].formed if self._in_flight else now
+        if self._steps:
+            began = max(began, self._steps[-1].ended)
+        self._in_flight.clear()
+        self._outages.append(Outage(began, math.inf))
+
+    def recovered(self, now: float) -> None:
+        """Steps can be formed again."""
+        if self.enabled:
+            self._outages[-1] = self._outages[-1]._replace(ended=now)
+
+    def ended(self, request: Request, now: float) -> None:
+        """The request has got its last piece."""
+        if (life := self._lives.get(request.request_id)) is None:
+            return
+        life.end(now)
+        if (exchange := life.exchange) is not None:
+            exchange.last_ended_time = max(exchange.last_ended_time, now)
+            exchange.unfinished.discard(life.request_id)
+        self._ended.append(life.request_id)
+        if len(self._ended) > self._num_requests:
+            self._lives.pop(self._ended.popleft(), None)
+
+    # --- what others may know; from any thread ----------------------------------------------------------------------
+
+    def lives(self) -> list[Life]:
+        """Of the requests that live and of the newest that ended."""
+        return list(self._lives.values())
+
+    def record(self, now: float) -> Record:
+        # In this order a step that ends meanwhile is seen twice, never missed.
+        in_flight, steps = list(self._in_flight), list(self._steps)
+        full = len(steps) == self._steps.maxlen
+        newest = steps[-1].number if steps else -1
+        steps += [step._replace(ended=now) for step in in_flight if step.number > newest]
+        kept_since = steps[0].formed if full else -math.inf
+        return Record(now, steps, list(self._decisions), list(self._outages), kept_since)

@@ -1,0 +1,39 @@
+"""What the scheduler tells of those it left waiting, and of those it made wait again."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class WaitReason(enum.StrEnum):
+    """Why a step was formed without the request that was to be admitted next."""
+
+    SLOTS = "no free slot"
+    BLOCKS = "no free block"
+    BUDGET = "token budget"
+    SHARE = "share limit of its class"
+    IN_FLIGHT = "its newest token is not back"
+    DECODING = "the step only decodes"
+    BATCH = "a batch is collected"
+
+
+class Blocked(NamedTuple):
+    """Who was to be admitted next and was not; everybody who waits and is not of a closed class is behind it."""
+
+    request_id: str | None
+    """None where the reason holds for all."""
+    class_name: str | None
+    reason: WaitReason
+    closed: tuple[str, ...] = ()
+    """Classes passed over, as they hold as many slots or blocks as they may."""
+
+
+class Preemption(NamedTuple):
+    """A running request that lost its place."""
+
+    request_id: str
+    by_class: str
+    """The class it was done for; its own where it gave way to others of its class."""
+    swapped: bool
+    """Whether what it had computed was moved out; otherwise it is computed again."""

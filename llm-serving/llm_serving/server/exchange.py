@@ -1,0 +1,52 @@
+"""When an HTTP request came and when its answer had been written."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from llm_serving.core.clock import Clock
+from llm_serving.core.exchange import Exchange
+
+SCOPE_KEY: Final = "llm_serving.exchange"
+
+
+def begin_exchange(request: Request, clock: Clock) -> Exchange:
+    """Notes that a request has come; `exchange_of` finds the note."""
+    exchange = Exchange(clock())
+    request.scope[SCOPE_KEY] = exchange
+    return exchange
+
+
+def exchange_of(connection: HTTPConnection) -> Exchange | None:
+    """The note of `begin_exchange`; None where nobody took it."""
+    exchange = connection.scope.get(SCOPE_KEY)
+    assert exchange is None or isinstance(exchange, Exchange)
+    return exchange
+
+
+class TimedResponse(Response):
+    """Sends a response as it is and notes when its last piece is handed over.
+
+    The note is made just before: a client that has the whole answer never measures less than the server.
+    """
+
+    def __init__(self, response: Response, exchange: Exchange, clock: Clock) -> None:
+        self._response = response
+        self._exchange = exchange
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._exchange.answered_time = self._clock()
+            await send(message)
+
+        try:
+            await self._response(scope, receive, send_and_note)
+        finally:
+            if self._exchange.answered_time is None:  # the client has left
+                self._exchange.answered_time = self._clock()

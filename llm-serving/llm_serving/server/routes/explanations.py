@@ -1,0 +1,67 @@
+"""GET /v1/requests/{id}/explain and GET /v1/timeline: where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.explanation import Explanation
+from llm_serving.errors import RequestError, RequestNotFoundError
+from llm_serving.server.authentication import api_key_of
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response
+
+
+class Explanations(Struct):
+    """All requests of the engine that answer to one id: several choices, or several clients that chose the same."""
+
+    request_id: str
+    requests: list[Explanation]
+
+
+class Trace(Struct):
+    """JSON object form of the Trace Event Format."""
+
+    traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
+    displayTimeUnit: str  # noqa: N815
+
+
+async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
+    """Where the time of a request went; it may still run."""
+    request_id = http_request.path_params["request_id"]
+    found = await asyncio.to_thread(engine.explain, request_id, _tenant(http_request))
+    if not found:
+        rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
+        raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
+    return json_response(Explanations(request_id, found))
+
+
+async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest steps and the requests that lived meanwhile, for Perfetto; `?steps=N` for fewer steps."""
+    most = engine.config.serving.timeline_steps
+    given = http_request.query_params.get("steps", str(most))
+    if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
+        raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
+    return json_response(await asyncio.to_thread(engine.timeline, int(given), _tenant(http_request)))
+
+
+def _tenant(http_request: Request) -> str | None:
+    key = api_key_of(http_request)
+    return None if key is None else key.name
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "GET",
+        "/v1/requests/{request_id}/explain",
+        explain_request,
+        "Tell where the time of a request went",
+        answer=Explanations,
+    ),
+    Endpoint("GET", "/v1/timeline", show_timeline, "Trace of the newest steps and their requests", answer=Trace),
+)

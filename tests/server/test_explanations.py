@@ -1,0 +1,151 @@
+"""The routes that tell where time went: who may see what, ids as clients know them, the notes of each HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from engine_harness import Harness
+from factories import create_request
+from fakes import FakeEngine, Script
+from llm_serving.config.schema import ApiKey
+from llm_serving.core.request import FinishReason
+from llm_serving.engine.explanation import answers_to, explain
+from llm_serving.engine.journal import Journal, Life
+from llm_serving.server.authentication import hash_key
+from llm_serving.server.openapi import openapi_document
+from llm_serving.server.routes import ENDPOINTS
+from server_client import RawClient, error_of, leave_while_held, post, request
+
+KEY = "sesame-open-the-door"
+KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
+
+
+def an_explanation(*, with_tenant: bool = False):
+    harness = Harness(journal=Journal(10, 100))
+    harness.engine.submit(create_request(request_id="abc-0", tenant="team-a", max_tokens=3))
+    harness.run()
+    [life] = harness.engine.journal.lives()
+    return explain(life, harness.engine.journal.record(99.0), harness.scheduler.bounds[1], 0, with_tenant=with_tenant)
+
+
+def test_an_explanation_is_told():
+    engine = FakeEngine(explanations=[an_explanation()])
+    answer = request(engine, "GET", "/v1/requests/cmpl-abc/explain").json()
+    assert engine.asked == [("cmpl-abc", None)]
+    assert answer["request_id"] == "cmpl-abc"
+    [told] = answer["requests"]
+    assert (told["id"], told["request_class"], told["tenant"]) == ("abc-0", "normal", None)
+    assert (told["status"], told["finish_reason"]) == ("finished", "length")
+    assert told["tokens"] == {"prompt": 4, "cached": 0, "output": 3}
+    assert told["steps"] == {"first": 0, "last": 3, "prefill": 1, "computed_again": 0, "decode": 3, "left_out": 0} or (
+        told["steps"]["prefill"] == 1
+    )
+    assert told["bounds"]["decode_gap"] == {"bound": 2, "met": 0}
+    assert sum(part["ms"] for part in told["parts"]) == pytest.approx(told["wall_ms"], abs=1e-6)
+
+
+def test_an_unknown_request_is_a_404():
+    response = request(FakeEngine(), "GET", "/v1/requests/nobody/explain")
+    assert response.status_code == 404
+    error = error_of(response)
+    assert (error["type"], error["code"], error["param"]) == ("not_found_error", "request_not_found", "request_id")
+    assert "serving_config.explain_requests" in error["message"]
+
+
+def test_a_tenant_asks_for_its_own():
+    engine = FakeEngine(api_keys=KEYS, explanations=[an_explanation(with_tenant=True)])
+    headers = {"x-api-key": KEY}
+    assert request(engine, "GET", "/v1/requests/a/explain", headers=headers).json()["requests"][0]["tenant"] == "team-a"
+    assert request(engine, "GET", "/v1/timeline", headers=headers).status_code == 200
+    assert engine.asked == [("a", "team-a"), (10000, "team-a")]
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "10001", "x", "", "1.5", "9" * 5000, "%D9%A3"])
+def test_a_timeline_of_a_wrong_number_of_steps_is_refused(steps):
+    response = request(FakeEngine(), "GET", f"/v1/timeline?steps={steps}")
+    assert response.status_code == 400
+    assert "must be an integer from 1 to 10000" in error_of(response)["message"]
+
+
+def test_a_timeline_of_fewer_steps():
+    engine = FakeEngine()
+    assert request(engine, "GET", "/v1/timeline?steps=7").json() == {"traceEvents": [], "displayTimeUnit": "ms"}
+    assert engine.asked == [(7, None)]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "engine_id", "expected"),
+    [
+        ("abc", "abc-7", True),
+        ("cmpl-abc", "abc-7", True),
+        ("chatcmpl-abc", "abc-7", True),
+        ("cmpl-abc", "cmpl-abc-7", True),
+        ("abc-7", "abc-7", True),
+        ("a-b", "a-b-12", True),
+        ("ab", "abc-7", False),
+        ("abc-8", "abc-7", False),
+        ("", "abc-7", False),
+        ("other-abc", "abc-7", False),
+    ],
+)
+def test_ids_are_found_as_clients_know_them(request_id, engine_id, expected):
+    known = create_request(request_id=engine_id)
+    assert answers_to(Life(known, known.request_class, 1), request_id) is expected
+
+
+def test_the_routes_are_documented():
+    document = openapi_document(ENDPOINTS, with_keys=False)
+    operation = document["paths"]["/v1/requests/{request_id}/explain"]["get"]
+    assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Explanations")
+    assert "/v1/timeline" in document["paths"]
+    assert {"Explanation", "ExplainedPart"} <= document["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
+    engine = FakeEngine()
+    body = {"prompt": "Hello", "n": 2, "stream": stream}
+    assert post(engine, "/v1/completions", body).status_code == 200
+    first, second = engine.exchanges
+    assert first is second is not None
+    assert first.answered_time is not None
+    assert 0 < first.received_time < first.answered_time <= engine.clock()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/models/llama2"])
+def test_every_protocol_notes_its_exchange(path):
+    engine = FakeEngine()
+    body = {"prompt": "Hello", "inputs": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
+    assert post(engine, path, body | {"parameters": {"max_new_tokens": 4}}).status_code == 200
+    [exchange] = engine.exchanges
+    assert exchange is not None and exchange.answered_time is not None
+
+
+def test_a_failure_is_an_end_too():
+    engine = FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error="it failed"))
+    assert post(engine, "/v1/completions", {"prompt": "Hello"}).status_code == 500
+    [exchange] = engine.exchanges
+    assert exchange is not None and exchange.answered_time is not None
+
+
+def test_the_last_piece_is_noted_before_it_is_handed_over():
+    engine = FakeEngine()
+    noted: list[float | None] = []
+
+    class Client(RawClient):
+        async def _send(self, message):
+            noted.append(engine.exchanges[0].answered_time)
+            await super()._send(message)
+
+    asyncio.run(Client(engine, "/v1/completions", {"prompt": "Hello", "stream": True}).run())
+    assert noted[-1] is not None
+    assert noted[:-1] == [None] * (len(noted) - 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_exchange(stream):
+    engine = FakeEngine(script=Script(hold_after=1))
+    leave_while_held(engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
+    [exchange] = engine.exchanges
+    assert exchange is not None and exchange.answered_time is not None
