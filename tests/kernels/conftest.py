@@ -13,7 +13,7 @@ def isas() -> list[str]:
         supported = library.supported_isas()
     except KernelError:
         return []
-    return [*supported, *([EMULATED] if "avx512_bf16" in supported else [])]
+    return [*supported, *([EMULATED] if "avx512" in supported else [])]
 
 
 @pytest.fixture(params=isas())

@@ -55,7 +55,7 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "plain": (),
     # The code of amx with loops for its instructions: for tests, hence not worth optimising.
-    "amx_emulated": (*_AVX512_BF16, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"),
+    "amx_emulated": (*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"),
 }
 
 
@@ -167,7 +167,7 @@ def supported_isas() -> list[str]:
 
 @contextmanager
 def isa_in_use(name: str) -> Iterator[None]:
-    """Compute with another instruction set for a while; also "amx_emulated", slow, on CPUs with AVX-512 BF16.
+    """Compute with another instruction set for a while; also "amx_emulated", slow, on CPUs with AVX-512.
 
     Raises:
         KernelError: The name is unknown or this CPU cannot run it.

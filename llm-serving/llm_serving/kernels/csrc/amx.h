@@ -79,6 +79,7 @@ inline void emulated_multiply(int c, int a, int b) {
 #define LLM_TILE_RELEASE()
 #define LLM_TILE_LOAD(tile, source, stride) emulated_load(tile, source, stride)
 #define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
+#define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, sizeof(emulated.bytes[tile]))
 #define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
 #else
 // Written out because gcc 12's intrinsics do not tell the compiler which memory they read.
@@ -89,10 +90,11 @@ inline void emulated_multiply(int c, int a, int b) {
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
 #define LLM_TILE_STORE(tile, target, stride) \
   asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::LLM_TILE_ADDRESS(target, stride) : "memory")
+#define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::)
 #define LLM_TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
-// Sums of up to 32 rows and two panels, and the products to add to them (see `Product` of tile.h).
+// Sums of up to 32 rows and two panels, and the products to add to them or to zero (see `Product` of tile.h).
 struct TileProduct {
   size_t rows;
   bool two_panels;
@@ -104,9 +106,18 @@ struct TileProduct {
   size_t segments, inputs;
   float* c;
   size_t c_stride;
+  bool add_to_c;
 };
 
-inline void configure(const TileProduct& product, size_t step) {
+// What the tiles are configured for: loading a configuration takes about as long as a step of products.
+struct TileShape {
+  size_t rows = 0;
+  size_t step = 0;
+};
+
+inline void configure(const TileProduct& product, size_t step, TileShape& shape) {
+  if (shape.rows == product.rows && shape.step == step) return;
+  shape = {product.rows, step};
   TileConfig config;
   const size_t low = product.rows < kTileHeight ? product.rows : kTileHeight;
   const size_t high = product.rows > kTileHeight ? product.rows - kTileHeight : 1;
@@ -128,16 +139,24 @@ inline void prefetch_step(const TileProduct& product, size_t segment, size_t k, 
 }
 
 // Adds the inputs from `first` to `last` of every segment, `step` at a time.
-inline void add_steps(const TileProduct& product, size_t first, size_t last, size_t step) {
-  configure(product, step);
+inline void add_steps(const TileProduct& product, size_t first, size_t last, size_t step, bool add_to_c,
+                      TileShape& shape) {
+  configure(product, step, shape);
   const bool high = product.rows > kTileHeight;
   const size_t a_bytes = product.a_stride * sizeof(BFloat16);
   const size_t c_bytes = product.c_stride * sizeof(float);
   float* high_c = product.c + kTileHeight * product.c_stride;
-  LLM_TILE_LOAD(0, product.c, c_bytes);
-  if (product.two_panels) LLM_TILE_LOAD(1, product.c + kPanelWidth, c_bytes);
-  if (high) LLM_TILE_LOAD(2, high_c, c_bytes);
-  if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + kPanelWidth, c_bytes);
+  if (add_to_c) {
+    LLM_TILE_LOAD(0, product.c, c_bytes);
+    if (product.two_panels) LLM_TILE_LOAD(1, product.c + kPanelWidth, c_bytes);
+    if (high) LLM_TILE_LOAD(2, high_c, c_bytes);
+    if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + kPanelWidth, c_bytes);
+  } else {
+    LLM_TILE_ZERO(0);
+    LLM_TILE_ZERO(1);
+    LLM_TILE_ZERO(2);
+    LLM_TILE_ZERO(3);
+  }
   for (size_t segment = 0; segment < product.segments; segment++) {
     const BFloat16* a = product.a + segment * product.inputs;
     const BFloat16* const* panels = product.panels + segment * product.panels_stride;
@@ -163,10 +182,12 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
 }
 
 // `inputs` is a multiple of 16; several segments have 16 each, or a multiple of 32.
-inline void multiply_by_tiles(const TileProduct& product) {
+inline void multiply_by_tiles(const TileProduct& product, TileShape& shape) {
   const size_t whole = product.inputs / kStep * kStep;
-  if (whole > 0) add_steps(product, 0, whole, kStep);
-  if (whole < product.inputs) add_steps(product, whole, product.inputs, kHalfStep);
+  if (whole > 0) add_steps(product, 0, whole, kStep, product.add_to_c, shape);
+  if (whole < product.inputs || product.inputs == 0) {
+    add_steps(product, whole, product.inputs, kHalfStep, product.add_to_c || whole > 0, shape);
+  }
 }
 
 }  // namespace llm::LLM_ISA

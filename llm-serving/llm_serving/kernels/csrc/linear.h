@@ -45,7 +45,15 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   constexpr size_t kMultiple = Operand<Element>::kMultiple;
   const size_t inputs = (args.k + kMultiple - 1) / kMultiple * kMultiple;
   const size_t pass = args.m <= kTileRows || inputs <= kPassInputs<Element> ? inputs : kPassInputs<Element>;
-  if (kSameType && inputs == args.k) return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
+#if defined(LLM_AMX)
+  // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
+  const bool in_place = args.m <= kTileHeight;
+#else
+  const bool in_place = true;
+#endif
+  if (kSameType && in_place && inputs == args.k) {
+    return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
+  }
   const size_t passes = pass == 0 ? 0 : (inputs + pass - 1) / pass;
   auto* data =
       static_cast<Activation*>(scratch(Scratch::kActivations, passes * args.m * pass * sizeof(Activation) + 1));

@@ -30,20 +30,19 @@ struct Operand {
   static LLM_INLINE Floats accumulate(Factor a, Factor b, Floats sum) { return multiply_add(a, b, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(LLM_AMX)
 // vdpbf16ps adds the product of the odd inputs, then that of the even ones, to the accumulator; each sum is rounded to
 // nearest even, and subnormal inputs, sums and results count as zero.
 template <>
 struct Operand<BFloat16> {
   using Activation = BFloat16;
-  using Factor = __m512bh;
   static constexpr size_t kInputs = 2;
-  static constexpr size_t kFactors = 1;
 #if defined(LLM_AMX)
   static constexpr size_t kMultiple = kHalfStep;
 #else
+  using Factor = __m512bh;
+  static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
-#endif
 
   static LLM_INLINE Factor load_panel(const BFloat16* panel, size_t) {
     Factor result;
@@ -61,6 +60,7 @@ struct Operand<BFloat16> {
     sum.part[0] = _mm512_dpbf16_ps(sum.part[0], a, b);
     return sum;
   }
+#endif
 };
 #else
 // The even inputs of a panel's pairs, then the odd ones: four panels of each fit the registers beside the sums.
@@ -280,9 +280,7 @@ void multiply(const Product<Element>& product) {
 #if defined(LLM_AMX)
 template <>
 inline void multiply<BFloat16>(const Product<BFloat16>& product) {
-  for (size_t row = 0; row < product.rows && !product.add_to_c; row++) {
-    __builtin_memset(product.c + row * product.c_stride, 0, product.num_panels * kPanelWidth * sizeof(float));
-  }
+  TileShape shape;
   for (size_t panel = 0; panel < product.num_panels; panel += 2) {
     for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {
       const size_t left = product.rows - row;
@@ -298,7 +296,8 @@ inline void multiply<BFloat16>(const Product<BFloat16>& product) {
       part.inputs = product.inputs;
       part.c = product.c + row * product.c_stride + panel * kPanelWidth;
       part.c_stride = product.c_stride;
-      multiply_by_tiles(part);
+      part.add_to_c = product.add_to_c;
+      multiply_by_tiles(part, shape);
     }
   }
   LLM_TILE_RELEASE();
