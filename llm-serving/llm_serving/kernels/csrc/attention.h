@@ -241,6 +241,8 @@ class AttentionTile {
   size_t num_groups_ = 0;
 };
 
+// The tiles with the longest contexts come last in a request; `attention` begins with them, so that the threads end
+// together.
 inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
   const size_t shared = args.num_heads / args.num_kv_heads;
   const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
@@ -267,7 +269,7 @@ inline void attention(const AttentionArgs& args) {
   list_items(args, items);
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    auto body = [&](size_t i) { AttentionTile<Element>(args, items[i]).run(); };
+    auto body = [&](size_t i) { AttentionTile<Element>(args, items[count - 1 - i]).run(); };
     parallel_for(count, body);
   });
 }

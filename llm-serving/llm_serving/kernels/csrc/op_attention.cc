@@ -31,11 +31,13 @@ void store_value(const Element* value, size_t head_dim, size_t lane, Element* gr
   }
 }
 
-// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them, head by head.
+// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them. Heads share none.
 constexpr size_t kTokensPerTask = 64;
+// Rows of one head below which one thread is quicker than waking another.
+constexpr size_t kRowsWorthSharing = 32;
 
 template <class Element, size_t kInputs>
-void store_tokens(const Call& call, size_t first, size_t last) {
+void store_tokens(const Call& call, size_t first, size_t last, size_t first_head, size_t last_head) {
   const size_t block_size = call.dim(2, 1);
   const size_t heads = call.dim(2, 2);
   const size_t head_dim = call.dim(2, 3);
@@ -46,7 +48,7 @@ void store_tokens(const Call& call, size_t first, size_t last) {
     skipped[token - first] = slot < 0;
     slots[token - first] = static_cast<size_t>(slot);
   }
-  for (size_t head = 0; head < heads; head++) {
+  for (size_t head = first_head; head < last_head; head++) {
     for (size_t token = first; token < last; token++) {
       if (skipped[token - first]) continue;
       const size_t in_block = slots[token - first] % block_size;
@@ -84,14 +86,19 @@ int store_kv(const Call& call) {
                        static_cast<long long>(slot), static_cast<long long>(slots));
     }
   }
+  const size_t heads = call.dim(2, 2);
+  const size_t heads_per_task = tokens * heads < kRowsWorthSharing ? heads : 1;
+  const size_t head_tasks = (heads + heads_per_task - 1) / (heads_per_task + (heads == 0));
   auto store = [&](size_t task) {
-    const size_t first = task * kTokensPerTask;
+    const size_t first = task / head_tasks * kTokensPerTask;
     const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
-    if (dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, first, last);
-    if (dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, first, last);
-    store_tokens<uint16_t, 1>(call, first, last);
+    const size_t head = task % head_tasks * heads_per_task;
+    const size_t end = head + heads_per_task;
+    if (dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, first, last, head, end);
+    if (dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, first, last, head, end);
+    store_tokens<uint16_t, 1>(call, first, last, head, end);
   };
-  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask, store);
+  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask * head_tasks, store);
   return 0;
 }
 
