@@ -53,32 +53,43 @@ def token_weights(values: Float32Array, largest: np.float32, scale: np.float32) 
         y = values - largest
         y *= scale
     np.maximum(y, _LOWEST, out=y)
-    whole = y + _ROUND_TO_INTEGER
-    whole -= _ROUND_TO_INTEGER
-    y -= whole
-    power = y * _COEFFICIENTS[0]
+    rounded = y + _ROUND_TO_INTEGER
+    # The integer is in the low bits of the sum: among the exponent's bits it multiplies by 2^integer.
+    exponent = rounded.view(np.int32) << _MANTISSA_BITS
+    rounded -= _ROUND_TO_INTEGER
+    f = np.subtract(y, rounded, out=y)
+    power = np.multiply(f, _COEFFICIENTS[0], out=rounded)
     for coefficient in _COEFFICIENTS[1:]:
         power += coefficient
-        power *= y
+        power *= f
     power += np.float32(1)
-    # Adding to the exponent's bits multiplies by 2^whole.
-    power.view(np.int32)[:] += whole.astype(np.int32) << _MANTISSA_BITS
-    small = power < _ROUND_TO_QUANTUM
-    np.add(power, _ROUND_TO_QUANTUM, out=power, where=small)
-    np.subtract(power, _ROUND_TO_QUANTUM, out=power, where=small)
+    power.view(np.int32)[:] += exponent
+    small = np.minimum(power, _ROUND_TO_QUANTUM, out=f)
+    power -= small
+    small += _ROUND_TO_QUANTUM
+    small -= _ROUND_TO_QUANTUM
+    power += small
     return power
 
 
-def keep_heaviest(weights: Float32Array, count: int) -> Float32Array:
-    """The `count` largest of `weights` ([V]; among equals the lowest ids), 0 in place of the others."""
-    size = len(weights)
-    if count >= size:
+def keep_heaviest(weights: Float32Array, count: int, descending: Float32Array | None = None) -> Float32Array:
+    """The `count` largest of `weights` ([V]; among equals the lowest ids), 0 in place of the others.
+
+    Args:
+        weights: [V]
+        count: At least 1.
+        descending: The weights in this order, if known.
+    """
+    if count >= len(weights):
         return weights
-    threshold = np.partition(weights, size - count)[size - count]
+    if descending is None:
+        descending = np.sort(weights)[::-1]
+    threshold = descending[count - 1]
     kept = weights > threshold
     equal = np.flatnonzero(weights == threshold)
     kept[equal[: count - np.count_nonzero(kept)]] = True
-    return np.where(kept, weights, np.float32(0))
+    heaviest: Float32Array = weights * kept
+    return heaviest
 
 
 def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.float32) -> Float32Array:
@@ -93,8 +104,10 @@ def filter_weights(weights: Float32Array, top_k: int, top_p: float, min_p: np.fl
     if top_k > 0:
         weights = keep_heaviest(weights, top_k)
     if top_p < 1:
-        cumulative = np.sort(weights[weights > 0])[::-1].cumsum(dtype=np.float64)
-        weights = keep_heaviest(weights, int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1)
+        descending = np.sort(weights)[::-1]
+        cumulative = descending.astype(np.float64).cumsum()
+        count = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+        weights = keep_heaviest(weights, count, descending)
     return weights
 
 
@@ -108,5 +121,5 @@ def draw_token(weights: Float32Array, number: float) -> int:
         weights: [V], not all 0.
         number: In [0, 1), uniform.
     """
-    cumulative = weights.cumsum(dtype=np.float64)
+    cumulative = weights.astype(np.float64).cumsum()
     return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))

@@ -30,8 +30,10 @@ LLM_INLINE NativeFloat native_weight(NativeFloat y) {
   const NativeFloat to_integer = native_broadcast(12582912.0f);  // 1.5 * 2^23
   const NativeFloat to_quantum = native_broadcast(0x1p-10f);
   y = y > lowest ? y : lowest;
-  const NativeFloat whole = (y + to_integer) - to_integer;
-  const NativeFloat f = y - whole;
+  // The integer is in the low bits of the sum: among the exponent's bits it multiplies by 2^integer.
+  const NativeFloat rounded = y + to_integer;
+  const NativeUint exponent = (NativeUint)rounded << 23;
+  const NativeFloat f = y - (rounded - to_integer);
   // ln(2)^k / k!
   NativeFloat p = native_broadcast(1.5252733804059841e-05f);
   p = p * f + native_broadcast(1.5403530393381606e-04f);
@@ -41,7 +43,6 @@ LLM_INLINE NativeFloat native_weight(NativeFloat y) {
   p = p * f + native_broadcast(2.4022650695910072e-01f);
   p = p * f + native_broadcast(6.9314718055994530e-01f);
   p = p * f + native_broadcast(1.0f);
-  const NativeUint exponent = (NativeUint) __builtin_convertvector(whole, NativeInt) << 23;
   const NativeFloat power = (NativeFloat)((NativeUint)p + exponent);
   return power < to_quantum ? (power + to_quantum) - to_quantum : power;
 }
