@@ -14,6 +14,7 @@ from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.server.authentication import hash_key
+from llm_serving.trace_file import save_timeline
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -59,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
     _add_run_dir_argument(stop)
     stop.set_defaults(run=_stop)
+
+    timeline = commands.add_parser(
+        "timeline", help="save what a running server did lately as a trace for ui.perfetto.dev", allow_abbrev=False
+    )
+    timeline.add_argument(
+        "--url",
+        default="http://127.0.0.1:8835",
+        help="of the server; its API key, if it wants one, in the environment variable LLM_SERVING_API_KEY",
+    )
+    timeline.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
+    timeline.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
+    timeline.set_defaults(run=_timeline)
 
     config = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
     config_commands = config.add_subparsers(required=True, metavar="COMMAND")
@@ -163,6 +176,12 @@ def _hash_key(arguments: argparse.Namespace) -> int:
     if not API_KEY.fullmatch(key):
         raise ConfigError("an API key must be 16 to 512 printable ASCII characters without spaces")
     print(hash_key(key))
+    return 0
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    num_events = save_timeline(arguments.url, arguments.output, arguments.steps)
+    print(f"{arguments.output}: {num_events} events; open it at https://ui.perfetto.dev")
     return 0
 
 
