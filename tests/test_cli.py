@@ -6,11 +6,15 @@ import sys
 import types
 
 import llm_serving
+import msgspec
 import pytest
+from factories import create_request, run_step
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import WorkerError
+from llm_serving.scheduler.records import Decided
+from recordings import MemoryFiles, create_recorded, read, seal, with_record
 
 LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
 
@@ -126,6 +130,49 @@ def test_hash_key_refuses_what_is_no_key(capsys, monkeypatch, text):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "error: an API key must be 16 to 512 printable ASCII characters without spaces\n"
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A file of a scheduler that ran one request to its end."""
+    files = MemoryFiles()
+    scheduler = create_recorded(files)
+    scheduler.add(create_request(5, request_id="first", max_tokens=3))
+    while scheduler.has_unfinished_requests:
+        run_step(scheduler)
+    path = tmp_path / "replica-0-000001.rec"
+    path.write_bytes(files.files[0])
+    return path
+
+
+def test_replay_prints_counts_and_the_hash(recording, capsys):
+    assert main(["replay", str(recording)]) == 0
+    printed = capsys.readouterr().out
+    assert "steps 0 to 2: 7 events, 3 decisions in " in printed
+    assert printed.endswith(f"every decision is the recorded one; hash {seal(recording.read_bytes())}\n")
+
+
+def test_replay_explains_a_step(recording, capsys):
+    assert main(["replay", str(recording), "--until", "1", "--explain"]) == 0
+    printed = capsys.readouterr().out
+    assert "before step 1: 1 of 8 slots run" in printed
+    assert "steps 0 to 1: " in printed
+
+
+def test_replay_of_a_difference_answers_1(recording, capsys):
+    entry = next(each for each in read(recording.read_bytes()) if isinstance(each.record, Decided))
+    changed = msgspec.structs.replace(entry.record, preempted=[0])
+    recording.write_bytes(with_record(recording.read_bytes(), entry.number, changed))
+    assert main(["replay", str(recording)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {recording}: step 0 differs (record {entry.number} at byte {entry.offset})\n"
+        "  preempted\n    recorded: first\n    replayed: nobody\n"
+    )
+
+
+def test_replay_of_what_is_not_there_answers_2(tmp_path, capsys):
+    assert main(["replay", str(tmp_path / "none.rec")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/none.rec: No such file or directory\n"
 
 
 def test_module_is_the_same_command():

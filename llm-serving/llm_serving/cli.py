@@ -1,17 +1,18 @@
-"""The console command `llm-serving`: serve, start, stop, config check, hash-key, version."""
+"""The console command `llm-serving`: serve, start, stop, replay, config check, hash-key, version."""
 
 import argparse
 import contextlib
 import getpass
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llm_serving import __version__, launcher
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.report import describe
-from llm_serving.errors import ConfigError, LLMServingError
+from llm_serving.errors import ConfigError, LLMServingError, RecordingError
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.server.authentication import hash_key
 from llm_serving.trace_file import save_timeline
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 1 when serving failed, 2 when the arguments or the configuration are wrong.
+        The exit code: 0, 1 when serving failed or a replay differs, 2 when arguments or configuration are wrong.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -60,6 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
     _add_run_dir_argument(stop)
     stop.set_defaults(run=_stop)
+
+    replay = commands.add_parser(
+        "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
+    )
+    replay.add_argument("file", type=Path, metavar="FILE", help="of the folder scheduler_config.record_path")
+    replay.add_argument("--until", type=int, metavar="N", help="stop after the decision of step N")
+    replay.add_argument("--explain", action="store_true", help="show the state and the decision where the replay stops")
+    replay.set_defaults(run=_replay)
 
     timeline = commands.add_parser(
         "timeline", help="save what a running server did lately as a trace for ui.perfetto.dev", allow_abbrev=False
@@ -156,6 +165,35 @@ def _check(arguments: argparse.Namespace) -> int:
     text = "\n".join([describe(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from llm_serving.scheduler.records import Reader
+    from llm_serving.scheduler.replay import Replay
+
+    try:
+        with arguments.file.open("rb") as file:
+            reader = Reader(file)
+            replay = Replay(reader)
+            began = time.perf_counter()
+            replay.run(arguments.until, explain=arguments.explain)
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        raise ConfigError(f"{arguments.file}: {error.strerror or error}") from None
+    except RecordingError as error:
+        raise RecordingError(f"{arguments.file}: {error}") from error
+    if replay.explanation:
+        print(replay.explanation, end="\n\n")
+    print(f"{reader.header.name}, recorded by version {reader.header.version}")
+    if reader.torn_at is not None:
+        print(f"the last record, at byte {reader.torn_at}, is not complete: the recording was cut off there")
+    rate = replay.num_decisions / seconds if seconds else 0.0
+    print(
+        f"steps {replay.first_step} to {replay.next_step - 1}: {replay.num_events} events, {replay.num_decisions}"
+        f" decisions in {seconds:.3f} s, {rate:.0f} decisions/s"
+    )
+    print(f"every decision is the recorded one; hash {replay.hash}")
     return 0
 
 

@@ -17,6 +17,7 @@ LLMServingError
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         its process ended or its channel broke
 │   └── StepMismatchError       a reply does not match the step in flight
+├── RecordingError              a recording of the scheduler is damaged, or cannot be replayed
 ├── KernelError                 the operator library cannot be built or loaded
 └── TransportError              a channel between master and WorkAgent
     ├── ProtocolError           a frame is malformed, too long or of another version
@@ -150,6 +151,10 @@ class WorkerDiedError(WorkerError):
 
 class StepMismatchError(WorkerError):
     """A reply does not match (step, slot, epoch, request) of what is in flight; its tokens are not used."""
+
+
+class RecordingError(LLMServingError):
+    """A recording of the scheduler is damaged, or does not fit this version of the scheduler."""
 
 
 class KernelError(LLMServingError):

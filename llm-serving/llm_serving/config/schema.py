@@ -221,6 +221,16 @@ class SchedulerConfig:
     schedule_ahead: bool = option(True, boolean())
     """Schedule step k+1 while step k is computed."""
 
+    record_path: Path | None = option(None, path())
+    """Folder where each scheduler's events and decisions are recorded, for `llm-serving replay`; token ids are among
+    them. Relative to the folder the server was started in. None: nothing is recorded."""
+
+    record_file_bytes: int = option(16 * 2**20, memory())
+    """Bytes after which a file of a recording ends and the next begins, or text such as "16MB"."""
+
+    record_files: int = option(4, integer(1, 10**6))
+    """Files that are kept of each scheduler; the oldest is deleted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:

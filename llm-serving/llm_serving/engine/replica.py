@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
+
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.executor import Executor
 from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.record_files import RecordFiles
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
 
 logger = get_logger(__name__)
 
 
-def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0) -> Scheduler:
-    """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool."""
+def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0, index: int = 0) -> Scheduler:
+    """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool, of replica `index`.
+
+    It is recorded where the configuration names a folder, until it is dropped or the program ends.
+    """
     scheduler, model = config.scheduler, config.model
     policy = POLICIES[scheduler.policy](config)
     limits = SchedulerLimits(
@@ -43,7 +50,15 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         prefix_caching=scheduler.prefix_caching,
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    return Scheduler(limits, policy, blocks, classes)
+    if scheduler.record_path is None:
+        return Scheduler(limits, policy, blocks, classes)
+    name = f"replica-{index}"
+    recorder = Recorder(
+        RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes
+    )
+    recorded = RecordedScheduler(limits, policy, blocks, classes, recorder)
+    weakref.finalize(recorded, recorder.close)
+    return recorded
 
 
 def build_engine(
@@ -57,7 +72,7 @@ def build_engine(
     num_swap_blocks: int = 0,
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool."""
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks)
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index)
     logger.info("replica %d: %d blocks of %d tokens", index, num_blocks, config.pa.block_size)
     for bounds in scheduler.bounds:
         logger.info("replica %d: %s", index, bounds)

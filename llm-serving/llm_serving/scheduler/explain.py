@@ -1,0 +1,153 @@
+"""A scheduler's state and decision in words: who runs, who waits, who is next and what keeps them waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llm_serving.core.request import Request
+from llm_serving.core.step import BlockMove
+from llm_serving.scheduler.schedule import Schedule
+from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.wait_reason import WaitReason
+
+MAX_SHOWN: Final = 20
+"""Waiting requests of a class; the others are counted."""
+
+
+def describe_state(scheduler: Scheduler) -> str:
+    """Everybody's place at this moment."""
+    pool, host_pool = scheduler.blocks.pool, scheduler.blocks.host_pool
+    lines = [
+        f"before step {scheduler._step}: {len(scheduler.running)} of {scheduler.limits.max_num_seqs} slots run,"
+        f" {scheduler.num_waiting} requests wait",
+        f"blocks: {pool.num_used_blocks} of {pool.num_blocks} used, {pool.num_cached_blocks} hold prefixes that can be"
+        f" found; host pool: {host_pool.num_used_blocks} of {host_pool.num_blocks} used",
+        "",
+        "running, in the order in which they decode",
+        *_table(_HEADINGS, [_cells(scheduler, request) for request in scheduler.running]),
+    ]
+    chosen = _next(scheduler)
+    for name, queue in scheduler.waiting.queues.items():
+        if not len(queue):
+            continue
+        head = queue.head()
+        members = sorted(queue, key=lambda each: (each is not head, not each.has_run, each.queue_key))
+        lines += ["", f"waiting in class {name}: {len(members)}"]
+        cells = [_cells(scheduler, request) + _remark(request, chosen) for request in members[:MAX_SHOWN]]
+        lines += _table((*_HEADINGS, ""), cells)
+        if len(members) > MAX_SHOWN:
+            lines.append(f"  and {len(members) - MAX_SHOWN} more")
+    forks = [fork for forks in scheduler._forks.values() for fork in forks]
+    for title, requests in (("waiting for their parent's prompt", forks), ("laid aside", scheduler._laid_aside)):
+        if requests:
+            lines += ["", title, *_table(_HEADINGS, [_cells(scheduler, request) for request in requests])]
+    return "\n".join(lines)
+
+
+def describe_decision(schedule: Schedule) -> str:
+    cells = [
+        (
+            row.request.request_id,
+            f"{row.num_computed} to {row.end - 1}",
+            str(row.query_len),
+            "samples" if row.samples else "",
+            "for the first time" if row.request in schedule.started else "",
+        )
+        for row in schedule.rows
+    ]
+    moves = ", ".join(f"{BlockMove(kind).name} {source}->{target}" for kind, source, target in schedule.block_moves)
+    return "\n".join(
+        [
+            f"step {schedule.step} computes {schedule.num_tokens} tokens",
+            *_table(("request", "tokens", "count", "", ""), cells),
+            f"  block moves: {moves or 'none'}",
+            f"  preempted: {', '.join(request.request_id for request in schedule.preempted) or 'nobody'}",
+        ]
+    )
+
+
+def describe_waiting(scheduler: Scheduler, schedule: Schedule) -> str:
+    """Why the step was formed without those that wait for admission; numbers as they are after it."""
+    blocked = scheduler.blocked
+    if blocked is None:
+        return "nobody was kept waiting for admission"
+    heads = (scheduler.waiting.queues[name].head() for name in blocked.closed)
+    lines = [f"{head.request_id} waits: {_share(scheduler, head)}" for head in heads if head is not None]
+    request = scheduler._requests.get(blocked.request_id or "")
+    if request is None:
+        if blocked.reason is not WaitReason.SHARE:
+            lines.append(f"all wait: {blocked.reason}")
+    else:
+        numbers = _numbers(scheduler, request, blocked.reason, schedule)
+        lines.append(f"next is {request.request_id}; it waits: {blocked.reason}{numbers}")
+    return "\n".join(lines)
+
+
+def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedule: Schedule) -> str:
+    limits, num_running = scheduler.limits, len(scheduler.running)
+    match reason:
+        case WaitReason.SLOTS:
+            return f"; {num_running} of {limits.max_num_seqs} are taken"
+        case WaitReason.BLOCKS:
+            num_tokens = scheduler._num_tokens_to_hold(request)
+            num_needed = scheduler.blocks.num_blocks_to_admit(request, num_tokens, scheduler._parent(request))
+            num_free = scheduler.blocks.pool.num_free_blocks
+            return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
+        case WaitReason.BUDGET:
+            num_prompts = sum(row.num_computed < row.request.num_prompt_tokens for row in schedule.rows)
+            return (
+                f"; the step has {schedule.num_tokens} of {limits.max_num_batched_tokens} tokens"
+                f" and {num_prompts} of {limits.max_prefill_seqs} prompts"
+            )
+    return ""
+
+
+def _share(scheduler: Scheduler, request: Request) -> str:
+    share = request.request_class
+    members = [other for other in scheduler.running if other.request_class is share]
+    num_held = sum(scheduler.blocks.num_blocks_held(member.request_id) for member in members)
+    num_needed = scheduler.blocks.num_blocks_for(scheduler._num_tokens_to_hold(request))
+    return (
+        f"{WaitReason.SHARE}: {share.name} has {len(members)} of the"
+        f" {share.max_running_share * scheduler.limits.max_num_seqs:g} slots and {num_held} of the"
+        f" {share.max_kv_share * scheduler.blocks.pool.num_blocks:g} blocks it may have; {num_needed} more are needed"
+    )
+
+
+def _next(scheduler: Scheduler) -> Request | None:
+    """Whoever admission would begin with."""
+    closed: set[str] = set()
+    while (request := scheduler.waiting.best(scheduler._step, closed)) is not None:
+        if not scheduler._is_at_limit(request):
+            break
+        closed.add(request.request_class.name)
+    return request
+
+
+_HEADINGS: Final = ("request", "class", "computed", "of", "blocks", "preemptions")
+
+
+def _cells(scheduler: Scheduler, request: Request) -> tuple[str, ...]:
+    num_blocks = scheduler.blocks.num_blocks_held(request.request_id)
+    in_flight = f" ({request.num_tokens_in_flight} in flight)" if request.num_tokens_in_flight else ""
+    return (
+        request.request_id,
+        request.request_class.name,
+        str(request.num_computed_tokens),
+        f"{request.num_tokens}{in_flight}",
+        "swapped" if scheduler.blocks.is_swapped(request.request_id) else str(num_blocks),
+        str(request.num_preemptions),
+    )
+
+
+def _remark(request: Request, chosen: Request | None) -> tuple[str]:
+    return ("next" if request is chosen else "",)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return ["  none"]
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headings, *rows))
+    return [f"  {line}".rstrip() for line in lines]

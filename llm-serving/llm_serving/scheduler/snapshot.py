@@ -1,0 +1,157 @@
+"""The whole state of a scheduler as plain data, and back: it goes on from there as the original would.
+
+The state is a graph of objects, some of them shared and told apart by identity, so it is written as one: a list of
+nodes, each after those it refers to. A node names its kind and has cells; a cell is a scalar, or `[index]` of a node.
+What is made again are the containers and our own classes named below; their constructors do not run.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import RecordingError
+
+Layouts = dict[str, list[str]]
+"""Class -> its attributes, in the order of the cells."""
+
+_SCALARS: Final = frozenset({int, float, str, bytes, bool, type(None)})
+_SEQUENCES: Final[dict[str, type[Any]]] = {each.__name__: each for each in (list, tuple, set, frozenset)}
+_MAPPINGS: Final[dict[str, type[Any]]] = {each.__name__: each for each in (dict, OrderedDict)}
+_PACKAGE: Final = __name__.partition(".")[0]
+_PARTS: Final = ("core", "kvcache", "scheduler")
+"""Parts of the package whose classes make up the state."""
+_LEFT_OUT: Final[dict[type, frozenset[str]]] = {Request: frozenset({"beam_search", "beam_of", "exchange"})}
+"""Attributes that no decision depends on; they come back as None."""
+
+
+def capture(value: object) -> tuple[Layouts, list[Any]]:
+    """Writes `value` and all it refers to; it is the last of the nodes.
+
+    Raises:
+        TypeError: Something in it is neither a container nor of our classes.
+    """
+    writer = _Writer()
+    writer.cell(value)
+    return writer.layouts, writer.nodes
+
+
+def restore(layouts: Layouts, nodes: list[Any]) -> Any:
+    """The inverse of `capture`.
+
+    Raises:
+        RecordingError: The data are not such a graph, or of classes that are different now.
+    """
+    made: list[Any] = []
+    try:
+        for node in nodes:
+            made.append(_make(node, layouts, made))
+        return made[-1]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"its state does not fit this version: {error!r}") from None
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.layouts: Layouts = {}
+        self.nodes: list[Any] = []
+        self._indices: dict[int, int] = {}
+        """By identity: the graph holds the objects while it is written."""
+        self._names: dict[type, str] = {}
+
+    def cell(self, value: Any) -> Any:
+        if type(value) in _SCALARS:
+            return value
+        index = self._indices.get(id(value))
+        if index is None:
+            node = self._node(value)  # what it refers to comes before it
+            index = self._indices[id(value)] = len(self.nodes)
+            self.nodes.append(node)
+        return [index]
+
+    def _cells(self, values: Iterable[Any]) -> list[Any]:
+        values = list(values)
+        # The tables of blocks are long and hold numbers and names only.
+        return values if _SCALARS.issuperset(map(type, values)) else [self.cell(value) for value in values]
+
+    def _node(self, value: Any) -> list[Any]:
+        kind = type(value)
+        name = kind.__name__
+        if _SEQUENCES.get(name) is kind:
+            return [name, self._cells(value)]
+        if _MAPPINGS.get(name) is kind:
+            return [name, self._cells(value.keys()), self._cells(value.values())]
+        if kind is array:
+            return [name, value.tolist(), value.typecode]
+        if kind is SamplingParams:  # the rest says which token is chosen
+            return [name, value.max_tokens]
+        name = self._names.get(kind) or self._names.setdefault(kind, _name_of(kind))
+        if isinstance(value, enum.Enum):
+            return [name, value.value]
+        if isinstance(value, tuple):
+            return [name, self._cells(value)]
+        layout = self.layouts.get(name)
+        if layout is None:
+            layout = self.layouts[name] = _attributes(value)
+        return [name, self._cells([getattr(value, attribute) for attribute in layout])]
+
+
+def _name_of(kind: type) -> str:
+    """`part.module:Class` of one of our classes."""
+    name = f"{kind.__module__.removeprefix(_PACKAGE + '.')}:{kind.__name__}"
+    if _class_of(name) is not kind:
+        raise TypeError(f"{kind} is no part of a scheduler's state")
+    return name
+
+
+def _class_of(name: str) -> type[Any]:
+    """The inverse of `_name_of`; looks only at modules that are loaded."""
+    module, _, class_name = name.partition(":")
+    if module.partition(".")[0] not in _PARTS:
+        raise TypeError(f"{name} is no part of a scheduler's state")
+    kind = getattr(sys.modules[f"{_PACKAGE}.{module}"], class_name)
+    if not isinstance(kind, type) or kind.__module__ != f"{_PACKAGE}.{module}":
+        raise TypeError(f"{name} is no class")
+    return kind
+
+
+def _attributes(value: Any) -> list[str]:
+    names = _declared(type(value)) or list(vars(value))
+    return [name for name in names if name not in _LEFT_OUT.get(type(value), ())]
+
+
+def _declared(kind: type[Any]) -> list[str]:
+    """Attributes that every instance has, where the class says so."""
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "__slots__", ()))
+
+
+def _make(node: list[Any], layouts: Layouts, made: list[Any]) -> Any:
+    name, *parts = node
+    if name == SamplingParams.__name__:
+        return SamplingParams(max_tokens=parts[0])
+    if name == array.__name__:
+        return array(parts[1], parts[0])
+    kind = _SEQUENCES.get(name) or _MAPPINGS.get(name) or _class_of(name)
+    if issubclass(kind, enum.Enum):
+        return kind(parts[0])
+    values, *others = ([made[cell[0]] if type(cell) is list else cell for cell in part] for part in parts)
+    if name in _SEQUENCES:
+        return kind(values)
+    if name in _MAPPINGS:
+        return kind(zip(values, others[0], strict=True))
+    if issubclass(kind, tuple):
+        return kind(*values)
+    instance = object.__new__(kind)
+    attributes = dict(zip(layouts[name], values, strict=True)) | dict.fromkeys(_LEFT_OUT.get(kind, ()))
+    if (declared := _declared(kind)) and attributes.keys() != set(declared):
+        raise ValueError(f"{name} has other attributes now")
+    for attribute, value in attributes.items():
+        object.__setattr__(instance, attribute, value)  # some of them are frozen
+    return instance

@@ -1,0 +1,60 @@
+"""Recordings in memory: a scheduler that is recorded, and what its files come to when replayed."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from factories import create_scheduler
+from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
+from llm_serving.scheduler.records import MAGIC, Chain, Entry, Reader, encode
+from llm_serving.scheduler.replay import Replay
+
+
+class MemoryFiles:
+    """A sink that keeps the files' bytes."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.files: list[bytes] = []
+
+    def begin(self, data: bytes) -> None:
+        self.files.append(data)
+
+    def append(self, data: bytes) -> None:
+        self.files[-1] += data
+
+    def close(self) -> bool:
+        self.is_open = False
+        return True
+
+
+def create_recorded(files: MemoryFiles, max_file_bytes: int = 2**24, **options: Any) -> RecordedScheduler:
+    plain = create_scheduler(**options)
+    recorder = Recorder(files, "scheduler", max_file_bytes)
+    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, recorder)
+
+
+def read(data: bytes) -> list[Entry]:
+    """The records of a file after its header."""
+    return list(Reader(io.BytesIO(data)))
+
+
+def replay(data: bytes, until: int | None = None, *, explain: bool = False) -> Replay:
+    result = Replay(Reader(io.BytesIO(data)))
+    result.run(until, explain=explain)
+    return result
+
+
+def seal(data: bytes) -> str:
+    """What a file ends with."""
+    return data[-8:].hex()
+
+
+def with_record(data: bytes, number: int, record: Any) -> bytes:
+    """The file with another record in place of one after the header, all seals made anew."""
+    reader = Reader(io.BytesIO(data))
+    chain = Chain()
+    frames = [chain.frame(reader.header_payload)]
+    frames += [chain.frame(encode(record) if each.number == number else each.payload) for each in reader]
+    return MAGIC + b"".join(frames)
