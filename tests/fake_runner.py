@@ -7,6 +7,7 @@ twice or not at all, or a step out of order changes the answer.
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 
 import numpy as np
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
@@ -56,7 +57,7 @@ class FakeRunner:
                 if num_logprobs >= 0:
                     distribution = next_logprobs(context)
                     logprobs[sample] = distribution[sampled[-1]]
-                    top = np.argsort(-distribution, kind="stable")[:num_logprobs]
+                    top = most_likely(context)[:num_logprobs]
                     top_token_ids[sample, : len(top)], top_logprobs[sample, : len(top)] = top, distribution[top]
         self._previous = sampled
         return StepOutput(step.step, np.array(sampled, np.int32), logprobs, top_token_ids, top_logprobs)
@@ -82,8 +83,21 @@ def next_token(token_ids: list[int], seed: int) -> int:
 
 def next_logprobs(token_ids: list[int]) -> np.ndarray:
     """Log-probabilities [VOCAB_SIZE] of what comes after `token_ids`; `next_token` does not follow them."""
+    return _distribution(tuple(token_ids))[0]
+
+
+def most_likely(token_ids: list[int]) -> np.ndarray:
+    """All tokens [VOCAB_SIZE] by `next_logprobs`, highest first."""
+    return _distribution(tuple(token_ids))[1]
+
+
+@lru_cache(maxsize=8192)
+def _distribution(token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     logits = 4 * np.random.default_rng(zlib.crc32(repr(token_ids).encode())).normal(size=VOCAB_SIZE)
-    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    ranked = np.argsort(-logprobs, kind="stable")
+    logprobs.flags.writeable = ranked.flags.writeable = False
+    return logprobs, ranked
 
 
 def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import llm_serving.demo_model
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
@@ -55,6 +56,8 @@ class Submitted:
     priority: int
     tenant: str = ""
     cache_salt: str = ""
+    fork_of: FakeStream | None = None
+    beam_search: BeamSearchParams | None = None
 
 
 class FakeStream:
@@ -94,7 +97,7 @@ class FakeStream:
         count = sampling.logprobs
         logprobs = () if count is None else tuple(_logprobs(token_id, count) for token_id in ids)
         failed = last and script.error is not None
-        return RequestOutput(
+        whole = RequestOutput(
             request_id=self._submitted.request_id,
             text=script.pieces[index].text,
             token_ids=ids,
@@ -106,6 +109,10 @@ class FakeStream:
             stop_reason=script.stop_reason if last else None,
             error=script.error if failed else None,
         )
+        search = self._submitted.beam_search
+        if search is None or not last or failed:
+            return whole
+        return replace(whole, beams=tuple(replace(whole, text=f"beam {i}") for i in range(search.num_returned)))
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:
@@ -188,10 +195,14 @@ class FakeEngine:
         tenant: str = "",
         cache_salt: str = "",
         exchange: Exchange | None = None,
+        fork_of: FakeStream | None = None,
+        beam_search: BeamSearchParams | None = None,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
-        submitted = Submitted(prompt_token_ids, sampling, request_id, priority, tenant, cache_salt)
+        submitted = Submitted(
+            prompt_token_ids, sampling, request_id, priority, tenant, cache_salt, fork_of, beam_search
+        )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)
         return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))

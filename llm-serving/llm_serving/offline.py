@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import monotonic
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
-from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.executor import LocalExecutor
@@ -77,7 +78,7 @@ class LLM:
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self.stream(prompts, sampling, priorities=priorities):
             pieces[index].append(piece)
-        return [_joined(each) for each in pieces]
+        return [join_pieces(each) for each in pieces]
 
     def stream(
         self,
@@ -91,7 +92,30 @@ class LLM:
             sampling = [sampling] * len(prompts)
         if priorities is None:
             priorities = [0] * len(prompts)
-        requests = [self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)]
+        yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
+
+    def beam_search(
+        self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
+    ) -> list[list[RequestOutput]]:
+        """The best sequences of each prompt, best first.
+
+        Args:
+            prompts: Texts or token ids.
+            search: Width, how many are returned, how they are scored.
+            sampling: `max_tokens`, what ends a sequence, `logprobs`; must be greedy and change no logits.
+
+        Raises:
+            RequestError: A request can never be served; none has been started then.
+        """
+        requests = [self._request(prompt, sampling, 0) for prompt in prompts]
+        for request in requests:
+            request.beam_search = search
+        pieces: list[list[RequestOutput]] = [[] for _ in prompts]
+        for index, piece in self._run(requests):
+            pieces[index].append(piece)
+        return [list(join_pieces(each).beams) for each in pieces]
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
         indices = {request.request_id: index for index, request in enumerate(requests)}
         for request in requests:
             self.engine.submit(request)
@@ -122,21 +146,3 @@ class LLM:
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
         self._pieces += pieces
-
-
-def _joined(pieces: list[RequestOutput]) -> RequestOutput:
-    """The pieces of one answer as a single output."""
-    last = pieces[-1]
-    return RequestOutput(
-        request_id=last.request_id,
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        logprobs=tuple(logprobs for piece in pieces for logprobs in piece.logprobs),
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
-        num_output_tokens=last.num_output_tokens,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        queued_s=last.queued_s,
-    )

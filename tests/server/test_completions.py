@@ -247,8 +247,6 @@ class TestEcho:
     ("field", "value"),
     [
         ("suffix", "end"),
-        ("best_of", 3),
-        ("use_beam_search", True),
         ("prompt_logprobs", 1),
         ("guided_json", {"type": "object"}),
         ("structured_outputs", {"json": {}}),

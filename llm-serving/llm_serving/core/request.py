@@ -76,6 +76,8 @@ class Request:
     arrival, never changed."""
 
     status: RequestStatus = RequestStatus.WAITING
+    paused: bool = False
+    """Whether what follows its last reply has not been decided: it is not scheduled, and gives way to anybody."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache once every submitted step has run."""

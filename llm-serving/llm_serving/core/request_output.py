@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_serving.core.request import FinishReason
@@ -42,7 +43,28 @@ class RequestOutput:
     """Set when finish_reason is ERROR."""
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
+    beams: tuple[RequestOutput, ...] = ()
+    """Only in the last piece of a beam search: its answers, each as one piece, best first. This piece is the best."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    """The pieces of one answer as a single output."""
+    last = pieces[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprobs for piece in pieces for logprobs in piece.logprobs),
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+        num_output_tokens=last.num_output_tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        queued_s=last.queued_s,
+        beams=last.beams,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -129,4 +130,4 @@ class BeamSearch:
         return max(self._score(most_likely.cumulative_logprob, length) for length in lengths)
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
-        return cumulative_logprob / length**self._params.length_penalty
+        return cumulative_logprob / math.pow(length, self._params.length_penalty)

@@ -14,6 +14,7 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.executor import Executor, StepFailedError
 from llm_serving.engine.journal import Journal
 from llm_serving.engine.load_estimator import LoadEstimator
@@ -68,6 +69,7 @@ class Engine:
         self._executor = executor
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
+        self._beams = BeamGroups(scheduler, self._processor)
         self._index = index
         self._metrics = metrics
         self._publish = publish
@@ -164,7 +166,7 @@ class Engine:
                 self._step_began = now
             self._in_flight.append(schedule)
             if schedule.started:
-                self.on_started([request.request_id for request in schedule.started])
+                self.on_started([(request.beam_of or request).request_id for request in schedule.started])
         collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
         if collects:
             self._collect()
@@ -225,6 +227,9 @@ class Engine:
             if sample in output.row_errors:
                 self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
                 continue
+            if request.beam_of is not None:
+                self._outputs += self._beams.take(request, sample, output)
+                continue
             stop_string = self._processor.take(request, sample, output)
             if stop_string is not None:
                 self._finish(request, FinishReason.STOP, stop_string)
@@ -250,13 +255,21 @@ class Engine:
         for request in culprits:
             self._end_request(request, FinishReason.ERROR, str(error))
 
+    def _survives(self) -> bool:
+        """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
+        for _ in range(1, len(self._in_flight)):
+            try:
+                self._executor.collect()
+            except StepFailedError:
+                pass
+            except WorkerError as error:
+                logger.error("steps are lost: %s", error)
+                return False
+        return True
+
     def _take_back_steps(self, *, only_oldest: bool) -> list[Request]:
         """Forgets the steps in flight; returns the requests that were computed by them, or by the oldest one."""
         schedules, self._in_flight = list(self._in_flight), deque()
-        if only_oldest:
-            for _ in schedules[1:]:
-                with contextlib.suppress(StepFailedError):
-                    self._executor.collect()
         blamed = schedules[:1] if only_oldest else schedules
         lost = {id(row.request): row.request for schedule in blamed for row in schedule.rows}
         requests = [request for request in lost.values() if not request.is_finished]
@@ -271,6 +284,7 @@ class Engine:
         self._metrics.worker_restarted()
 
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        request = request.beam_of or request
         if not self._processor.knows(request):
             return
         self._finish(request, reason)
@@ -278,12 +292,18 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a request that has not got its last piece, for this reason, whatever limit its newest token reached."""
-        self.scheduler.finish(request, reason)
+        if request.beam_search is not None:
+            self._beams.end(request)
+        else:
+            self.scheduler.finish(request, reason)
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _add(self, request: Request) -> None:
         self._processor.start(request)
-        self.scheduler.add(request)
+        if request.beam_search is not None:
+            self._beams.start(request)
+        else:
+            self.scheduler.add(request)
         self.journal.queued(request, self._clock())
 
     def _abort(self, request_id: str) -> None:

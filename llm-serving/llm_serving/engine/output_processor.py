@@ -39,14 +39,21 @@ class OutputProcessor:
         self._max_token_len = 0
 
     def start(self, request: Request) -> None:
-        detokenizer = IncrementalDetokenizer(
+        self._states[request.request_id] = _State(request, self._detokenizer(request))
+
+    def text_of(self, request: Request, output_token_ids: list[int]) -> str:
+        """The text of a whole output of the request."""
+        detokenizer = self._detokenizer(request)
+        return detokenizer.add(output_token_ids) + detokenizer.flush()
+
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
             self._tokenizer,
             prompt_token_ids=request.prompt_token_ids,
             stop=request.sampling.stop,
             include_stop_str_in_output=request.sampling.include_stop_str_in_output,
             skip_special_tokens=request.sampling.skip_special_tokens,
         )
-        self._states[request.request_id] = _State(request, detokenizer)
 
     def knows(self, request: Request) -> bool:
         """Whether the request still waits for its last piece."""
@@ -73,7 +80,7 @@ class OutputProcessor:
                     tuple(output.top_logprobs[sample, :count].tolist()),
                 )
             )
-        self._record_time(state)
+        self.record_time(request)
         # The end-of-sequence token ends the text; it is not part of it.
         if not (request.is_finished and token_id in request.stop_token_ids):
             state.text += state.detokenizer.add([token_id])
@@ -103,8 +110,9 @@ class OutputProcessor:
         state.text, state.token_ids, state.logprobs = "", [], []
         return piece
 
-    def _record_time(self, state: _State) -> None:
-        now = self._clock()
+    def record_time(self, request: Request) -> None:
+        """The request has got a token now."""
+        state, now = self._states[request.request_id], self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
             ttft_s = now - state.request.arrival_time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
@@ -45,6 +45,8 @@ class Scheduler:
         """All that have not ended."""
         self._forks: dict[str, list[Request]] = {}
         """Requests that wait until the one they were forked from has computed its prompt."""
+        self._laid_aside: list[Request] = []
+        """Requests that gave way while they were paused: they do not wait for a place before they go on."""
         self._step = 0
         self._sequence = 0
         self._prefill_gap = 0
@@ -129,12 +131,35 @@ class Scheduler:
             updated.append(request)
         return updated
 
+    def pause(self, request: Request) -> None:
+        """Leaves a request that has run out until `resume`; nothing of it may be on its way.
+
+        It keeps its place only as long as nobody needs it. So requests that wait for each other before they go on never
+        keep each other from running, whatever the number of places and blocks.
+        """
+        assert request.num_tokens_in_flight == 0
+        request.paused = True
+        if request.status is RequestStatus.WAITING:  # it gave way before its reply came
+            self.waiting.discard(request)
+            self._laid_aside.append(request)
+        self._release_forks(request)  # it may go on only after them
+
+    def resume(self, request: Request) -> None:
+        """What follows is decided: the request goes on where it was, or waits ahead of its class if it gave way."""
+        request.paused = False
+        request.last_scheduled_step = self._step - 1  # the steps before have not left it out
+        if request in self._laid_aside:
+            self._laid_aside.remove(request)
+            self.waiting.push(request, self._step)
+
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
             return
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+        elif request in self._laid_aside:
+            self._laid_aside.remove(request)
         else:
             self.waiting.discard(request)
             siblings = self._forks.get(request.fork_of or "", [])
@@ -157,8 +182,7 @@ class Scheduler:
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
         for request in self.running:
-            request.status = RequestStatus.WAITING
-            self.waiting.push(request, self._step)
+            self._wait_again(request)
         self.running.clear()
 
     # --- what others may know ---------------------------------------------------------------------------------------
@@ -180,7 +204,9 @@ class Scheduler:
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)
         held = [request for forks in self._forks.values() for request in forks]
-        places = [request.request_id for request in (*self.running, *self.waiting, *held)]
+        assert all(request.paused for request in self._laid_aside)
+        assert not any(request.paused for request in (*self.waiting, *held))
+        places = [request.request_id for request in (*self.running, *self.waiting, *held, *self._laid_aside)]
         assert sorted(places) == sorted(self._requests), "a request is in two places or in none"
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
@@ -270,11 +296,13 @@ class Scheduler:
 
     def _start(self, request: Request, closed: set[str]) -> None:
         request.took_turn = self.waiting.pop(request, self._step, closed)
-        num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), self._parent(request))
+        parent = self._parent(request)
+        num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:
-            request.num_cached_tokens = num_found
+            # What a fork takes from its parent was computed for the two of them, not found.
+            request.num_cached_tokens = num_found if parent is None else parent.num_cached_tokens
         request.status = RequestStatus.RUNNING
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
         insort(self.running, request, key=_queue_key)
@@ -290,8 +318,8 @@ class Scheduler:
         return num_running < self.limits.max_num_seqs and num_blocks <= self.blocks.pool.num_free_blocks
 
     def _displace_for(self, request: Request, draft: StepDraft) -> bool:
-        """Preempts running requests of strictly lower classes, worst first, if that makes room, as few as will do."""
-        victims = [other for other in reversed(self.running) if self._yields_to(request, other)]
+        """Preempts paused requests and those of strictly lower classes if that makes room, as few as will do."""
+        victims = [other for other in self._worst_first() if self._yields_to(request, other)]
         if not victims or not self._fits(request, victims):
             return False
         for victim in reversed(list(victims)):
@@ -305,14 +333,14 @@ class Scheduler:
     def _yields_to(self, request: Request, other: Request) -> bool:
         """Whether the running `other` may be displaced by the waiting request."""
         is_higher = request.request_class.rank < other.request_class.rank
-        return is_higher and not other.took_turn and not self._is_protected(other)
+        return other.paused or (is_higher and not other.took_turn and not self._is_protected(other))
 
     def _is_at_limit(self, request: Request) -> bool:
         """Whether the request's class holds as many slots or blocks as it may."""
         share = request.request_class
         if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
             return False
-        members = [other for other in self.running if other.request_class is share]
+        members = [other for other in self.running if other.request_class is share and not other.paused]
         if not members:
             return False
         num_held = sum(self.blocks.num_blocks_held(member.request_id) for member in members)
@@ -342,7 +370,7 @@ class Scheduler:
         Protected requests hold all their blocks from the start: they never come here for more, and never give way.
         """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
-            victim = next(other for other in reversed(self.running) if not self._is_protected(other))
+            victim = next(other for other in self._worst_first() if not self._keeps_its_place(other))
             self._preempt(victim, draft, request)
             if victim is request:
                 return False
@@ -360,9 +388,24 @@ class Scheduler:
         else:
             self.blocks.free(request.request_id)
             request.num_computed_tokens = request.num_confirmed_tokens = 0
-        request.num_preemptions += 1
+        request.num_preemptions += not request.paused
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """A request that ran waits for a place; a paused one first for what is to follow."""
         request.status = RequestStatus.WAITING
-        self.waiting.push(request, self._step)
+        if request.paused:
+            self._laid_aside.append(request)
+        else:
+            self.waiting.push(request, self._step)
+
+    def _worst_first(self) -> Iterator[Request]:
+        """Running requests in the order in which they give way: paused ones before all others."""
+        yield from [request for request in reversed(self.running) if request.paused]
+        yield from [request for request in reversed(self.running) if not request.paused]
+
+    def _keeps_its_place(self, request: Request) -> bool:
+        return self._is_protected(request) and not request.paused
 
     def _prefers_swap(self, request: Request) -> bool:
         if self.limits.preemption_mode is not PreemptionMode.AUTO:
@@ -410,7 +453,7 @@ class Scheduler:
         return blocked
 
     def _load(self) -> Load:
-        num_decoding = sum(request.is_decoding for request in self.running)
+        num_decoding = sum(request.is_decoding and not request.paused for request in self.running)
         prompts_wait = len(self.waiting) > 0 or any(_is_prefilling(request) for request in self.running)
         return Load(num_decoding, len(self.running), prompts_wait)
 
@@ -430,7 +473,7 @@ def _blocked(request: Request, reason: WaitReason) -> Blocked:
 
 
 def _can_decode(request: Request) -> bool:
-    if request.waits_for_reply and request.num_tokens_in_flight:
+    if request.paused or (request.waits_for_reply and request.num_tokens_in_flight):
         return False
     return request.is_decoding and not request.reached_max_tokens
 

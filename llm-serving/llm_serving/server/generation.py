@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
-from llm_serving.errors import ContextLengthError, RequestError, WorkerError
+from llm_serving.errors import ContextLengthError, WorkerError
 from llm_serving.server.caller import Caller
+from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import with_choice_seed
+from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
 MIN_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; clients know this value from OpenAI."""
-MAX_N: Final = 128
-MAX_CHOICES: Final = 512
-"""Most answers to one HTTP request, prompts times `n`."""
 INLINE_CHARS: Final = 4096
 """Texts up to this length are tokenized on the event loop: a thread would cost more than it spares."""
 
 
-class ChoiceOutput(NamedTuple):
-    choice: int
-    """Index of the prompt times n, plus the choice of that prompt."""
-    output: RequestOutput
+Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
+"""From the pieces of all sequences to those of the answers."""
 
 
 class Generation:
@@ -35,12 +34,17 @@ class Generation:
     Close it when done, however it ends: what has not finished is aborted.
     """
 
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
+    def __init__(self, streams: Sequence[RequestStream], select: Select | None = None) -> None:
         self._streams = streams
+        self._select = select
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def outputs(self) -> AsyncIterator[ChoiceOutput]:
+    def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Every piece of every choice; iterate once."""
+        pieces = self._pieces()
+        return pieces if self._select is None else self._select(pieces)
+
+    async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
                 yield ChoiceOutput(0, output)
@@ -91,30 +95,40 @@ async def start_generation(
     prompts: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
     *,
-    n: int = 1,
+    choices: Choices = ONE_ANSWER,
     request_id: str,
     caller: Caller,
 ) -> Generation:
-    """Submits `n` requests for each prompt, all or none.
+    """Submits `choices.best_of` requests for each prompt, all or none; a beam search is one.
+
+    Of a prompt all but the first are forks of it: its blocks are computed and held once.
 
     Args:
         engine: The engine.
         prompts: Token ids of each prompt.
         samplings: For each prompt, the sampling of its first choice.
-        n: Choices of each prompt.
+        choices: How many answers, and how they are found.
         request_id: As the client sees it.
         caller: Who asks.
 
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
-    if check_choices(len(prompts), n) > 1:
-        prompt_lens = [len(prompt) for prompt in prompts for _ in range(n)]
+    if len(prompts) * choices.best_of > 1:
+        prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
         engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant)
+    select: Select | None = None
+    if choices.beams is not None:
+        samplings = [replace(sampling, temperature=0.0) for sampling in samplings]
+        select = partial(select_beams, choices=choices)
+    elif choices.best_of > choices.n:
+        select = partial(select_best, choices=choices, with_logprobs=samplings[0].logprobs is not None)
+        samplings = [replace(sampling, logprobs=sampling.logprobs or 0) for sampling in samplings]
     streams: list[RequestStream] = []
     try:
         for prompt, sampling in zip(prompts, samplings, strict=True):
-            for choice in range(n):
+            first: RequestStream | None = None
+            for choice in range(1 if choices.beams is not None else choices.best_of):
                 params = with_choice_seed(sampling, choice)
                 stream = engine.generate(
                     prompt,
@@ -124,25 +138,15 @@ async def start_generation(
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
                     exchange=caller.exchange,
+                    fork_of=first,
+                    beam_search=choices.beams,
                 )
+                first = first or stream
                 streams.append(stream)
     except BaseException:
         await Generation(streams).aclose()
         raise
-    return Generation(streams)
-
-
-def check_choices(num_prompts: int, n: int) -> int:
-    """How many answers a request asks for.
-
-    Raises:
-        RequestError: Too many.
-    """
-    if not 1 <= n <= MAX_N:
-        raise RequestError("n", f"must be an integer from 1 to {MAX_N}", n)
-    if num_prompts * n > MAX_CHOICES:
-        raise RequestError("n", f"times the number of prompts must be at most {MAX_CHOICES}", num_prompts * n)
-    return num_prompts * n
+    return Generation(streams, select)
 
 
 def raise_on_error(output: RequestOutput) -> None:

@@ -80,10 +80,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
         raise RequestError("response_format.type", "must be text", request.response_format.get("type"))
     if request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported")
-    if request.use_beam_search:
-        raise RequestError("use_beam_search", "is not supported")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise RequestError("best_of", "is not supported beyond `n`", request.best_of)
 
 
 def _logit_bias(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:

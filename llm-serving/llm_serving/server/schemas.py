@@ -49,7 +49,9 @@ class GenerationRequest(CallerFields, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     n: int | None = None
+    """Answers to each prompt, 1 to 128."""
     best_of: int | None = None
+    """Sequences from which the best `n` are returned; the width of a beam search, 1 to 10."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -57,6 +59,12 @@ class GenerationRequest(CallerFields, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    """Only without `stream`; temperature must be 0 or absent."""
+    length_penalty: float | None = None
+    """Of a beam search, which ranks by log-probability / length ** length_penalty. Absent: 1."""
+    early_stopping: bool | None = None
+    """Of a beam search: end with the first sequences that finish."""
     return_token_ids: bool | None = None
     request_id: str | None = None
 
@@ -67,7 +75,6 @@ class GenerationRequest(CallerFields, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     prompt_logprobs: int | None = None
-    use_beam_search: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

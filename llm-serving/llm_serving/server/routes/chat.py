@@ -16,12 +16,12 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
+from llm_serving.server.choices import choices_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     INLINE_CHARS,
     MIN_LOGPROB,
     Generation,
-    check_choices,
     encode_text,
     raise_on_error,
     start_generation,
@@ -65,8 +65,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "chatcmpl")
-    n = 1 if request.n is None else request.n
-    check_choices(1, n)
+    choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
     sampling_params(request, _max_tokens(request, 1), logprobs)  # refuse before the text is rendered and tokenized
     text = await render_chat(
@@ -75,9 +74,9 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     prompt = await encode_text(engine, text, "messages", add_special_tokens=False)
     sampling = sampling_params(request, _max_tokens(request, engine.max_model_len - len(prompt)), logprobs)
     generation = await start_generation(
-        engine, [prompt], [sampling], n=n, request_id=identity.request_id, caller=caller
+        engine, [prompt], [sampling], choices=choices, request_id=identity.request_id, caller=caller
     )
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, n)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, choices.n)
     return await respond(http_request, request, generation, answer, identity)
 
 

@@ -14,12 +14,11 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
+from llm_serving.server.choices import MAX_CHOICES, choices_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
-    MAX_CHOICES,
     MIN_LOGPROB,
     Generation,
-    check_choices,
     encode_text,
     raise_on_error,
     start_generation,
@@ -53,19 +52,18 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_params(request, max_tokens, request.logprobs)
-    n = 1 if request.n is None else request.n
     items = prompt_items(request.prompt)
-    check_choices(len(items), n)
+    choices = choices_of(request, len(items))
     prompts = [await encode_text(engine, item, "prompt") if isinstance(item, str) else item for item in items]
     generation = await start_generation(
         engine,
         prompts,
         [sampling] * len(prompts),
-        n=n,
+        choices=choices,
         request_id=identity.request_id,
         caller=caller,
     )
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, n)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n)
     return await respond(http_request, request, generation, answer, identity)
 
 

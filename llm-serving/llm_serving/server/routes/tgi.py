@@ -23,10 +23,10 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
+from llm_serving.server.choices import MAX_CHOICES
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, tgi_error_content, tgi_error_response
 from llm_serving.server.generation import (
-    MAX_CHOICES,
     Generation,
     encode_text,
     raise_on_error,
