@@ -221,18 +221,19 @@ class Journal:
         """A step goes to the WorkAgent."""
         if not self.enabled:
             return
-        singles: list[int] = []
-        chunks: list[tuple[int, int, int]] = []
-        for request, start, count, samples, _ in schedule.rows:
-            if count == 1 and samples:
-                singles.append(request.sequence)
-            else:
-                chunks.append((request.sequence, start, count))
-        unchanged = tuple(singles)
-        if unchanged == self._singles:
-            unchanged = self._singles  # the steps of a batch that only decodes share one tuple
-        self._singles = unchanged
-        self._in_flight.append(Step(schedule.step, now, math.inf, unchanged, tuple(chunks)))
+        rows = schedule.rows
+        singles = tuple([row[0].sequence for row in rows if row[2] == 1 and row[3]])  # by index: rows are many
+        if singles == self._singles:
+            singles = self._singles  # the steps of a batch that only decodes share one tuple
+        self._singles = singles
+        chunks: tuple[tuple[int, int, int], ...] = ()
+        if len(singles) < len(rows):
+            chunks = tuple(
+                (row.request.sequence, row.num_computed, row.query_len)
+                for row in rows
+                if row.query_len != 1 or not row.samples
+            )
+        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks))
         for request in schedule.started:
             if request.beam_of is not None and (life := self._lives.get(request.beam_of.request_id)) is not None:
                 life.sequences |= {request.sequence}
