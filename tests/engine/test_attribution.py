@@ -9,6 +9,7 @@ import pytest
 from engine_harness import Harness
 from factories import create_classes, create_request
 from fake_runner import FakeRunner
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepOutput
@@ -131,6 +132,8 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
                     arrival_time=harness.clock(),
                     max_tokens=choose.randint(1, 12),
                 )
+                if choose.random() < 0.2:
+                    request.beam_search = BeamSearchParams(width=choose.randint(1, 3))
                 request.exchange = exchange if choose.random() < 0.8 else None
                 harness.engine.submit(request)
                 ids.append(request.request_id)
@@ -170,6 +173,22 @@ def test_a_request_alone_is_computed_all_the_time():
         (5, Part.DECODE),
     ]
     assert set(parts_of(harness, "a")) <= {"inbox", "queued", "prefill", "device", "decode", "sending"}
+
+
+def test_a_beam_search_is_explained_as_the_request_it_is():
+    harness = TimedHarness(ahead=False, max_num_batched_tokens=8)
+    request = create_request(20, request_id="a", max_tokens=4, arrival_time=harness.clock())
+    request.beam_search = BeamSearchParams(width=3)
+    harness.engine.submit(request)
+    harness.run()
+    (life,) = harness.engine.journal.lives()
+    check_whole(harness, life)
+    record = harness.engine.journal.record(harness.clock.now)
+    assert [row.part for row in own_rows(life, record)] == 3 * [Part.PREFILL] + 3 * [Part.DECODE]
+    explanation = explain(life, record, harness.scheduler.bounds[0], 0, with_tenant=False)
+    assert (explanation.id, explanation.finish_reason) == ("a", "length")
+    assert (explanation.tokens.prompt, explanation.tokens.output) == (20, 4)
+    assert explanation.bounds.decode_gap.met is None
 
 
 def test_who_waits_is_told_behind_whom():

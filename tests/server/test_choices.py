@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fakes import FakeEngine, Piece, Script, Submitted
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.server.sampling import with_choice_seed
 from server_client import error_of, post
 
 PATH = "/v1/completions"
@@ -22,6 +24,15 @@ def test_further_choices_are_forks_of_the_first_of_their_prompt():
     assert forks[0] is forks[3] is None
     assert forks[1] is forks[2] is not forks[4] is forks[5]
     assert None not in (forks[1], forks[4])
+
+
+def test_choices_equal_single_requests_with_the_derived_seeds():
+    engine = FakeEngine(script_for=script)
+    together = post(engine, PATH, {"prompt": "a", "n": 3, "seed": 5}).json()["choices"]
+    seeds = [with_choice_seed(SamplingParams(seed=5), choice).seed for choice in range(3)]
+    alone = [post(engine, PATH, {"prompt": "a", "seed": seed}).json()["choices"][0] for seed in seeds]
+    assert [choice["text"] for choice in together] == [choice["text"] for choice in alone]
+    assert len({choice["text"] for choice in together}) == 3
 
 
 def test_best_of_generates_more_and_hides_its_logprobs():
