@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from llm_serving.config import load_config
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
@@ -76,6 +78,28 @@ def test_preemption_gives_the_same_answers(alone: list[Answer]) -> None:
 def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> None:
     static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
     assert together(llm("scheduler_config.policy=fcfs", *static)) == alone
+
+
+def test_beam_search_of_width_1_is_greedy(model: LLM) -> None:
+    sampling = replace(GREEDY, ignore_eos=True, max_tokens=8)
+    found = model.beam_search(PROMPTS, BeamSearchParams(width=1), sampling)
+    assert [answer(best) for (best,) in found] == [answer(output) for output in model.generate(PROMPTS, sampling)]
+
+
+def test_beam_search_gives_the_same_answers_alone_and_in_a_small_cache(model: LLM) -> None:
+    search, sampling = BeamSearchParams(width=3, num_returned=2), replace(GREEDY, max_tokens=24)
+    alone = [model.beam_search([prompt], search, sampling)[0] for prompt in PROMPTS]
+    chunks = ("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")
+    small = llm("pa_config.num_blocks=16", *chunks)
+    together = small.beam_search(PROMPTS, search, sampling)
+    assert [[answer(output) for output in best] for best in together] == [
+        [answer(output) for output in best] for best in alone
+    ]
+    for best in alone:
+        scores = [sum(token.logprob for token in output.logprobs) / len(output.logprobs) for output in best]
+        assert len(scores) == 2
+        assert scores == sorted(scores, reverse=True)
+    assert small.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
 def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
