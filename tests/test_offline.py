@@ -63,8 +63,11 @@ def test_small_chunks_give_the_same_answers(alone: list[Answer]) -> None:
     assert together(llm("scheduler_config.max_prefill_tokens=16", "model_config.decode_batch_size=16")) == alone
 
 
-def test_preemption_gives_the_same_answers(alone: list[Answer]) -> None:
-    small = llm("pa_config.num_blocks=24")
+@pytest.mark.parametrize("num_swap_blocks", [0, 24])
+def test_preemption_gives_the_same_answers(alone: list[Answer], num_swap_blocks: int) -> None:
+    host_pool = (f"pa_config.num_swap_blocks={num_swap_blocks}", "scheduler_config.preemption_mode=auto")
+    small = llm("pa_config.num_blocks=24", *(host_pool if num_swap_blocks else ()))
+    assert small.engine.scheduler.blocks.host_pool.num_blocks == num_swap_blocks
     assert together(small) == alone
     preemptions = next(
         sample.value

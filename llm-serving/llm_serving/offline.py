@@ -49,8 +49,16 @@ class LLM:
         self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
         executor = LocalExecutor(runner)
-        num_blocks = runner.kv_tensors.num_blocks
-        self.engine = build_engine(config, num_blocks, executor, self.tokenizer, self.metrics, self._publish)
+        cache = runner.kv_tensors
+        self.engine = build_engine(
+            config,
+            cache.num_blocks,
+            executor,
+            self.tokenizer,
+            self.metrics,
+            self._publish,
+            num_swap_blocks=cache.num_swap_blocks,
+        )
         self._end_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
