@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from http_client import HttpClient, HttpResponse
@@ -12,6 +14,8 @@ from streams import Answer, AnswerError, error_text, parse_legacy_stream, parse_
 Api = Literal["legacy", "openai"]
 LEGACY_MODEL_NAMES = ("llama2", "internlm")
 """Names under which the legacy routes answer for any served model."""
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 _MAX_RETRY_AFTER_S = 120.0
 
@@ -40,11 +44,11 @@ class GenerationOptions:
     def path(self) -> str:
         return "/v1/completions" if self.api == "openai" else f"/models/{self.model}/generate_stream"
 
-    def body(self, prompt: str, max_tokens: int) -> bytes:
-        """The request body; greedy, so that an answer can be compared."""
+    def body(self, prompt: str, max_tokens: int, own_fields: Mapping[str, Any] = NO_FIELDS) -> bytes:
+        """The request body; greedy, so that an answer can be compared. `own_fields` go beside the common ones."""
         openai = self.api == "openai"
         fields = self._openai_fields(prompt, max_tokens) if openai else self._legacy_fields(prompt, max_tokens)
-        return json.dumps(fields).encode()
+        return json.dumps({**fields, **own_fields}).encode()
 
     def _openai_fields(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -74,14 +78,22 @@ class GenerationResult:
     num_retries: int
 
 
-async def generate(http: HttpClient, options: GenerationOptions, prompt: str, max_tokens: int) -> GenerationResult:
+async def generate(
+    http: HttpClient,
+    options: GenerationOptions,
+    prompt: str,
+    max_tokens: int,
+    own_fields: Mapping[str, Any] = NO_FIELDS,
+) -> GenerationResult:
     """Sends one prompt and returns its complete answer, timed in `time.perf_counter` seconds.
+
+    `own_fields` are those of the body that belong to this request alone.
 
     Raises:
         HttpError: The exchange broke.
         AnswerError: The server refused, or its answer is not complete.
     """
-    body = options.body(prompt, max_tokens)
+    body = options.body(prompt, max_tokens, own_fields)
     num_retries = 0
     while True:
         response = await http.request("POST", options.path, body)

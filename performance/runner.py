@@ -3,8 +3,9 @@
 import asyncio
 import resource
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from arrivals import Send, closed_loop, open_loop
 from client import GenerationOptions, count_tokens, generate, server_cpu_s
@@ -17,10 +18,11 @@ from workload import Prompt, max_tokens
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt and how many tokens to ask for."""
+    """A prompt and how many tokens to ask for; `fields` of the body are this request's own."""
 
     prompt: Prompt
     max_tokens: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ async def _send(
 ) -> RequestRecord:
     sent = time.perf_counter()
     try:
-        result = await generate(http, options, job.prompt.text, job.max_tokens)
+        result = await generate(http, options, job.prompt.text, job.max_tokens, job.fields)
     except (HttpError, AnswerError) as error:
         return _failed(index, job, due - start, sent - start, time.perf_counter() - start, str(error))
     answer = result.answer

@@ -9,7 +9,6 @@ Exit status: 0 when every request was answered, 1 when some failed, 2 when the r
 import argparse
 import asyncio
 import json
-import platform
 import resource
 import sys
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 import alpaca_like
 import arrivals
+import machine
 import workload
 from client import GenerationOptions, PreflightError, resolve_model
 from http_client import HttpClient
@@ -159,7 +159,7 @@ def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
     """Writes everything a reader needs to repeat the run or to compute other figures from its timestamps."""
     document = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        "machine": {"platform": platform.platform(), "processor": _processor(), "python": platform.python_version()},
+        "machine": machine.describe(),
         "summary": asdict(summary)
         | {
             "client_cpu_share": result.client_cpu_share,
@@ -170,13 +170,6 @@ def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
 def _raise_open_files_limit() -> None:
