@@ -19,7 +19,7 @@ def test_the_latest_freed_block_is_reused_first() -> None:
 def test_a_named_block_is_found_while_used_and_after() -> None:
     pool = BlockPool(2)
     (block_id,) = pool.allocate(1)
-    pool.name(block_id, b"x")
+    pool.name(block_id, pool.epoch(block_id), b"x")
     assert pool.find(b"x") == block_id
     pool.free([block_id])
     assert pool.find(b"x") == block_id
@@ -32,7 +32,7 @@ def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     for block_id in (0, 1, 2):
-        pool.name(block_id, bytes([block_id]))
+        pool.name(block_id, pool.epoch(block_id), bytes([block_id]))
     for block_id in (1, 0, 3, 2):
         pool.free([block_id])
     assert pool.allocate(4) == [3, 1, 0, 2]
@@ -43,15 +43,16 @@ def test_nameless_blocks_are_reused_first_then_the_longest_unused() -> None:
 def test_of_two_blocks_with_one_name_the_first_keeps_it() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    pool.name(first, b"x")
-    pool.name(second, b"x")
+    pool.name(first, pool.epoch(first), b"x")
+    pool.name(second, pool.epoch(second), b"x")
     assert pool.find(b"x") == first
     pool.check_integrity([first, second])
 
 
 def test_forgotten_names_are_not_found() -> None:
     pool = BlockPool(1)
-    pool.name(*pool.allocate(1), b"x")
+    (block_id,) = pool.allocate(1)
+    pool.name(block_id, pool.epoch(block_id), b"x")
     pool.forget()
     assert pool.find(b"x") is None
     pool.check_integrity([0])

@@ -64,6 +64,11 @@ def test_a_block_written_by_two_rows(guard):
         guard.check(step_input([([5], 0, [3]), ([5], 0, [3])], epochs=[[8], [9]]))
 
 
+def test_a_block_read_by_one_row_and_written_by_another(guard):
+    with pytest.raises(WorkerError, match="row 0 would read block 1, which somebody else"):
+        guard.check(step_input([([5], 6, [1, 2]), ([5], 0, [1])], epochs=[[7, 7], [9, 0]]))
+
+
 def test_columns_past_a_row_s_need_are_nobody_s(guard):
     step = step_input([([5], 6, [1, 2]), ([5] * 9, 0, [3, 4, 5])], epochs=[[7, 7, 0], [8, 8, 8]])
     guard.check(step)

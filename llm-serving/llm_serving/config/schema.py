@@ -138,6 +138,9 @@ class ServerConfig:
     timeline_steps: int = option(10000, integer(1, 10**7))
     """Steps of each WorkAgent, the newest, that explanations and `/v1/timeline` are made from."""
 
+    audit_every: int = option(100, integer(0))
+    """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 

@@ -14,6 +14,7 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.audit import Auditor
 from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.executor import Executor, StepFailedError
 from llm_serving.engine.journal import Journal
@@ -49,6 +50,7 @@ class Engine:
         *,
         index: int = 0,
         max_steps_in_flight: int = 2,
+        audit_every: int = 0,
         journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -70,6 +72,7 @@ class Engine:
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._beams = BeamGroups(scheduler, self._processor)
+        self._auditor = Auditor(audit_every, metrics)
         self._index = index
         self._metrics = metrics
         self._publish = publish
@@ -156,6 +159,8 @@ class Engine:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
     def _advance(self) -> bool:
+        if not self.scheduler.has_unfinished_requests and (copy := self._auditor.next_copy()) is not None:
+            self.scheduler.add(copy)
         now = self._clock()
         schedule = self.scheduler.schedule(now)
         self.journal.decided(now, self.scheduler.blocked)
@@ -224,15 +229,21 @@ class Engine:
         for sample, request in enumerate(samples):
             if request.request_id not in live:
                 continue
+            if self._auditor.owns(request):
+                self._auditor.check(request, sample, output)
+                continue
             if sample in output.row_errors:
                 self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
                 continue
             if request.beam_of is not None:
                 self._outputs += self._beams.take(request, sample, output)
                 continue
+            self._auditor.take(request, sample, output)
             stop_string = self._processor.take(request, sample, output)
             if stop_string is not None:
                 self._finish(request, FinishReason.STOP, stop_string)
+            if request.is_finished:
+                self._auditor.ended(request)
             self._outputs.append(self._processor.piece(request))
 
     def _recover(self, error: LLMServingError) -> None:
@@ -245,7 +256,6 @@ class Engine:
         failed = isinstance(error, StepFailedError) and self._survives()
         lost = self._take_back_steps(only_oldest=failed)
         self.scheduler.lose_cache()
-        self._builder.forget()
         if failed:
             culprits = culprits_of_failure(lost, self.scheduler, self._executor)
         else:
@@ -285,9 +295,13 @@ class Engine:
 
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request = request.beam_of or request
+        if self._auditor.owns(request):
+            self._auditor.drop()
+            self.scheduler.finish(request, reason)
         if not self._processor.knows(request):
             return
         self._finish(request, reason)
+        self._auditor.ended(request)
         self._outputs.append(self._processor.piece(request, error))
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
@@ -300,6 +314,7 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         self._processor.start(request)
+        self._auditor.started(request)
         if request.beam_search is not None:
             self._beams.start(request)
         else:

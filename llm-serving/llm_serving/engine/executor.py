@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from llm_serving.core.step import StepInput, StepOutput
@@ -117,7 +118,7 @@ class RemoteExecutor:
 
     def submit(self, step: StepInput) -> None:
         buffer = step.step % self._buffers.num_buffers
-        owners = [owner.step for owner in self._in_flight if owner.buffer == buffer]
+        owners = _owners_of(buffer, self._in_flight)
         assert not owners, f"buffer {buffer} still belongs to step {owners}"
         message = RunStep(step.step, buffer, self._buffers.write(buffer, step_arrays(step)))
         try:
@@ -153,3 +154,8 @@ class RemoteExecutor:
 
     def give_up(self) -> None:
         pass
+
+
+def _owners_of(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:
+    """Steps whose arrays lie in the buffer and may still be read."""
+    return [message.step for message in in_flight if message.buffer == buffer]

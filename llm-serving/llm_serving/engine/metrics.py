@@ -123,8 +123,10 @@ class Metrics(Collector):
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
 
-    def audit_mismatch(self, n: int = 1) -> None:
-        self._add("llm_serving:audit_mismatch_total", n)
+    def audited(self, *, differs: bool) -> None:
+        """An answer was computed again, alone."""
+        self._add("llm_serving:audits_total", 1)
+        self._add("llm_serving:audit_mismatch_total", int(differs))
 
     def worker_restarted(self, n: int = 1) -> None:
         self._add("llm_serving:worker_restarts_total", n)
@@ -182,6 +184,7 @@ _COUNTERS: Final = {
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
     "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",
+    "llm_serving:audits_total": "Answers computed again, alone, and compared.",
     "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",
     "llm_serving:worker_restarts_total": "WorkAgents started again after they ended.",
 }

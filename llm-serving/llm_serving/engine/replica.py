@@ -79,5 +79,13 @@ def build_engine(
     steps = 2 if config.scheduler.schedule_ahead else 1
     journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)
     return Engine(
-        scheduler, executor, tokenizer, metrics, publish, index=index, max_steps_in_flight=steps, journal=journal
+        scheduler,
+        executor,
+        tokenizer,
+        metrics,
+        publish,
+        index=index,
+        max_steps_in_flight=steps,
+        audit_every=config.serving.audit_every,
+        journal=journal,
     )

@@ -27,10 +27,6 @@ class StepBuilder:
         self._blocks = blocks
         self._previous_samples: dict[str, int] = {}
 
-    def forget(self) -> None:
-        """The step before the next one was lost: no token can be referred to."""
-        self._previous_samples = {}
-
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Call once for every schedule, in order, before the next one is made.
 

@@ -131,11 +131,11 @@ class BlockManager:
         """Lets others find the full blocks among the first `num_tokens`, which have been computed and are known."""
         if not self._prefix_caching:
             return
-        table = self._tables[request.request_id].ids
+        table = self._tables[request.request_id]
         num_named = min(num_tokens, request.num_tokens_known) // self.block_size
         names = self._block_names(request, num_named)
         for index in range(request.num_confirmed_tokens // self.block_size, num_named):
-            self.pool.name(table[index], names[index])
+            self.pool.name(table.ids[index], table.epochs[index], names[index])
 
     # --- ending -----------------------------------------------------------------------------------------------------
 

@@ -79,9 +79,10 @@ class BlockPool:
                 if self._names[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def name(self, block_id: int, name: bytes) -> None:
-        """Lets a used block be found; where two have the same content, the first keeps the name."""
+    def name(self, block_id: int, epoch: int, name: bytes) -> None:
+        """Lets the block of an owner be found; where two have the same content, the first keeps the name."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
+        assert self._epochs[block_id] == epoch, f"block {block_id} belongs to somebody else"
         if self._names[block_id] is None and name not in self._blocks_by_name:
             self._names[block_id] = name
             self._blocks_by_name[name] = block_id

@@ -18,8 +18,8 @@ _MOVE_BYTES = 3 * 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
-    """All arrays of a step, in the order of its fields."""
-    arrays = [getattr(step, name) for name in _STEP_ARRAYS]
+    """All arrays of a step: its number, then the others in the order of its fields."""
+    arrays = [np.array([step.step], np.uint64), *(getattr(step, name) for name in _STEP_ARRAYS)]
     return arrays + [getattr(step.sampling, name) for name in _SAMPLING_ARRAYS]
 
 
@@ -27,11 +27,14 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
     """The inverse of `step_arrays`; the arrays are used as they are, not copied.
 
     Raises:
-        ProtocolError: The number of arrays is not that of a step.
+        ProtocolError: The number of arrays is not that of a step, or they are those of another one.
     """
-    expected = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
+    expected = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
     if len(arrays) != expected:
         raise ProtocolError(f"a step has {expected} arrays; {len(arrays)} arrived")
+    number, *arrays = arrays
+    if number.tolist() != [step]:
+        raise ProtocolError(f"the arrays announced as those of step {step} say they are of step {number.tolist()}")
     split = len(_STEP_ARRAYS)
     sampling = SamplingInput(**dict(zip(_SAMPLING_ARRAYS, arrays[split:], strict=True)))
     return StepInput(step=step, sampling=sampling, **dict(zip(_STEP_ARRAYS, arrays[:split], strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, Int32Array, StepInput
 from llm_serving.errors import WorkerError
@@ -54,6 +55,7 @@ class BlockGuard:
         if len(np.unique(blocks)) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._epochs[blocks] = step.block_epochs[writes]
+        self._check_owner(step, num_computed > first_tokens)  # nor may a row write what another one reads in this step
         self._num_written[blocks] = np.minimum(context_lens - first_tokens, self._block_size)[writes]
 
     def _check_read(self, step: StepInput, num_read: Int32Array) -> None:
@@ -62,11 +64,15 @@ class BlockGuard:
         blocks, epochs = step.block_tables[reads], step.block_epochs[reads]
         unclaimed = self._epochs[blocks] == _UNCLAIMED
         self._epochs[blocks[unclaimed]] = epochs[unclaimed]
-        foreign = self._epochs[blocks] != epochs
-        if foreign.any():
-            row = np.nonzero(reads)[0][foreign][0]
-            raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")
+        self._check_owner(step, reads)
         missing = self._num_written[blocks] < np.minimum(num_read[reads], self._block_size)
         if missing.any():
             row = np.nonzero(reads)[0][missing][0]
             raise WorkerError(f"row {row} would read more of block {blocks[missing][0]} than was written")
+
+    def _check_owner(self, step: StepInput, reads: NDArray[np.bool_]) -> None:
+        blocks = step.block_tables[reads]
+        foreign = self._epochs[blocks] != step.block_epochs[reads]
+        if foreign.any():
+            row = np.nonzero(reads)[0][foreign][0]
+            raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")

@@ -1,0 +1,306 @@
+"""Faults of the kind that garbled text in an older server, with each guard against them switched off in turn.
+
+    python tests/mutations.py
+
+With its guard a fault may cost time or end a request with an error, never give a wrong token; without it, the
+simulation or the audit must notice. A guard that nothing would miss is not one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import msgspec
+import simulation
+from llm_serving.core.step import BlockMove
+from llm_serving.engine import executor as executor_module
+from llm_serving.engine import supervised_executor
+from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.kvcache.block_manager import BlockManager
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.scheduler import Scheduler
+from llm_serving.transport.messages import StepDone
+from llm_serving.worker.block_guard import BlockGuard
+from simulation import SimulatedAgent, Simulation
+
+Patch = Callable[[], Any]
+NUM_SEEDS = 8
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    guard: str
+    """What notices the fault."""
+    fault: Patch | None
+    """Brings the fault in; None if it is the lack of the guard itself."""
+    unguarded: Patch
+    """The fault with the guard switched off."""
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def reply_read_early(*, numbered: bool) -> Any:
+    """Now and then the master reads the reply to the step before once more, in place of the one it waits for."""
+    receive = SimulatedAgent.receive
+    state: dict[int, tuple[Any, int]] = {}
+
+    def receive_early(agent: SimulatedAgent, timeout_s: float | None = None) -> Any:
+        reply = receive(agent, timeout_s)
+        before, count = state.get(id(agent), (None, 0))
+        state[id(agent)] = reply, count + 1
+        if count % 7 != 5 or not isinstance(before, StepDone) or not isinstance(reply, StepDone):
+            return reply
+        return before if numbered else msgspec.structs.replace(before, step=reply.step)
+
+    return patch.object(SimulatedAgent, "receive", receive_early)
+
+
+@contextmanager
+def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
+    """Every step is written to the same buffer, whether or not the one before it has been read."""
+    start = RemoteExecutor.__init__
+
+    def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, timeout_s: float | None = None) -> None:
+        start(self, channel, buffers, timeout_s)
+        buffers.num_buffers = 1
+
+    from_arrays = simulation.step_from_arrays
+
+    def unnumbered(step: int, arrays: list[Any]) -> Any:
+        arrays[0] = arrays[0] * 0 + step
+        return from_arrays(step, arrays)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(RemoteExecutor, "__init__", start_with_one))
+        if not owned:
+            stack.enter_context(patch.object(executor_module, "_owners_of", lambda buffer, in_flight: []))
+        if not numbered:
+            stack.enter_context(patch.object(simulation, "step_from_arrays", unnumbered))
+        yield
+
+
+def block_given_twice() -> Any:
+    """Now and then a block is handed out that somebody holds already."""
+    allocate = BlockPool.allocate
+    state = {"count": 0}
+
+    def allocate_twice(pool: BlockPool, count: int) -> list[int]:
+        block_ids = allocate(pool, count)
+        state["count"] += 1
+        held = [
+            block_id for block_id in range(pool.num_blocks) if pool.ref_count(block_id) and block_id not in block_ids
+        ]
+        if state["count"] % 6 == 5 and held and block_ids:
+            pool.free([block_ids.pop()])
+            pool.reference([held[0]])
+            pool._epochs[held[0]] = pool._num_allocations
+            if (name := pool._names[held[0]]) is not None:
+                del pool._blocks_by_name[name]
+                pool._names[held[0]] = None
+            block_ids.append(held[0])
+        return block_ids
+
+    return patch.object(BlockPool, "allocate", allocate_twice)
+
+
+def position_kept_after_preemption() -> Any:
+    """A preempted request believes that what it had computed is still there."""
+    preempt = Scheduler._preempt
+
+    def preempt_badly(self: Scheduler, request: Any, *rest: Any) -> None:
+        before = request.num_computed_tokens
+        preempt(self, request, *rest)
+        if not self.blocks.is_swapped(request.request_id):
+            request.num_computed_tokens = before
+
+    return patch.object(Scheduler, "_preempt", preempt_badly)
+
+
+def no_copies() -> Any:
+    return moves_left_out(BlockMove.COPY)
+
+
+def no_swaps_in() -> Any:
+    return moves_left_out(BlockMove.SWAP_IN)
+
+
+def moves_left_out(kind: BlockMove) -> Any:
+    """Moves of one kind are decided and never done."""
+    take = BlockManager.take_moves
+    return patch.object(BlockManager, "take_moves", lambda self: [move for move in take(self) if move[0] != int(kind)])
+
+
+# --- guards switched off ----------------------------------------------------------------------------------------------
+
+
+def untagged(fault: Patch) -> Patch:
+    """The fault in a WorkAgent that does not look at the tags of its blocks."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with fault(), patch.object(BlockGuard, "check", lambda self, step: None):
+            yield
+
+    return both
+
+
+def rows_of_lost_places_count() -> Any:
+    """Blocks of a row are named although its request has lost them since."""
+    confirm = Scheduler._confirm
+
+    def confirm_any(self: Scheduler, row: Any) -> None:
+        confirm(self, row._replace(num_preemptions=row.request.num_preemptions))
+
+    return patch.object(Scheduler, "_confirm", confirm_any)
+
+
+def tokens_on_the_device_are_forgotten() -> Any:
+    """A preempted request does not wait for the tokens that its last steps have chosen."""
+    preempt = Scheduler._preempt
+
+    def preempt_and_forget(self: Scheduler, request: Any, *rest: Any) -> None:
+        preempt(self, request, *rest)
+        request.num_tokens_in_flight = 0
+
+    return patch.object(Scheduler, "_preempt", preempt_and_forget)
+
+
+def nobody_is_blamed() -> Any:
+    """What was lost with a WorkAgent is taken for replied to."""
+    return patch.object(Scheduler, "lose_cache", lambda self: None)
+
+
+MUTATIONS = (
+    Mutation(
+        "a reply is read one step early",
+        "step number in every reply",
+        lambda: reply_read_early(numbered=True),
+        lambda: reply_read_early(numbered=False),
+    ),
+    Mutation(
+        "a buffer is written before it was read",
+        "owner of every buffer",
+        lambda: one_buffer_for_two_steps(owned=True, numbered=False),
+        lambda: one_buffer_for_two_steps(owned=False, numbered=False),
+    ),
+    Mutation(
+        "a buffer is written before it was read",
+        "step number among the arrays",
+        lambda: one_buffer_for_two_steps(owned=False, numbered=True),
+        lambda: one_buffer_for_two_steps(owned=False, numbered=False),
+    ),
+    Mutation("a block belongs to two requests", "epoch tags of blocks", block_given_twice, untagged(block_given_twice)),
+    Mutation(
+        "a recomputed request skips positions",
+        "fill tags of blocks",
+        position_kept_after_preemption,
+        untagged(position_kept_after_preemption),
+    ),
+    Mutation("a fork's block is not copied", "fill tags of blocks", no_copies, untagged(no_copies)),
+    Mutation("a swapped block does not come back", "fill tags of blocks", no_swaps_in, untagged(no_swaps_in)),
+    Mutation("blocks are named after they were lost", "preemption count in every row", None, rows_of_lost_places_count),
+    Mutation(
+        "a preempted request runs without its newest token",
+        "count of tokens in flight",
+        None,
+        tokens_on_the_device_are_forgotten,
+    ),
+    Mutation("a lost cache is taken for whole", "loss of the cache with its WorkAgent", None, nobody_is_blamed),
+)
+
+
+@dataclass
+class Verdict:
+    """What became of a fault over some seeds."""
+
+    num_garbled: int = 0
+    """Requests that were told a wrong token."""
+    num_lost_steps: int = 0
+    """Seeds in which a step was thrown away and computed again."""
+    num_audited: int = 0
+    """Wrong answers that the audit found."""
+    num_broken: int = 0
+    """Seeds in which a law was seen to be broken, or the engine stopped with an internal error."""
+
+    def __str__(self) -> str:
+        return f"{self.num_garbled:7} {self.num_audited:7} {self.num_lost_steps:10} {self.num_broken:6}"
+
+
+@cache
+def crowded_seeds() -> list[int]:
+    """Seeds in which requests lose their places."""
+    seeds: list[int] = []
+    for seed in count():
+        one = Simulation(seed)
+        one.faults._rate = 0.0
+        one.run()
+        if sum(arrival.request.num_preemptions for arrival in one.arrivals) > 1:
+            seeds.append(seed)
+        if len(seeds) == NUM_SEEDS:
+            return seeds
+    raise AssertionError
+
+
+def play(fault: Patch | None, *, bad_luck: bool) -> Verdict:
+    """Plays some seeds with the fault, and with deaths and delays besides if `bad_luck`."""
+    verdict = Verdict()
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in crowded_seeds():
+            with ExitStack() as stack:
+                stack.enter_context(nullcontext() if fault is None else fault())
+                stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
+                stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
+                _play_seed(Simulation(seed), verdict, bad_luck=bad_luck)
+    finally:
+        logging.disable(logging.NOTSET)
+    return verdict
+
+
+def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
+    one.faults._rate = 0.3 if bad_luck else 0.0
+    one.engine._max_steps_in_flight = 2
+    lose_cache, num_lost = one.scheduler.lose_cache, 0
+
+    def lose_and_count() -> None:
+        nonlocal num_lost
+        num_lost += 1
+        lose_cache()
+
+    one.scheduler.lose_cache = lose_and_count  # type: ignore[method-assign]
+    try:
+        one.run()
+    except Exception:  # noqa: BLE001  whatever it is, somebody noticed
+        verdict.num_broken += 1
+    verdict.num_audited += one.metrics._counts["llm_serving:audit_mismatch_total"]
+    verdict.num_lost_steps += num_lost > 0
+    verdict.num_garbled += sum(map(one.is_garbled, one.arrivals))
+
+
+def main() -> None:
+    write = sys.stdout.write
+    columns = "garbled audited lost steps broken"
+    write(f"{NUM_SEEDS} seeds each; counts with the guard, then without it\n")
+    write(f"{'fault':54}{'guard':36}{columns}   {columns}\n")
+    for each in MUTATIONS:
+        bad_luck = each.fault is None
+        verdicts = play(each.fault, bad_luck=bad_luck), play(each.unguarded, bad_luck=bad_luck)
+        write(f"{each.name:54}{each.guard:36}{verdicts[0]}   {verdicts[1]}\n")
+
+
+if __name__ == "__main__":
+    main()
