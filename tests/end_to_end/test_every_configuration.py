@@ -1,0 +1,139 @@
+"""One set of requests, alone to one server and all at once to servers of every kind: the same bytes everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from server_process import Server, metric, start_server
+
+pytestmark = pytest.mark.end_to_end
+
+TASKS = (
+    "Count from 1 to 9.",
+    "Add 17 and 25.",
+    "Reverse the word lamp.",
+    "Name the days of the week.",
+    "Sort these words alphabetically: sail rocket beach.",
+)
+TIGHT = {"pa_config.num_blocks": 40, "model_config.decode_batch_size": 12}
+"""Too few blocks and places for all: some requests lose theirs."""
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "decode first, chunks of 16": {
+        "scheduler_config.policy": "decode_first",
+        "scheduler_config.max_prefill_tokens": 16,
+        **TIGHT,
+    },
+    "mixed, no prefix cache": {
+        "scheduler_config.policy": "mixed",
+        "scheduler_config.max_prefill_tokens": 64,
+        "scheduler_config.prefix_caching": False,
+        **TIGHT,
+    },
+    "throughput, separate steps": {
+        "scheduler_config.policy": "throughput",
+        "scheduler_config.composition": "separate",
+        "scheduler_config.max_prefill_tokens": 128,
+    },
+    "first come, first served": {
+        "scheduler_config.policy": "fcfs",
+        "scheduler_config.max_prefill_tokens": 512,
+        **TIGHT,
+    },
+    "prefill first, swapping": {
+        "scheduler_config.preemption_mode": "swap",
+        "scheduler_config.composition": "separate",
+        "scheduler_config.max_prefill_tokens": 32,
+        "pa_config.num_swap_blocks": 64,
+        **TIGHT,
+    },
+    "static batches, one step at a time": {
+        "model_config.batching_strategy": "static",
+        "model_config.decode_batch_size": 8,
+        "scheduler_config.schedule_ahead": False,
+    },
+}
+
+
+def requests(*, static: bool) -> list[dict[str, Any]]:
+    """Greedy, sampled, filtered, penalised, several choices, beams; short and long; of every class."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 3, "logprobs": 2},
+        {"temperature": 1.1, "seed": 4, "top_p": 0.9, "top_k": 40, "n": 3},
+        {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 0, "use_beam_search": True, "n": 3},
+        {"temperature": 0.7, "seed": 6, "min_p": 0.05, "best_of": 3, "n": 1},
+    ]
+    classes = ("interactive", "standard", "batch")
+    made = []
+    for index in range(30):
+        kind = kinds[index % len(kinds)]
+        if static and "use_beam_search" in kind:  # beams need what a static batch has not: further places
+            kind = {"temperature": 0, "logprobs": 5}
+        prompt = " ".join([TASKS[index % len(TASKS)]] * (1 + index % 7))
+        made.append(
+            {
+                "prompt": prompt,
+                "max_tokens": 10 + index,
+                "ignore_eos": True,
+                "priority_class": classes[index % 3],
+                **kind,
+            }
+        )
+    return made
+
+
+async def answer(client: httpx.AsyncClient, request: dict[str, Any]) -> str:
+    response = await client.post("/v1/completions", json=request)
+    assert response.status_code == 200, response.text
+    return json.dumps(response.json()["choices"], sort_keys=True)
+
+
+def arguments(settings: dict[str, Any]) -> list[str]:
+    return [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
+
+
+def all_at_once(server: Server, *, static: bool) -> tuple[list[str], float]:
+    """The answers, and how many requests lost their place meanwhile."""
+
+    async def run() -> tuple[list[str], float]:
+        async with asyncio.timeout(150), server.client() as client:
+            answers = await asyncio.gather(*(answer(client, each) for each in requests(static=static)))
+            assert await metric(client, "llm_serving:bound_violations_total") == 0
+            assert await metric(client, "llm_serving:audit_mismatch_total") == 0
+            return list(answers), await metric(client, "vllm:num_preemptions_total")
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[bool, list[str]]:
+    """Each request's answer when nothing else runs, with plain settings."""
+
+    async def run(server: Server, *, static: bool) -> list[str]:
+        async with asyncio.timeout(150), server.client() as client:
+            return [await answer(client, each) for each in requests(static=static)]
+
+    server = start_server("--set", "scheduler_config.prefix_caching=False")
+    try:
+        return {static: asyncio.run(run(server, static=static)) for static in (False, True)}
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_answers_are_those_given_alone(name: str, alone: dict[bool, list[str]]) -> None:
+    settings = CONFIGURATIONS[name]
+    static = settings.get("model_config.batching_strategy") == "static"
+    server = start_server(*arguments(settings))
+    try:
+        together, num_preemptions = all_at_once(server, static=static)
+    finally:
+        server.stop()
+    for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
+        assert given == expected, request
+    assert (num_preemptions > 0) == (TIGHT.items() <= settings.items())
