@@ -1,0 +1,1 @@
+"""What scheduling brings: each experiment starts servers of its own, loads them over HTTP and compares."""

@@ -1,0 +1,61 @@
+"""Figures over the records of trials; pure functions."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from metrics import ServiceLevel
+from records import RequestRecord
+
+
+def by_group(records: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    groups: dict[str, list[RequestRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.task].append(record)
+    return dict(groups)
+
+
+def idle_share(num_tokens: float, num_steps: float, num_slots: int) -> float:
+    """Share of slots that produced no token, over all steps; 0 to 1."""
+    return 1.0 - num_tokens / (num_steps * num_slots)
+
+
+def met_share(records: Sequence[RequestRecord], level: ServiceLevel) -> float:
+    """Share of requests within their targets, 0 to 1; failed ones are not."""
+    return sum(level.met_by(record) for record in records) / len(records)
+
+
+def goodput_per_s(records: Iterable[RequestRecord], levels: Mapping[str, ServiceLevel], span_s: float) -> float:
+    """Requests a second that met the targets of their group."""
+    return sum(levels[record.task].met_by(record) for record in records) / span_s
+
+
+def served_tokens(
+    records: Iterable[RequestRecord], num_prompt_tokens: Mapping[str, int], until_s: float | None = None
+) -> list[tuple[float, int]]:
+    """(second, tokens served by then) at each event: a prompt counts with its first token, then each token.
+
+    Args:
+        records: Of one tenant.
+        num_prompt_tokens: By prompt.
+        until_s: Second of the run at which to stop; None: at the end.
+    """
+    events: list[tuple[float, int]] = []
+    for record in records:
+        for number, time_s in enumerate(record.token_times_s):
+            events.append((time_s, 1 if number else 1 + num_prompt_tokens[record.prompt]))
+    total, served = 0, []
+    for time_s, count in sorted(events):
+        if until_s is not None and time_s > until_s:
+            break
+        total += count
+        served.append((time_s, total))
+    return served
+
+
+def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
+    """At most about `most` of the points, evenly chosen, the last among them."""
+    stride = -(-len(points) // most) if points else 1
+    chosen = list(points[::stride])
+    if points and chosen[-1] != points[-1]:
+        chosen.append(points[-1])
+    return chosen

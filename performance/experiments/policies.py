@@ -1,0 +1,132 @@
+"""The policies against each other, below and above what the server can do."""
+
+import random
+from collections.abc import Sequence
+
+import workload
+from arrivals import poisson
+from matplotlib.figure import Figure
+from metrics import ServiceLevel, Summary, summarize
+from runner import Job
+
+from experiments import loads, measures
+from experiments.bench import Bench, Served, Trial
+from experiments.plots import grouped_bars, legend_below, logarithmic, panels
+from experiments.results import Result, Table
+
+POLICIES = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
+NUM_SLOTS = 32
+NUM_QUESTIONS = 150
+NUM_FOR_CAPACITY = 300
+MAX_TOKENS = 500
+"""Longer than any right answer."""
+LOADS = {0.5: 3.0, 0.9: 4.0, 1.2: 7.0}
+"""Share of the capacity -> seconds of arrivals."""
+CLASSES = {"interactive": 0.2, "standard": 0.6, "batch": 0.2}
+LEVELS = {"interactive": ServiceLevel(1000, 100), "standard": ServiceLevel(5000, 200), "batch": ServiceLevel()}
+"""The promises of configs/serving.yaml."""
+PREFILL_MS, DECODE_MS = 2, 5
+"""What `throughput` reckons with: about the times of the demo model here."""
+
+
+def run(bench: Bench) -> Result:
+    capacity = 0.0
+    for policy in POLICIES:
+        settings = [f"scheduler_config.policy={policy}", f"model_config.decode_batch_size={NUM_SLOTS}"]
+        if policy == "throughput":
+            settings += [
+                f"scheduler_config.prefill_time_ms_per_req={PREFILL_MS}",
+                f"scheduler_config.decode_time_ms_per_req={DECODE_MS}",
+            ]
+        with bench.serve(policy, *settings) as server:
+            capacity = capacity or _measure_capacity(server)
+            for share, seconds in LOADS.items():
+                num = bench.count(round(share * capacity * seconds))
+                jobs = server.referenced(_jobs(bench, num))
+                server.run(f"{share:.0%}", jobs, poisson(share * capacity, num, bench.seed))
+    return _result(bench, capacity)
+
+
+def _jobs(bench: Bench, num: int) -> list[Job]:
+    """Questions of all kinds, each asked to its end, with classes in random order."""
+    rng = random.Random(bench.seed)
+    questions = workload.choose(workload.load(workload.DEMO_QUESTIONS), NUM_QUESTIONS, bench.seed)
+    chosen = workload.choose(questions, num, bench.seed)
+    names = loads.shares(num, CLASSES, rng)
+    return [
+        loads.job(question, name, min(MAX_TOKENS, workload.max_tokens(question, None)), priority_class=name)
+        for question, name in zip(chosen, names, strict=True)
+    ]
+
+
+def _measure_capacity(server: Served) -> float:
+    """Requests a second, all sent at once."""
+    jobs = server.referenced(_jobs(server.bench, server.bench.count(NUM_FOR_CAPACITY)))
+    trial = server.run("capacity", jobs, [0.0] * len(jobs))
+    return summarize(trial.records, ServiceLevel()).requests_per_s
+
+
+def _result(bench: Bench, capacity: float) -> Result:
+    trials = {(trial.variant, trial.load): trial for trial in bench.trials}
+    names = [f"{share:.0%}" for share in LOADS]
+    latencies = Table(
+        ["load", "policy", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99", "requests/s"],
+        [_latency_row(trials[policy, name]) for name in names for policy in POLICIES],
+    )
+    classes = Table(
+        ["load", "policy", *(f"{name}: TTFT p50 / p99, within SLO" for name in CLASSES), "goodput, requests/s"],
+        [_class_row(trials[policy, name]) for name in names for policy in POLICIES],
+    )
+    load = (
+        f"Capacity, all at once: {capacity:.1f} requests/s with {NUM_SLOTS} slots. Poisson arrivals at 50, 90 and "
+        f"120 % of it for {', '.join(f'{seconds:g}' for seconds in LOADS.values())} s, questions of all kinds, 20 % "
+        "interactive, 60 % standard, 20 % batch, with the SLOs of configs/serving.yaml. `throughput` reckons with "
+        f"{PREFILL_MS} ms a prompt and {DECODE_MS} ms a decode step."
+    )
+    tables = {"All classes, ms:": latencies, "By class (TTFT in ms; share within the SLO):": classes}
+    return Result("Policies below and above capacity", load, tables, _figure(trials, names))
+
+
+def _figure(trials: dict[tuple[str, str], Trial], names: Sequence[str]) -> Figure:
+    figure, axes = panels(2, 2, 6.0)
+    overall = {key: summarize(trial.records, ServiceLevel()) for key, trial in trials.items()}
+    interactive = {key: _of_class(trial, "interactive") for key, trial in trials.items()}
+    drawn = (
+        ("TTFT p99, all classes", "ms, logarithmic", [overall[p, n].ttft_ms.p99 for p in POLICIES for n in names]),
+        ("TTFT p99, interactive", "ms, logarithmic", [interactive[p, n].ttft_ms.p99 for p in POLICIES for n in names]),
+        ("ITL p99, all classes", "ms", [overall[p, n].itl_ms.p99 for p in POLICIES for n in names]),
+        ("Goodput", "requests/s within their SLO", [_goodput(trials[p, n]) for p in POLICIES for n in names]),
+    )
+    for panel, (title, unit, values) in zip(axes, drawn, strict=True):
+        series = {p: values[i * len(names) : (i + 1) * len(names)] for i, p in enumerate(POLICIES)}
+        grouped_bars(panel, [f"{name} load" for name in names], series, "{:.3g}" if max(values) < 1000 else "{:.0f}")
+        if "logarithmic" in unit:
+            logarithmic(panel, 1)
+        panel.set_title(title)
+        panel.set_ylabel(unit)
+    legend_below(figure, axes[0])
+    return figure
+
+
+def _latency_row(trial: Trial) -> Sequence[str | float]:
+    summary = summarize(trial.records, ServiceLevel())
+    spreads = (summary.ttft_ms, summary.tpot_ms, summary.itl_ms)
+    pairs = (f"{each.p50:,.1f} / {each.p99:,.1f}" for each in spreads)
+    return [trial.load, trial.variant, *pairs, summary.requests_per_s]
+
+
+def _class_row(trial: Trial) -> Sequence[str | float]:
+    groups = measures.by_group(trial.records)
+    cells = []
+    for name in CLASSES:
+        ttft = _of_class(trial, name).ttft_ms
+        cells.append(f"{ttft.p50:,.0f} / {ttft.p99:,.0f}, {measures.met_share(groups[name], LEVELS[name]):.0%}")
+    return [trial.load, trial.variant, *cells, _goodput(trial)]
+
+
+def _of_class(trial: Trial, name: str) -> Summary:
+    return summarize(measures.by_group(trial.records)[name], LEVELS[name])
+
+
+def _goodput(trial: Trial) -> float:
+    return measures.goodput_per_s(trial.records, LEVELS, summarize(trial.records, ServiceLevel()).span_s)

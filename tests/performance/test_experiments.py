@@ -1,0 +1,152 @@
+"""The parts of the scheduling experiments that need no server."""
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from client import GenerationOptions
+from experiments import loads, measures
+from experiments.bench import Bench, Served, Trial
+from experiments.results import Table, cell, document
+from experiments.server import ServerError, parse_counters
+from http_client import HttpClient
+from metrics import ServiceLevel
+from records import RequestRecord
+from runner import Load, run_load
+from workload import Prompt
+
+QUESTIONS = [Prompt("Sort these words: sail rocket beach.", "beach rocket sail"), Prompt("Add 1 and 2.", "3")]
+
+
+def make_record(task: str, *token_times_s: float, prompt: str = "p") -> RequestRecord:
+    end_s = token_times_s[-1]
+    return RequestRecord(0, prompt, task, None, 0.0, 0.0, end_s, token_times_s, len(token_times_s))
+
+
+def test_shares_are_met_to_the_request_and_the_rest_goes_to_the_largest_remainder():
+    names = loads.shares(17, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
+    assert {name: names.count(name) for name in set(names)} == {"short": 2, "medium": 13, "long": 2}
+    names = loads.shares(16, {"short": 0.1, "medium": 0.8, "long": 0.1}, random.Random(1))
+    assert {name: names.count(name) for name in set(names)} == {"short": 2, "medium": 13, "long": 1}
+
+
+def test_shares_come_in_an_order_that_the_seed_decides():
+    weights = {"a": 1.0, "b": 1.0}
+    assert loads.shares(40, weights, random.Random(1)) == loads.shares(40, weights, random.Random(1))
+    assert loads.shares(40, weights, random.Random(1)) != loads.shares(40, weights, random.Random(2))
+
+
+def test_long_prompts_differ_from_the_first_word_on():
+    prompts = loads.long_prompts(QUESTIONS, 4, 50, random.Random(3))
+    assert [len(prompt.text.split()) for prompt in prompts] == [50] * 4
+    assert len({prompt.text.split()[0] for prompt in prompts}) == 4
+
+
+def test_short_questions_are_those_with_short_right_answers():
+    assert loads.short_questions(QUESTIONS) == [QUESTIONS[1]]
+
+
+def test_streams_are_merged_in_order_of_time():
+    a, b = loads.job(QUESTIONS[0], "a", 5), loads.job(QUESTIONS[1], "b", 5, user="b")
+    jobs, due_times_s = loads.merged(([a, a], [0.0, 2.0]), ([b], [1.0]))
+    assert [job.prompt.task for job in jobs] == ["a", "b", "a"]
+    assert due_times_s == [0.0, 1.0, 2.0]
+
+
+def test_idle_share_counts_slots_without_a_token():
+    assert measures.idle_share(40, 10, 8) == 0.5
+    assert measures.idle_share(80, 10, 8) == 0.0
+
+
+def test_goodput_measures_each_group_by_its_own_targets():
+    levels = {"interactive": ServiceLevel(ttft_ms=100), "batch": ServiceLevel()}
+    records = [make_record("interactive", 0.05), make_record("interactive", 0.2), make_record("batch", 9.0)]
+    assert measures.goodput_per_s(records, levels, 4.0) == 0.5
+    assert measures.met_share(records[:2], levels["interactive"]) == 0.5
+
+
+def test_a_prompt_is_served_with_its_first_token():
+    records = [make_record("t", 1.0, 3.0, prompt="long"), make_record("t", 2.0, prompt="short")]
+    served = measures.served_tokens(records, {"long": 100, "short": 10})
+    assert served == [(1.0, 101), (2.0, 112), (3.0, 113)]
+    assert measures.served_tokens(records, {"long": 100, "short": 10}, until_s=2.5) == served[:2]
+
+
+def test_thinning_keeps_the_last_point():
+    points = [(float(i), i) for i in range(10)]
+    assert measures.thinned(points, 3) == [points[0], points[4], points[8], points[9]]
+    assert measures.thinned([], 3) == []
+
+
+def test_a_table_in_markdown():
+    table = Table(["", "ms", "count"], [["fast", 1.234, 1234], ["none", float("nan"), None]])
+    assert table.markdown() == "|  | ms | count |\n| --- | --- | --- |\n| fast | 1.23 | 1,234 |\n| none | - | - |"
+    assert [cell(value) for value in (12.34, 123.4, 7)] == ["12.3", "123", "7"]
+
+
+def test_counters_are_summed_over_their_labels():
+    text = '# HELP a_total x\na_total{class="x"} 1.0\na_total{class="y"} 2.0\nb_total 5\ngauge 7\nh_bucket{le="1"} 3\n'
+    assert parse_counters(text) == {"a_total": 3.0, "b_total": 5.0}
+
+
+def test_fields_of_one_request_go_into_its_body_alone(fake_server):
+    jobs = [loads.job(QUESTIONS[1], "interactive", 2, priority_class="interactive"), loads.job(QUESTIONS[1], "none", 2)]
+    options = GenerationOptions("openai", "demo")
+    http = HttpClient("127.0.0.1", fake_server.port)
+    run = asyncio.run(run_load(http, options, jobs, Load(), lambda _: None))
+    assert [record.task for record in run.records] == ["interactive", "none"]
+    assert [body.get("priority_class") for body in fake_server.bodies] == ["interactive", None]
+
+
+@pytest.fixture
+def served(fake_server):
+    http = HttpClient("127.0.0.1", fake_server.port)
+    return Served(Bench("demo", 1), "variant", http, GenerationOptions("openai", "demo"))
+
+
+def test_each_prompt_is_asked_alone_once_and_its_answer_is_what_the_load_must_give(served, fake_server):
+    fake_server.answers["Add 1 and 2."] = "3"
+    fake_server.cpu_s = 7.0
+    jobs = [loads.job(question, "g", 5) for question in QUESTIONS]
+    jobs = served.referenced(served.referenced(jobs + jobs))
+    assert [body["prompt"] for body in fake_server.bodies] == [question.text for question in QUESTIONS]
+    assert [job.prompt.expected for job in jobs] == ["ok", "3", "ok", "3"]
+    assert served.bench.known_right == [False, True]
+    fake_server.answers["Add 1 and 2."] = "4"  # under load it answers otherwise
+    trial = served.run("load", jobs, [0.0] * len(jobs))
+    assert [record.exact for record in trial.records] == [True, False, True, False]
+    assert trial.counters == {"process_cpu_seconds_total": 1.5}  # the fake adds 0.5 at each of three further scrapes
+    assert not served.bench.went_right
+
+
+def test_a_reference_that_fails_ends_the_experiment(served):
+    with pytest.raises(ServerError, match="the reference run failed"):
+        served.referenced([loads.job(Prompt("break"), "g", 5)])
+
+
+def test_a_broken_bound_or_a_restart_is_not_right():
+    def bench(violations: int, restarts: int) -> Bench:
+        totals = {
+            "llm_serving:bound_violations_total": float(violations),
+            "llm_serving:worker_restarts_total": float(restarts),
+        }
+        record = replace(make_record("t", 1.0), expected="ok", text="ok")
+        return Bench("demo", 1, trials=[Trial("a", "l", [record], {}, 0.0)], server_totals={"a": totals, "b": totals})
+
+    assert bench(0, 0).went_right
+    assert bench(1, 0).num_bound_violations == 2
+    assert not bench(1, 0).went_right
+    assert not bench(0, 1).went_right
+
+
+def test_the_document_is_json(served):
+    class Result:
+        title, load, tables = "t", "l", {"x": Table(["a"], [[1]])}
+
+    served.bench.server_totals["a"] = {
+        "llm_serving:bound_violations_total": 0.0,
+        "llm_serving:worker_restarts_total": 0.0,
+    }
+    assert json.loads(json.dumps(document(served.bench, Result())))["tables"]["x"]["rows"] == [[1]]
