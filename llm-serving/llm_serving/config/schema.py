@@ -205,7 +205,7 @@ class SchedulerConfig:
     tenant_fairness: bool = option(True, boolean())
     """Within a class, the tenant served least goes first. False: by priority and arrival alone."""
 
-    max_overtakes: int = option(64, integer(0, 10**6))
+    max_overtakes: int = option(16, integer(0, 10**6))
     """Times the oldest request of a class may be overtaken by another tenant's."""
 
     max_preemptions_per_request: int = option(8, integer(0, 10**6))

@@ -31,35 +31,46 @@ class ClassBounds:
 
 
 def class_bounds(
-    limits: SchedulerLimits, classes: Sequence[RequestClass], num_slots: int, max_decode_gap: int
+    limits: SchedulerLimits, classes: Sequence[RequestClass], num_blocks: int, block_size: int, max_decode_gap: int
 ) -> list[ClassBounds]:
     """The bounds of each class.
 
-    While the request that is to be admitted next does not fit, nobody is admitted, so what runs only drains. Prompts
-    get the first share of a step at least every `max_prefill_gap + 2` steps; each such step computes the whole budget
-    or `max_prefill_seqs` prompts to their end, and no more than `num_slots` tokens can be left to compute. Then each
-    running request gets a token at least every `max_decode_gap + 1` steps, until it is as long as it can be. That is
-    the time of one admission. A class that has waited `ageing_steps` takes turns with the others by weight, and the
+    What runs at one moment has ended `drain` steps later: prompts get the first share of a step at least every
+    `max_prefill_gap + 2` steps, each such step computes the whole budget or `max_prefill_seqs` prompts to their end,
+    and no more tokens than the cache holds can be left to compute, nor more come in meanwhile; then each request gets a
+    token at least every `max_decode_gap + 1` steps, until it is as long as it can be. So of the `drain` steps after any
+    moment, either as many requests are admitted as fit side by side, however long, or the one that is next is among
+    them: if fewer had come, there would have been room for it.
+
+    How many may come before it: a class that has waited `ageing_steps` takes turns with the others by weight, and the
     first of its order may be overtaken `max_overtakes` times.
 
     Args:
         limits: Of the scheduler.
         classes: All of them.
-        num_slots: Tokens the cache can hold.
+        num_blocks: Blocks of the cache.
+        block_size: Tokens of a block.
         max_decode_gap: Of the policy.
     """
-    num_prefill_steps = -(-num_slots // limits.max_num_batched_tokens) + -(
-        -limits.max_num_seqs // limits.max_prefill_seqs
-    )
-    longest = min(limits.max_model_len, num_slots)
+    longest = min(limits.max_model_len, num_blocks * block_size)
+    num_prefill_steps = _ceil(2 * num_blocks * block_size, limits.max_num_batched_tokens)
+    num_prefill_steps += _ceil(2 * limits.max_num_seqs, limits.max_prefill_seqs)
     drain = (limits.max_prefill_gap + 2) * num_prefill_steps + (max_decode_gap + 1) * longest
+    # One block is kept free for each running request when another is admitted.
+    num_side_by_side = (num_blocks - limits.max_num_seqs) // _ceil(longest, block_size)
+    num_admitted = max(1, min(limits.max_num_seqs, num_side_by_side))
     bounds = []
     for each in classes:
         others = (other for other in classes if other is not each)
-        num_turns = 1 + sum(-(-other.weight // each.weight) + 1 for other in others)
-        steps = each.ageing_steps + (limits.max_overtakes + 1) * num_turns * (drain + 1)
+        num_turns = 1 + sum(_ceil(other.weight, each.weight) + 1 for other in others)
+        num_drains = _ceil((limits.max_overtakes + 1) * num_turns, num_admitted)
+        steps = each.ageing_steps + num_drains * (drain + 1)
         bounds.append(ClassBounds(each.name, steps, max_decode_gap, limits.max_preemptions))
     return bounds
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 class WaitMonitor:

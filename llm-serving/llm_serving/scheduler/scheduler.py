@@ -39,7 +39,9 @@ class Scheduler:
         self.waiting = WaitingQueue(self.classes, limits.max_overtakes)
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
-        self.bounds = class_bounds(limits, self.classes, blocks.num_slots, policy.max_decode_gap)
+        self.bounds = class_bounds(
+            limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy.max_decode_gap
+        )
         self._monitor = WaitMonitor(self.bounds)
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
