@@ -185,9 +185,7 @@ class _Walk:
             for outage in record.outages
             if outage.ended < math.inf and life.queued_time is not None and outage.ended > life.queued_time
         ]
-        changes += [
-            _State(nanoseconds(row.step.formed), "running", first_step=row.step.number) for row in self._rows
-        ]
+        changes += [_State(nanoseconds(row.step.formed), "running", first_step=row.step.number) for row in self._rows]
         if _is_missed(life, record) and not any(each.time < record.kept_since for each in life.preemptions):
             changes.append(_State(nanoseconds(record.kept_since), "running"))
         # A step that is formed while a request loses its place cannot compute it: what makes it run comes after.
