@@ -27,6 +27,7 @@ from figures import Figure, greedy, random_prompts
 from llm_serving.config import load_config
 from llm_serving.offline import LLM
 from load_benchmark import start_up
+from lost_cores import LostCoresMeter
 from machine_limits import Limits, StepCost, decode_seconds, prompt_seconds
 from step_breakdown import step_breakdown
 
@@ -47,10 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(limits, flush=True)
     figures: list[Figure] = []
 
+    meter = LostCoresMeter()
+
     def add(*new: Figure) -> None:
+        nonlocal meter
+        lost = meter.read()
         for figure in new:
             print(figure, flush=True)
+        test = new[0].test
         figures.extend(new)
+        figures.append(Figure(test, "cores lost to other programs", lost.programs, "cores"))
+        figures.append(Figure(test, "cores lost to the host", lost.host, "cores"))
+        print(
+            f"     lost meanwhile: {lost.programs:.2f} cores to other programs, {lost.host:.2f} to the host", flush=True
+        )
+        meter = LostCoresMeter()
 
     if "L" in arguments.tests:
         add(*start_up(config))
@@ -58,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         llm = LLM(config)
         cost = StepCost(llm.model_spec, arguments.dtype)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
+        meter = LostCoresMeter()
         if "A" in arguments.tests:
             add(*single_stream(llm, arguments.runs, limits, cost))
         if "B" in arguments.tests:
-            add(*(batch(llm, count, limits, cost) for count in arguments.batch))
+            for count in arguments.batch:
+                add(batch(llm, count, limits, cost))
         if "C" in arguments.tests:
             add(prefill(llm, arguments.runs, limits, cost))
         if "S" in arguments.tests:
