@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.executor import LocalExecutor, StepFailedError
+from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import WorkerDiedError
 
 
@@ -56,6 +57,7 @@ class FragileHarness(Harness):
             max_restarts,
         )
         self.engine._executor = self.executor
+        self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics)
         self.engine._max_steps_in_flight = 2
 
     def submit(self, *requests: Request) -> None:

@@ -101,9 +101,13 @@ class Auditor:
         self._running = answer, _Answer(copy)
         return copy
 
+    @property
+    def copy(self) -> Request | None:
+        """The one that runs."""
+        return None if self._running is None else self._running[1].request
+
     def owns(self, request: Request) -> bool:
-        """Whether the request is the copy that runs."""
-        return self._running is not None and self._running[1].request is request
+        return self.copy is request
 
     def check(self, request: Request, sample: int, output: StepOutput) -> None:
         """The copy got a token; when it has ended, its answer is compared."""

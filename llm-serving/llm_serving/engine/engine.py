@@ -21,7 +21,7 @@ from llm_serving.engine.journal import Journal
 from llm_serving.engine.load_estimator import LoadEstimator
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.recovery import culprits_of_death, culprits_of_failure
+from llm_serving.engine.recovery import Recovery
 from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
@@ -59,8 +59,6 @@ class Engine:
         """Why the engine ended, once it has."""
         self.num_steps = 0
         """Steps whose results have come."""
-        self.restarting: str | None = None
-        """Why its WorkAgent is being started again, while it is."""
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
         self.load = LoadEstimator(scheduler.limits)
@@ -69,6 +67,7 @@ class Engine:
         self.on_started: Callable[[list[str]], None] = lambda request_ids: None
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self._executor = executor
+        self._recovery = Recovery(scheduler, executor, metrics)
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._beams = BeamGroups(scheduler, self._processor)
@@ -113,6 +112,11 @@ class Engine:
             self._stopping = True
         self._executor.give_up()
         os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def restarting(self) -> str | None:
+        """Why its WorkAgent is being started again, while it is."""
+        return self._recovery.restarting
 
     @property
     def num_running(self) -> int:
@@ -229,11 +233,11 @@ class Engine:
         for sample, request in enumerate(samples):
             if request.request_id not in live:
                 continue
-            if self._auditor.owns(request):
-                self._auditor.check(request, sample, output)
-                continue
             if sample in output.row_errors:
                 self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
+                continue
+            if self._auditor.owns(request):
+                self._auditor.check(request, sample, output)
                 continue
             if request.beam_of is not None:
                 self._outputs += self._beams.take(request, sample, output)
@@ -247,51 +251,13 @@ class Engine:
             self._outputs.append(self._processor.piece(request))
 
     def _recover(self, error: LLMServingError) -> None:
-        """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends.
-
-        Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
-        """
-        logger.error("steps are lost: %s", error)
+        """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""
         self.journal.lost(self._clock())
-        failed = isinstance(error, StepFailedError) and self._survives()
-        lost = self._take_back_steps(only_oldest=failed)
-        self.scheduler.lose_cache()
-        if failed:
-            culprits = culprits_of_failure(lost, self.scheduler, self._executor)
-        else:
-            self._restart(str(error))
-            culprits = culprits_of_death(lost, self.scheduler, self._executor)
+        lost, self._in_flight = self._in_flight, deque()
+        culprits = self._recovery.culprits(error, list(lost))
         self.journal.recovered(self._clock())
         for request in culprits:
             self._end_request(request, FinishReason.ERROR, str(error))
-
-    def _survives(self) -> bool:
-        """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
-        for _ in range(1, len(self._in_flight)):
-            try:
-                self._executor.collect()
-            except StepFailedError:
-                pass
-            except WorkerError as error:
-                logger.error("steps are lost: %s", error)
-                return False
-        return True
-
-    def _take_back_steps(self, *, only_oldest: bool) -> list[Request]:
-        """Forgets the steps in flight; returns the requests that were computed by them, or by the oldest one."""
-        schedules, self._in_flight = list(self._in_flight), deque()
-        blamed = schedules[:1] if only_oldest else schedules
-        lost = {id(row.request): row.request for schedule in blamed for row in schedule.rows}
-        requests = [request for request in lost.values() if not request.is_finished]
-        for request in requests:
-            request.num_lost_steps += 1
-        return requests
-
-    def _restart(self, reason: str) -> None:
-        self.restarting = reason
-        self._executor.restart(reason)
-        self.restarting = None
-        self._metrics.worker_restarted()
 
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request = request.beam_of or request
@@ -330,7 +296,8 @@ class Engine:
         with self._inbox_lock:
             self.dead = reason
         self._take_inbox()
-        for request in self._processor.unfinished():
+        copy = self._auditor.copy
+        for request in [*self._processor.unfinished(), *([] if copy is None else [copy])]:
             self._end_request(request, FinishReason.ERROR, reason)
         self._flush()
         self._record_load()

@@ -11,11 +11,12 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.bisection import find_culprits
 from llm_serving.engine.executor import Executor, StepFailedError
+from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.step_builder import StepBuilder
-from llm_serving.errors import WorkerError
+from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
-from llm_serving.scheduler import Scheduler, SchedulerLimits
+from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import Mixed
 
 logger = get_logger(__name__)
@@ -26,16 +27,70 @@ MAX_LOST_STEPS: Final = 4
 """A request whose steps are lost so often in a row ends, even if it cannot be shown to be the cause."""
 
 
-def culprits_of_failure(suspects: Sequence[Request], scheduler: Scheduler, executor: Executor) -> list[Request]:
-    """Requests of a step that failed which make it fail again, or failed too often; the cache must be lost already."""
-    guilty = find_culprits(suspects, lambda group: _passes(group, scheduler, executor))
-    return guilty + [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS and each not in guilty]
+class Recovery:
+    """Brings a replica back after steps were lost.
+
+    Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, metrics: Metrics) -> None:
+        self.restarting: str | None = None
+        """Why the WorkAgent is being started again, while it is."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._metrics = metrics
+
+    def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
+        """Makes everything ready to go on, and finds the requests that must not.
+
+        Args:
+            error: What the oldest step in flight met, or a step that could not be submitted.
+            in_flight: The steps that were not replied to; none of them will be.
+
+        Raises:
+            WorkerDiedError: There is no WorkAgent any more.
+        """
+        logger.error("steps are lost: %s", error)
+        failed = isinstance(error, StepFailedError) and self._survives(len(in_flight) - 1)
+        lost = _requests_of(in_flight[:1] if failed else in_flight)
+        for request in lost:
+            request.num_lost_steps += 1
+        self._scheduler.lose_cache()
+        if failed:
+            return self._guilty(lost)
+        self._restart(str(error))
+        return self._guilty([each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT])
+
+    def _survives(self, num_further_steps: int) -> bool:
+        """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
+        for _ in range(num_further_steps):
+            try:
+                self._executor.collect()
+            except StepFailedError:
+                pass
+            except WorkerError as error:
+                logger.error("steps are lost: %s", error)
+                return False
+        return True
+
+    def _restart(self, reason: str) -> None:
+        self.restarting = reason
+        self._executor.restart(reason)
+        self.restarting = None
+        self._metrics.worker_restarted()
+
+    def _guilty(self, suspects: Sequence[Request]) -> list[Request]:
+        """Those that make a step fail again, or were lost too often; the cache must be lost already."""
+        if not suspects:
+            return []
+        guilty = find_culprits(suspects, lambda group: _passes(group, self._scheduler, self._executor))
+        return guilty + [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS and each not in guilty]
 
 
-def culprits_of_death(lost: Sequence[Request], scheduler: Scheduler, executor: Executor) -> list[Request]:
-    """As `culprits_of_failure`, of requests whose step was lost with its WorkAgent; a new one is at work."""
-    suspects = [each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT]
-    return culprits_of_failure(suspects, scheduler, executor) if suspects else []
+def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
+    """Each request of these steps that has not ended, once."""
+    requests = {id(row.request): row.request for schedule in schedules for row in schedule.rows}
+    return [request for request in requests.values() if not request.is_finished]
 
 
 def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor) -> bool:
