@@ -59,6 +59,8 @@ class StepDraft:
         """Classes that hold as many slots or blocks as they may."""
         self.preempted: list[Request] = []
         self.blocked: Blocked | None = None
+        self.changes_running = False
+        """Whether a request has been admitted or preempted."""
         self.considers_prompts = False
         """Whether prompts could get a share of the step."""
         self._max_prefills = max_prefills
@@ -81,6 +83,13 @@ class StepDraft:
     def has_room_for_prefill(self) -> bool:
         return self.budget > 0 and len(self._prefills) < self._max_prefills
 
+    def add_decode(self, request: Request) -> None:
+        """Gives a request that decodes its token; one that has a row already, as it was just admitted, keeps that."""
+        if request.request_id not in self._rows:
+            row = ScheduledRow(request, request.num_computed_tokens, 1, True, request.num_preemptions)
+            self._rows[request.request_id] = row
+            self.budget -= 1
+
     def add(self, request: Request, num_tokens: int, *, prefill: bool = False) -> None:
         self._put(request, min(num_tokens, self.budget))
         if prefill:
@@ -95,6 +104,7 @@ class StepDraft:
     def withdraw(self, request: Request) -> None:
         """Takes a preempted request's row out again, if it has one."""
         self.preempted.append(request)
+        self.changes_running = True
         row = self._rows.pop(request.request_id, None)
         if row is not None:
             self.budget += row.query_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
@@ -12,6 +13,7 @@ from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.policy import Load, Policy, Preference
+from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
 from llm_serving.scheduler.wait_reason import Blocked, Preemption, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
@@ -83,13 +85,14 @@ class Scheduler:
             now: Seconds on the clock of `Request.arrival_time`.
         """
         draft = StepDraft(self._step, self.limits.max_num_batched_tokens, self.limits.max_prefill_seqs)
-        load = self._load()
-        preference = self._preference(load)
+        running = Running(self.running)
+        prompts_wait = len(self.waiting) > 0 or bool(running.prefilling)
+        preference = self._preference(running, prompts_wait)
         stages = [self._schedule_decodes, self._schedule_prefills]
         if preference is Preference.PREFILL_FIRST:
             stages.reverse()
         for schedule_stage in stages:
-            schedule_stage(draft, now)
+            schedule_stage(draft, running if not draft.changes_running else Running(self.running), now)
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
         self._preempted += draft.preempted
@@ -97,11 +100,9 @@ class Scheduler:
         if not draft.num_rows:
             return None
         rows = draft.rows
-        started = [row.request for row in rows if row.request.first_scheduled_time is None]
-        for row in rows:
-            self._advance(row, now)
+        started = self._advance(rows, now)
+        violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
-        violations = self._count_violations(draft, load)
         preempted, self._preempted = self._preempted, []
         preemptions, self._preemptions = self._preemptions, []
         moves = self.blocks.take_moves()
@@ -113,15 +114,12 @@ class Scheduler:
         Returns:
             The requests that got a token, in row order; those that ended before the result came are left out.
         """
-        for row in schedule.rows:
-            row.request.num_lost_steps = 0
-            self._confirm(row)
-        sampling_rows = [row for row in schedule.rows if row.samples]
-        assert len(sampling_rows) == len(token_ids), f"{len(token_ids)} tokens for {len(sampling_rows)} samples"
+        self._confirm(schedule.rows)
+        sampled = [request for request, _, _, samples, _ in schedule.rows if samples]
+        assert len(sampled) == len(token_ids), f"{len(token_ids)} tokens for {len(sampled)} samples"
         updated = []
-        for row, token_id in zip(sampling_rows, token_ids, strict=True):
-            request = row.request
-            if request.is_finished:
+        for request, token_id in zip(sampled, token_ids, strict=True):
+            if request.status is RequestStatus.FINISHED:
                 continue
             request.num_tokens_in_flight -= 1
             request.output_token_ids.append(token_id)
@@ -213,24 +211,29 @@ class Scheduler:
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
 
-    def _preference(self, load: Load) -> Preference:
+    def _preference(self, running: Running, prompts_wait: bool) -> Preference:
         """The policy's, within the bounds that hold for every policy."""
-        preference = self.policy.prefer(load)
-        if self._decode_gap() >= self.policy.max_decode_gap:
+        preference = self.policy.prefer(Load(running.num_decoding, len(self.running), prompts_wait))
+        last = running.least_scheduled_step
+        if last is not None and self._step - 1 - last >= self.policy.max_decode_gap:
             return Preference.DECODE_FIRST
-        if load.prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
+        if prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
             return Preference.PREFILL_FIRST
         return preference
 
-    def _schedule_decodes(self, draft: StepDraft, now: float) -> None:
+    def _schedule_decodes(self, draft: StepDraft, running: Running, now: float) -> None:
         del now
-        for request in list(self.running):
+        block_size = self.blocks.block_size
+        for request in running.decoding:
             if draft.budget == 0:
                 return
-            if request.status is RequestStatus.RUNNING and _can_decode(request) and self._make_room(request, draft):
-                draft.add(request, 1)
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            # A table always holds what is computed: only the first token of a block may lack room.
+            if request.num_computed_tokens % block_size or self._make_room(request, draft):
+                draft.add_decode(request)
 
-    def _schedule_prefills(self, draft: StepDraft, now: float) -> None:
+    def _schedule_prefills(self, draft: StepDraft, running: Running, now: float) -> None:
         """Running prompts that are not complete and waiting ones, higher classes first; long ones leave some room."""
         draft.considers_prompts = True
         admits = not (self.limits.static_batching and self.running)
@@ -238,7 +241,7 @@ class Scheduler:
         if waits_for_a_batch:
             draft.closed.update(self.waiting.queues)
         capped: list[Request] = []
-        for request in [other for other in self.running if _is_prefilling(other)]:
+        for request in running.prefilling:
             if admits:
                 self._admit(draft, capped, before=request.request_class)
             if not draft.has_room_for_prefill:
@@ -292,12 +295,13 @@ class Scheduler:
                 no_slot = len(self.running) >= self.limits.max_num_seqs
                 draft.blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
                 return
-            self._start(request, draft.closed)
+            self._start(request, draft)
             if draft.has_room_for_prefill:
                 self._add_prompt(request, draft, capped)
 
-    def _start(self, request: Request, closed: set[str]) -> None:
-        request.took_turn = self.waiting.pop(request, self._step, closed)
+    def _start(self, request: Request, draft: StepDraft) -> None:
+        draft.changes_running = True
+        request.took_turn = self.waiting.pop(request, self._step, draft.closed)
         parent = self._parent(request)
         num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
@@ -315,16 +319,18 @@ class Scheduler:
         One block is kept for each running request, the watermark: so none is preempted before it has filled a block.
         """
         num_running = len(self.running) - len(without)
+        if num_running >= self.limits.max_num_seqs:
+            return False
         num_tokens, parent = self._num_tokens_to_hold(request), self._parent(request)
         num_blocks = self.blocks.num_blocks_to_admit(request, num_tokens, parent, without) + num_running
-        return num_running < self.limits.max_num_seqs and num_blocks <= self.blocks.pool.num_free_blocks
+        return num_blocks <= self.blocks.pool.num_free_blocks
 
     def _displace_for(self, request: Request, draft: StepDraft) -> bool:
         """Preempts paused requests and those of strictly lower classes if that makes room, as few as will do."""
-        victims = [other for other in self._worst_first() if self._yields_to(request, other)]
+        victims = list(_worst_first([other for other in self.running if self._yields_to(request, other)]))
         if not victims or not self._fits(request, victims):
             return False
-        for victim in reversed(list(victims)):
+        for victim in reversed(victims):
             spared = [other for other in victims if other is not victim]
             if self._fits(request, spared):
                 victims = spared
@@ -334,8 +340,10 @@ class Scheduler:
 
     def _yields_to(self, request: Request, other: Request) -> bool:
         """Whether the running `other` may be displaced by the waiting request."""
+        if other.paused:
+            return True
         is_higher = request.request_class.rank < other.request_class.rank
-        return other.paused or (is_higher and not other.took_turn and not self._is_protected(other))
+        return is_higher and not other.took_turn and not self._is_protected(other)
 
     def _is_at_limit(self, request: Request) -> bool:
         """Whether the request's class holds as many slots or blocks as it may."""
@@ -372,7 +380,7 @@ class Scheduler:
         Protected requests hold all their blocks from the start: they never come here for more, and never give way.
         """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
-            victim = next(other for other in self._worst_first() if not self._keeps_its_place(other))
+            victim = next(other for other in _worst_first(self.running) if not self._keeps_its_place(other))
             self._preempt(victim, draft, request)
             if victim is request:
                 return False
@@ -401,11 +409,6 @@ class Scheduler:
         else:
             self.waiting.push(request, self._step)
 
-    def _worst_first(self) -> Iterator[Request]:
-        """Running requests in the order in which they give way: paused ones before all others."""
-        yield from [request for request in reversed(self.running) if request.paused]
-        yield from [request for request in reversed(self.running) if not request.paused]
-
     def _keeps_its_place(self, request: Request) -> bool:
         return self._is_protected(request) and not request.paused
 
@@ -420,26 +423,38 @@ class Scheduler:
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
-    def _advance(self, row: ScheduledRow, now: float) -> None:
-        request = row.request
-        request.num_computed_tokens += row.query_len
-        request.num_tokens_in_flight += row.samples
-        request.last_scheduled_step = self._step
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
-        if self.limits.max_overtakes:
-            shares = self.waiting.queues[request.request_class.name].shares
-            shares.charge(request.tenant, row.query_len + (OUTPUT_TOKEN_WEIGHT - 1) * row.samples)
+    def _advance(self, rows: list[ScheduledRow], now: float) -> list[Request]:
+        """The step of these rows is on its way; returns the requests that have never been scheduled before."""
+        started = []
+        charges: dict[tuple[str, str], int] = defaultdict(int)
+        step, shares_fairly = self._step, self.limits.max_overtakes > 0
+        for request, num_computed, query_len, samples, _ in rows:
+            request.num_computed_tokens = num_computed + query_len
+            request.num_tokens_in_flight += samples
+            request.last_scheduled_step = step
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = now
+                started.append(request)
+            if shares_fairly:
+                num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * samples
+                charges[request.request_class.name, request.tenant] += num_tokens
+        for (name, tenant), num_tokens in charges.items():
+            self.waiting.queues[name].shares.charge(tenant, num_tokens)
+        return started
 
-    def _confirm(self, row: ScheduledRow) -> None:
-        """The row has been computed: others may share its full blocks."""
-        request = row.request
-        if request.is_finished or row.num_preemptions != request.num_preemptions:
-            return
-        self.blocks.name_blocks(request, row.end)
-        request.num_confirmed_tokens = row.end
-        if row.end >= request.num_prompt_tokens:
-            self._release_forks(request)
+    def _confirm(self, rows: list[ScheduledRow]) -> None:
+        """The rows have been computed: others may share their full blocks."""
+        block_size = self.blocks.block_size
+        for request, num_computed, query_len, _, num_preemptions in rows:
+            request.num_lost_steps = 0
+            if num_preemptions != request.num_preemptions or request.status is RequestStatus.FINISHED:
+                continue
+            end = num_computed + query_len
+            if end // block_size > request.num_confirmed_tokens // block_size:
+                self.blocks.name_blocks(request, end)
+            request.num_confirmed_tokens = end
+            if self._forks and end >= len(request.prompt_token_ids):
+                self._release_forks(request)
 
     def _describe_blocked(self, draft: StepDraft) -> Blocked | None:
         if len(self.waiting) == 0:
@@ -454,34 +469,22 @@ class Scheduler:
             return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
         return blocked
 
-    def _load(self) -> Load:
-        num_decoding = sum(request.is_decoding and not request.paused for request in self.running)
-        prompts_wait = len(self.waiting) > 0 or any(_is_prefilling(request) for request in self.running)
-        return Load(num_decoding, len(self.running), prompts_wait)
-
-    def _decode_gap(self) -> int:
-        """Steps in a row that left out the decoding request which has waited longest."""
-        last = (request.last_scheduled_step for request in self.running if _can_decode(request))
-        return self._step - 1 - min(last, default=self._step - 1)
-
-    def _count_violations(self, draft: StepDraft, load: Load) -> int:
-        self._prefill_gap = 0 if draft.computes_prompts or not load.prompts_wait else self._prefill_gap + 1
-        gap_is_too_long = self._decode_gap() > self.policy.max_decode_gap
-        return gap_is_too_long + self._monitor.observe(self.waiting, self._step, draft.closed)
+    def _count_violations(self, draft: StepDraft, running: Running, prompts_wait: bool) -> int:
+        """Bounds that this step breaks; `running` from before it."""
+        self._prefill_gap = 0 if draft.computes_prompts or not prompts_wait else self._prefill_gap + 1
+        last = [request.last_scheduled_step for request in running.decoding if request.status is RequestStatus.RUNNING]
+        gap_is_too_long = self._step - min(last, default=self._step) > self.policy.max_decode_gap
+        return gap_is_too_long + self._monitor.observe(self.waiting, self._step + 1, draft.closed)
 
 
 def _blocked(request: Request, reason: WaitReason) -> Blocked:
     return Blocked(request.request_id, request.request_class.name, reason)
 
 
-def _can_decode(request: Request) -> bool:
-    if request.paused or (request.waits_for_reply and request.num_tokens_in_flight):
-        return False
-    return request.is_decoding and not request.reached_max_tokens
-
-
-def _is_prefilling(request: Request) -> bool:
-    return request.num_uncomputed_tokens > 0 and not request.is_decoding
+def _worst_first(running: Sequence[Request]) -> Iterator[Request]:
+    """Running requests in the order in which they give way: paused ones before all others."""
+    yield from [request for request in reversed(running) if request.paused]
+    yield from [request for request in reversed(running) if not request.paused]
 
 
 def _queue_key(request: Request) -> tuple[int, int, int]:
