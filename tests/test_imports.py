@@ -70,7 +70,10 @@ MEASURE_IN_PROCESS = {
     "kernel_cases.py",
     "load_benchmark.py",
     "machine_limits.py",
+    "random_agent.py",
     "sampler_benchmark.py",
+    "scheduler_benchmark.py",
+    "serving_cost.py",
     "step_breakdown.py",
 }
 """Files of performance/ that measure the package without a server."""

@@ -1,0 +1,90 @@
+"""CPU time of the serving process for each token that it streams over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from figures import FIRST_PLAIN_TOKEN
+from http_client import HttpClient
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server.app import create_app
+from llm_serving.server.http_server import HttpServer, bind
+from random_agent import random_executor
+
+PROMPT_LEN, OUTPUT_LEN = 64, 256
+STEP_S = 0.01
+"""Of a step of the model, asleep: time for the server to send what the step before has brought."""
+
+
+def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
+    """Seconds of CPU time, all threads of this process, while another one reads `num_streams` streams at once."""
+    assert config.model.model_path is not None
+    tokenizer = Tokenizer.load(config.model.model_path)
+    metrics = Metrics("demo", config.request_classes)
+
+    @contextmanager
+    def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        executor, _ = random_executor(config, FIRST_PLAIN_TOKEN, tokenizer.vocab_size, STEP_S)
+        yield build_engine(config, num_blocks, executor, tokenizer, metrics, publish, index)
+
+    engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
+    seconds: list[float] = []
+    with bind("127.0.0.1", 0) as listener:
+        server = HttpServer(create_app(engine), listener, shutdown_timeout_s=10.0)
+        port = listener.getsockname()[1]
+
+        async def measure() -> None:
+            try:
+                for output_len in (16, OUTPUT_LEN):  # the first time warms up
+                    start = time.process_time()
+                    await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len)
+                    seconds.append((time.process_time() - start) / (num_streams * output_len))
+            finally:
+                server.should_exit = True
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[None]:
+            engine.start()
+            task = asyncio.create_task(measure())
+            try:
+                yield
+            finally:
+                await engine.stop()
+                await task
+
+        server.run_within(running())
+    return seconds[-1]
+
+
+def _read_elsewhere(port: int, num_streams: int, output_len: int) -> None:
+    reader = multiprocessing.get_context("spawn").Process(target=_read_streams, args=(port, num_streams, output_len))
+    reader.start()
+    reader.join()
+    if reader.exitcode != 0:
+        raise RuntimeError("the reader of the streams failed; its error stands above")
+
+
+def _read_streams(port: int, num_streams: int, output_len: int) -> None:
+    async def read(index: int) -> None:
+        prompt = [FIRST_PLAIN_TOKEN + (index + place) % 64 for place in range(PROMPT_LEN)]
+        body = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True, "seed": index}
+        client = HttpClient("127.0.0.1", port, idle_timeout_s=60.0)
+        response = await client.request("POST", "/v1/completions", json.dumps(body).encode())
+        if response.status != 200 or not response.body.endswith(b"data: [DONE]\n\n"):
+            raise RuntimeError(f"{response.status}: {response.body[-300:]!r}")
+
+    async def read_all() -> None:
+        await asyncio.gather(*(read(index) for index in range(num_streams)))
+
+    asyncio.run(read_all())
