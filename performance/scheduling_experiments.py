@@ -11,6 +11,7 @@ Exit status: 0 when every answer equals the one given alone and no bound on wait
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and of the choice of prompts")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests; less is for a quick try")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, which stops the server
     bench = Bench(args.model, args.seed, args.scale)
     try:
         result = EXPERIMENTS[args.name](bench)

@@ -20,13 +20,13 @@ VARIANTS = {
     "continuous, 8 slots": (8, "continuous"),
     "continuous, 128 slots": (128, "continuous"),
 }
-LENGTHS = {"short": 20, "medium": 100, "long": 400}
+LENGTHS = {"short": 10, "medium": 50, "long": 200}
 """Output tokens."""
 WEIGHTS = {"short": 0.1, "medium": 0.8, "long": 0.1}
 POOL = {"short": 4, "medium": 12, "long": 4}
 """Different prompts of each length: what is asked alone first."""
-NUM_AT_ONCE = 160
-NUM_OPEN_LOOP = 100
+NUM_AT_ONCE = 140
+NUM_OPEN_LOOP = 60
 SHARE_OF_CAPACITY = 0.9
 WAVES = (20, 50, 100)
 GAP_S = 0.05
@@ -76,7 +76,8 @@ def _result(bench: Bench, num_jobs: int, rate: float) -> Result:
     waves: list[Sequence[str | float]] = [[variant, *values] for variant, values in ttft.items()]
     waves += [_ratios(ttft, variant) for variant in VARIANTS if variant != STATIC]
     load = (
-        f"{num_jobs} requests, 10 % with 20 output tokens, 80 % with 100, 10 % with 400 (`ignore_eos`), prompts of the "
+        f"{num_jobs} requests, 10 % with {LENGTHS['short']} output tokens, 80 % with {LENGTHS['medium']}, 10 % with "
+        f"{LENGTHS['long']} (`ignore_eos`), prompts of the "
         f"demo model's questions; at once, then Poisson at {SHARE_OF_CAPACITY:.0%} of what static batching sustained, "
         f"then waves of requests {GAP_S * 1e3:.0f} ms apart."
     )

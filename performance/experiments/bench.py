@@ -16,6 +16,8 @@ from runner import Job, Load, Run, run_load
 from experiments.server import ServerError, read_counters, serving
 
 NUM_WARMUP_JOBS = 16
+MIN_REQUESTS = 10
+"""So that every group of a small try has some."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Bench:
     server_totals: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def count(self, num_requests: int) -> int:
-        return max(1, round(num_requests * self.scale))
+        return max(min(num_requests, MIN_REQUESTS), round(num_requests * self.scale))
 
     @contextmanager
     def serve(self, variant: str, *overrides: str) -> Iterator["Served"]:

@@ -10,7 +10,7 @@ from metrics import ServiceLevel, Summary, summarize
 from runner import Job
 
 from experiments import loads, measures
-from experiments.bench import Bench, Served, Trial
+from experiments.bench import MIN_REQUESTS, Bench, Served, Trial
 from experiments.plots import grouped_bars, legend_below, logarithmic, panels
 from experiments.results import Result, Table
 
@@ -41,7 +41,7 @@ def run(bench: Bench) -> Result:
         with bench.serve(policy, *settings) as server:
             capacity = capacity or _measure_capacity(server)
             for share, seconds in LOADS.items():
-                num = bench.count(round(share * capacity * seconds))
+                num = max(MIN_REQUESTS, bench.count(round(share * capacity * seconds)))
                 jobs = server.referenced(_jobs(bench, num))
                 server.run(f"{share:.0%}", jobs, poisson(share * capacity, num, bench.seed))
     return _result(bench, capacity)
