@@ -83,7 +83,7 @@ def test_tokens_and_times_of_a_request():
     metrics = Metrics()
     metrics.first_token(0.2)
     for _ in range(4):
-        metrics.inter_token(0.1)
+        metrics.inter_tokens([0.1])
     metrics.finished(FinishReason.LENGTH, e2e_s=0.6, ttft_s=0.2, num_prompt=7, num_output=5, queued_s=0.05)
     values = scrape(metrics)
     assert values[("vllm:prompt_tokens_total",)] == 7
@@ -109,7 +109,7 @@ def test_counters():
     metrics.preempted(3)
     metrics.prefix_cache(100, 60)
     metrics.bound_violated()
-    metrics.audit_mismatch()
+    metrics.audited(differs=True)
     metrics.worker_restarted()
     values = scrape(metrics)
     assert values[("vllm:num_preemptions_total",)] == 3

@@ -146,3 +146,21 @@ def test_arrays_have_the_types_of_the_contract():
     assert {name for name, kind in kinds.items() if kind == "<u8"} == {"seed"}
     for name in ("token_ids", "query_lens", "num_computed", "block_tables", "sample_rows"):
         assert getattr(step, name).dtype == np.int32
+
+
+def test_parameters_follow_the_requests_that_are_sampled():
+    first = create_request(2, seed=1, max_tokens=2, presence_penalty=0.5)
+    second = create_request(2, seed=2, max_tokens=4, logprobs=3)
+    steps = Steps(first, second)
+    seen = []
+    for tokens in ((7, 7), (7, 7), (7,)):
+        sampling = steps.next().sampling
+        arrays = (sampling.seed, sampling.num_logprobs, sampling.history_prompt_lens, sampling.presence_penalty)
+        history = parts(sampling.history_token_ids, sampling.history_offsets)
+        seen.append((*(array.tolist() for array in arrays), history, sampling.position.tolist()))
+        steps.collect(*tokens)
+    assert seen == [
+        ([1, 2], [-1, 3], [2, 0], [0.5, 0.0], [[100, 101], []], [2, 2]),
+        ([1, 2], [-1, 3], [2, 0], [0.5, 0.0], [[100, 101, 7], []], [3, 3]),
+        ([2], [3], [0], [0.0], [[]], [4]),
+    ]

@@ -228,10 +228,10 @@ class Engine:
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
         """Turns the step's tokens into pieces of text; a stop string found there ends its request."""
-        live = {request.request_id for request in updated}
-        samples = [row.request for row in schedule.rows if row.samples]
+        live = set(updated)
+        samples = [request for request, _, _, samples, _ in schedule.rows if samples]
         for sample, request in enumerate(samples):
-            if request.request_id not in live:
+            if request not in live:
                 continue
             if sample in output.row_errors:
                 self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
@@ -249,6 +249,7 @@ class Engine:
             if request.is_finished:
                 self._auditor.ended(request)
             self._outputs.append(self._processor.piece(request))
+        self._processor.report_times()
 
     def _recover(self, error: LLMServingError) -> None:
         """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""

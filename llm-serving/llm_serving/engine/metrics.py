@@ -78,11 +78,13 @@ class Metrics(Collector):
             self._counts["vllm:generation_tokens_total"] += 1
             self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
 
-    def inter_token(self, seconds: float) -> None:
-        """A request got a further token, `seconds` after the one before."""
+    def inter_tokens(self, seconds: Sequence[float]) -> None:
+        """Requests got further tokens, each of them so many seconds after its one before."""
+        observe = self._inter_token.observe
         with self._lock:
-            self._counts["vllm:generation_tokens_total"] += 1
-            self._inter_token.observe(seconds)
+            self._counts["vllm:generation_tokens_total"] += len(seconds)
+            for each in seconds:
+                observe(each)
 
     def finished(
         self,

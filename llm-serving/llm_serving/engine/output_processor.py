@@ -37,6 +37,8 @@ class OutputProcessor:
         self._clock = clock
         self._states: dict[str, _State] = {}
         self._max_token_len = 0
+        self._gaps: list[float] = []
+        """Seconds between tokens, not yet told to the metrics."""
 
     def start(self, request: Request) -> None:
         self._states[request.request_id] = _State(request, self._detokenizer(request))
@@ -69,7 +71,7 @@ class OutputProcessor:
     def take(self, request: Request, sample: int, output: StepOutput) -> str | None:
         """Adds the token that `output` has for the request; returns the stop string it completed, if any."""
         state = self._states[request.request_id]
-        token_id = int(output.token_ids[sample])
+        token_id: int = output.token_ids.item(sample)
         state.token_ids.append(token_id)
         if (count := request.sampling.logprobs) is not None:
             state.logprobs.append(
@@ -119,8 +121,14 @@ class OutputProcessor:
             self._metrics.first_token(ttft_s)
             self._metrics.classes.first_token(state.request.priority, ttft_s)
         else:
-            self._metrics.inter_token(now - state.last_token_time)
+            self._gaps.append(now - state.last_token_time)
         state.last_token_time = now
+
+    def report_times(self) -> None:
+        """Tells the metrics what `record_time` has seen; once a step, as they are locked against scrapes."""
+        if self._gaps:
+            self._metrics.inter_tokens(self._gaps)
+            self._gaps = []
 
     def _record_end(self, state: _State) -> None:
         request = state.request

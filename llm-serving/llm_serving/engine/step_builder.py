@@ -9,9 +9,9 @@ from itertools import accumulate
 import numpy as np
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import SamplingInput, StepInput, sampled_in_previous_step
+from llm_serving.core.step import Int32Array, SamplingInput, StepInput, sampled_in_previous_step
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler import Schedule, ScheduledRow
+from llm_serving.scheduler import Schedule
 
 _FORBIDDEN = float("-inf")
 
@@ -25,7 +25,8 @@ class StepBuilder:
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._previous_samples: dict[str, int] = {}
+        self._previous_samples: dict[Request, int] = {}
+        self._params = _SamplingParams([])
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Call once for every schedule, in order, before the next one is made.
@@ -35,56 +36,58 @@ class StepBuilder:
             number: Of the step, as the WorkAgent counts.
         """
         rows = schedule.rows
-        tables = [self._blocks.table(row.request.request_id) for row in rows]
+        tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
-        for row in rows:
-            token_ids += self._row_token_ids(row)
-        sample_rows = [index for index, row in enumerate(rows) if row.samples]
-        sampled = [rows[index].request for index in sample_rows]
+        for request, start, query_len, _, _ in rows:
+            token_ids += self._row_token_ids(request, start, query_len)
+        query_lens = np.array([row[2] for row in rows], np.int32)
+        num_computed = np.array([row[1] for row in rows], np.int32)
+        sample_rows = np.flatnonzero([row[3] for row in rows]).astype(np.int32)
+        sampled = [row[0] for row in rows if row[3]]
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
-            query_lens=np.array([row.query_len for row in rows], np.int32),
-            num_computed=np.array([row.num_computed for row in rows], np.int32),
+            query_lens=query_lens,
+            num_computed=num_computed,
             block_tables=_packed([table.ids for table in tables]),
             block_epochs=_packed([table.epochs for table in tables]),
-            sample_rows=np.array(sample_rows, np.int32),
-            sampling=self._sampling(sampled),
+            sample_rows=sample_rows,
+            sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows]),
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, 3),
         )
-        self._previous_samples = {request.request_id: index for index, request in enumerate(sampled)}
+        self._previous_samples = {request: index for index, request in enumerate(sampled)}
         return step
 
-    def _row_token_ids(self, row: ScheduledRow) -> list[int]:
+    def _row_token_ids(self, request: Request, start: int, query_len: int) -> list[int]:
         """The row's tokens; the newest one may still be on the device."""
-        end = row.num_computed + row.query_len
-        known = row.request.known_token_ids(row.num_computed, min(end, row.request.num_tokens_known))
-        if len(known) < row.query_len:
-            known.append(sampled_in_previous_step(self._previous_samples[row.request.request_id]))
+        known = request.known_token_ids(start, start + query_len)
+        if len(known) < query_len:
+            known.append(sampled_in_previous_step(self._previous_samples[request]))
         return known
 
-    def _sampling(self, requests: list[Request]) -> SamplingInput:
-        params = [request.sampling for request in requests]
-        histories = [self._history(request) for request in requests]
-        biases = [_biases(request) for request in requests]
+    def _sampling(self, requests: list[Request], positions: Int32Array) -> SamplingInput:
+        """`positions`: of the tokens to choose, right behind those that the rows compute."""
+        params = self._params
+        if params.requests != requests:
+            params = self._params = _SamplingParams(requests)
+        histories = [self._history(request) for request in requests] if params.has_penalties else []
+        biases = [_biases(request) for request in requests] if params.has_biases else []
+        none = np.zeros(len(requests) + 1, np.int32)
         return SamplingInput(
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-            repetition_penalty=np.array([p.repetition_penalty for p in params], np.float32),
-            presence_penalty=np.array([p.presence_penalty for p in params], np.float32),
-            frequency_penalty=np.array([p.frequency_penalty for p in params], np.float32),
-            seed=np.array([p.seed for p in params], np.uint64),
-            # The token being chosen was counted as in flight when the step was scheduled.
-            position=np.array([request.num_tokens - 1 for request in requests], np.int32),
-            num_logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
-            history_offsets=_offsets([len(history) for history in histories]),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=params.seed,
+            position=positions,
+            num_logprobs=params.num_logprobs,
+            history_offsets=_offsets([len(history) for history in histories]) if histories else none,
             history_token_ids=np.array([token for history in histories for token in history], np.int32),
-            history_prompt_lens=np.array(
-                [request.num_prompt_tokens if request.sampling.has_penalties else 0 for request in requests], np.int32
-            ),
-            bias_offsets=_offsets([len(bias) for bias in biases]),
+            history_prompt_lens=params.history_prompt_lens,
+            bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
             bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
             bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
         )
@@ -95,8 +98,31 @@ class StepBuilder:
             return []
         history = request.prompt_token_ids + request.output_token_ids
         if len(history) < request.num_tokens - 1:
-            history.append(sampled_in_previous_step(self._previous_samples[request.request_id]))
+            history.append(sampled_in_previous_step(self._previous_samples[request]))
         return history
+
+
+class _SamplingParams:
+    """The parameters of the sampled requests as arrays; the same from step to step while the requests are the same."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        params = [request.sampling for request in requests]
+        self.requests = requests
+        self.temperature = np.array([p.temperature for p in params], np.float32)
+        self.top_k = np.array([p.top_k for p in params], np.int32)
+        self.top_p = np.array([p.top_p for p in params], np.float32)
+        self.min_p = np.array([p.min_p for p in params], np.float32)
+        self.repetition_penalty = np.array([p.repetition_penalty for p in params], np.float32)
+        self.presence_penalty = np.array([p.presence_penalty for p in params], np.float32)
+        self.frequency_penalty = np.array([p.frequency_penalty for p in params], np.float32)
+        self.seed = np.array([p.seed for p in params], np.uint64)
+        self.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
+        penalized = [p.has_penalties for p in params]
+        self.has_penalties = any(penalized)
+        prompt_lens = [request.num_prompt_tokens for request in requests]
+        self.history_prompt_lens = np.where(penalized, prompt_lens, 0).astype(np.int32)
+        self.has_biases = any(p.logit_bias or p.min_tokens for p in params)
+        """Whether any request may have a bias, at some step."""
 
 
 def _biases(request: Request) -> list[tuple[int, float]]:
