@@ -63,6 +63,7 @@ class TimedHarness(Harness):
         super().__init__(journal=Journal(1000, num_steps), clock=self.clock, **arguments)
         self.failing = FailingExecutor(self.scheduler.blocks, 2 if ahead else 1)
         self.engine._executor, self.engine._max_steps_in_flight = self.failing, self.failing.max_steps_in_flight
+        self.engine._recovery._executor = self.failing
 
     def submit(self, num_prompt_tokens: int = 4, **arguments) -> None:
         self.engine.submit(create_request(num_prompt_tokens, arrival_time=self.clock(), **arguments))
