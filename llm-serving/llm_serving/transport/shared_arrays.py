@@ -15,7 +15,8 @@ from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
 
 _ALIGNMENT = 64
-_DTYPES = frozenset({"<i4", "<f4", "<u8"})
+_DTYPES = {"<i4": 4, "<f4": 4, "<u8": 8}
+"""With the bytes of an element."""
 
 AnyArray = NDArray[Any]
 
@@ -50,10 +51,15 @@ class SharedBuffers:
         Raises:
             ProtocolError: They do not fit.
         """
-        layout = tuple(ArrayLayout(array.dtype.str, array.shape) for array in arrays)
-        for array, view in zip(arrays, self.read(buffer, layout), strict=True):
-            view[...] = array
-        return layout
+        start = offset = self._start(buffer)
+        layout: list[ArrayLayout] = []
+        for array in arrays:
+            dtype, end = array.dtype.str, offset + array.nbytes
+            self._check(dtype, array.shape, end - start)
+            self._memory[offset:end] = array.tobytes()
+            layout.append(ArrayLayout(dtype, array.shape))
+            offset = _aligned(end)
+        return tuple(layout)
 
     def read(self, buffer: int, layout: Sequence[ArrayLayout]) -> list[AnyArray]:
         """Views of the arrays of a buffer, valid until its owner writes it again.
@@ -61,20 +67,27 @@ class SharedBuffers:
         Raises:
             ProtocolError: The layout names another dtype or leaves the buffer.
         """
+        start = offset = self._start(buffer)
+        views: list[AnyArray] = []
+        for array in layout:
+            count = math.prod(array.shape)
+            end = offset + count * _DTYPES.get(array.dtype, 0)
+            self._check(array.dtype, array.shape, end - start)
+            views.append(np.frombuffer(self._memory, array.dtype, count, offset).reshape(array.shape))
+            offset = _aligned(end)
+        return views
+
+    def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:
             raise ProtocolError(f"buffer {buffer} does not exist; there are {self.num_buffers}")
-        views: list[AnyArray] = []
-        start = offset = buffer * self.buffer_bytes
-        for array in layout:
-            if array.dtype not in _DTYPES or any(size < 0 for size in array.shape):
-                raise ProtocolError(f"an array of {array.dtype} {array.shape} cannot be in a buffer")
-            dtype = np.dtype(array.dtype)
-            count = math.prod(array.shape)
-            if offset + count * dtype.itemsize > start + self.buffer_bytes:
-                raise ProtocolError(f"the arrays of a step exceed the buffer of {self.buffer_bytes} bytes")
-            views.append(np.frombuffer(self._memory, dtype, count, offset).reshape(array.shape))
-            offset = _aligned(offset + count * dtype.itemsize)
-        return views
+        return buffer * self.buffer_bytes
+
+    def _check(self, dtype: str, shape: Sequence[int], num_bytes: int) -> None:
+        """Raises ProtocolError unless such an array can be the next one and end `num_bytes` into the buffer."""
+        if dtype not in _DTYPES or min(shape, default=0) < 0:
+            raise ProtocolError(f"an array of {dtype} {tuple(shape)} cannot be in a buffer")
+        if num_bytes > self.buffer_bytes:
+            raise ProtocolError(f"the arrays of a step exceed the buffer of {self.buffer_bytes} bytes")
 
     def close(self) -> None:
         """Unmaps the file here; the other side's mapping lives on. Views that still exist keep the memory."""
