@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,7 +57,9 @@ class RequestStream:
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._abort = abort
-        self._pieces: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._pieces: deque[RequestOutput] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """Who waits for the next piece; there is one reader at most."""
         self._finished = False
 
     def __aiter__(self) -> RequestStream:
@@ -66,7 +68,10 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
-        piece = await self._pieces.get()
+        while not self._pieces:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        piece = self._pieces.popleft()
         self._finished = piece.finished
         return piece
 
@@ -76,7 +81,9 @@ class RequestStream:
             self._abort(self.request_id)
 
     def put(self, piece: RequestOutput) -> None:
-        self._pieces.put_nowait(piece)
+        self._pieces.append(piece)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class AsyncEngine:
