@@ -138,7 +138,10 @@ class Served:
         trial = Trial(self.variant, load, records, counters, run.client_cpu_share)
         self.bench.trials.append(trial)
         exact = exact_match(records)
-        print(f"  {load}: {run.wall_s:.1f} s, {exact.num_exact} of {exact.num_expected} exact", file=sys.stderr)
+        print(
+            f"  {self.variant}, {load}: {run.wall_s:.1f} s, {exact.num_exact} of {exact.num_expected} exact",
+            file=sys.stderr,
+        )
         for reason in failures(records):
             print(f"  failed: {reason}", file=sys.stderr)
         return trial

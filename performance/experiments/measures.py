@@ -19,6 +19,18 @@ def idle_share(num_tokens: float, num_steps: float, num_slots: int) -> float:
     return 1.0 - num_tokens / (num_steps * num_slots)
 
 
+def saturated_rate(records: Sequence[RequestRecord]) -> float:
+    """Requests a second that a server can sustain, from a load that was sent all at once.
+
+    Tokens are counted until the last request gets its first one: up to then requests waited and no slot was empty,
+    whereas what follows is the end of the longest answers.
+    """
+    until_s = max(record.token_times_s[0] for record in records)
+    num_tokens = sum(time_s <= until_s for record in records for time_s in record.token_times_s)
+    tokens_per_request = sum(len(record.token_times_s) for record in records) / len(records)
+    return num_tokens / until_s / tokens_per_request
+
+
 def met_share(records: Sequence[RequestRecord], level: ServiceLevel) -> float:
     """Share of requests within their targets, 0 to 1; failed ones are not."""
     return sum(level.met_by(record) for record in records) / len(records)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import workload
 from arrivals import poisson
@@ -17,10 +18,10 @@ from experiments.results import Result, Table
 POLICIES = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
 NUM_SLOTS = 32
 NUM_QUESTIONS = 150
-NUM_FOR_CAPACITY = 300
+NUM_FOR_CAPACITY = 250
 MAX_TOKENS = 500
 """Longer than any right answer."""
-LOADS = {0.5: 3.0, 0.9: 4.0, 1.2: 7.0}
+LOADS = {0.5: 3.0, 0.9: 4.0, 1.2: 6.0}
 """Share of the capacity -> seconds of arrivals."""
 CLASSES = {"interactive": 0.2, "standard": 0.6, "batch": 0.2}
 LEVELS = {"interactive": ServiceLevel(1000, 100), "standard": ServiceLevel(5000, 200), "batch": ServiceLevel()}
@@ -30,21 +31,25 @@ PREFILL_MS, DECODE_MS = 2, 5
 
 
 def run(bench: Bench) -> Result:
-    capacity = 0.0
-    for policy in POLICIES:
-        settings = [f"scheduler_config.policy={policy}", f"model_config.decode_batch_size={NUM_SLOTS}"]
-        if policy == "throughput":
-            settings += [
-                f"scheduler_config.prefill_time_ms_per_req={PREFILL_MS}",
-                f"scheduler_config.decode_time_ms_per_req={DECODE_MS}",
-            ]
-        with bench.serve(policy, *settings) as server:
-            capacity = capacity or _measure_capacity(server)
-            for share, seconds in LOADS.items():
-                num = max(MIN_REQUESTS, bench.count(round(share * capacity * seconds)))
+    with ExitStack() as stack:  # all servers at once: one load reaches the policies within a minute of each other
+        servers = [stack.enter_context(bench.serve(policy, *_settings(policy))) for policy in POLICIES]
+        capacity = _measure_capacity(servers[0])
+        for share, seconds in LOADS.items():
+            num = max(MIN_REQUESTS, bench.count(round(share * capacity * seconds)))
+            for server in servers:
                 jobs = server.referenced(_jobs(bench, num))
                 server.run(f"{share:.0%}", jobs, poisson(share * capacity, num, bench.seed))
     return _result(bench, capacity)
+
+
+def _settings(policy: str) -> list[str]:
+    settings = [f"scheduler_config.policy={policy}", f"model_config.decode_batch_size={NUM_SLOTS}"]
+    if policy == "throughput":
+        settings += [
+            f"scheduler_config.prefill_time_ms_per_req={PREFILL_MS}",
+            f"scheduler_config.decode_time_ms_per_req={DECODE_MS}",
+        ]
+    return settings
 
 
 def _jobs(bench: Bench, num: int) -> list[Job]:
@@ -60,10 +65,9 @@ def _jobs(bench: Bench, num: int) -> list[Job]:
 
 
 def _measure_capacity(server: Served) -> float:
-    """Requests a second, all sent at once."""
+    """Requests a second while all slots are taken."""
     jobs = server.referenced(_jobs(server.bench, server.bench.count(NUM_FOR_CAPACITY)))
-    trial = server.run("capacity", jobs, [0.0] * len(jobs))
-    return summarize(trial.records, ServiceLevel()).requests_per_s
+    return measures.saturated_rate(server.run("capacity", jobs, [0.0] * len(jobs)).records)
 
 
 def _result(bench: Bench, capacity: float) -> Result:
@@ -78,7 +82,7 @@ def _result(bench: Bench, capacity: float) -> Result:
         [_class_row(trials[policy, name]) for name in names for policy in POLICIES],
     )
     load = (
-        f"Capacity, all at once: {capacity:.1f} requests/s with {NUM_SLOTS} slots. Poisson arrivals at 50, 90 and "
+        f"Capacity with all {NUM_SLOTS} slots taken: {capacity:.1f} requests/s. Poisson arrivals at 50, 90 and "
         f"120 % of it for {', '.join(f'{seconds:g}' for seconds in LOADS.values())} s, questions of all kinds, 20 % "
         "interactive, 60 % standard, 20 % batch, with the SLOs of configs/serving.yaml. `throughput` reckons with "
         f"{PREFILL_MS} ms a prompt and {DECODE_MS} ms a decode step."

@@ -60,6 +60,11 @@ def test_idle_share_counts_slots_without_a_token():
     assert measures.idle_share(80, 10, 8) == 0.0
 
 
+def test_the_rate_of_a_saturated_server_leaves_out_the_end_of_the_longest_answers():
+    records = [make_record("t", 1.0, 2.0), make_record("t", 2.0, 3.0, 9.0, 10.0)]
+    assert measures.saturated_rate(records) == pytest.approx(3 / 2.0 / 3)
+
+
 def test_goodput_measures_each_group_by_its_own_targets():
     levels = {"interactive": ServiceLevel(ttft_ms=100), "batch": ServiceLevel()}
     records = [make_record("interactive", 0.05), make_record("interactive", 0.2), make_record("batch", 9.0)]
