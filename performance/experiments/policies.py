@@ -17,11 +17,11 @@ from experiments.results import Result, Table
 
 POLICIES = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
 NUM_SLOTS = 32
-NUM_QUESTIONS = 150
-NUM_FOR_CAPACITY = 250
+NUM_QUESTIONS = 100
+NUM_FOR_CAPACITY = 200
 MAX_TOKENS = 500
 """Longer than any right answer."""
-LOADS = {0.5: 3.0, 0.9: 4.0, 1.2: 6.0}
+LOADS = {0.5: 2.5, 0.9: 3.0, 1.2: 5.0}
 """Share of the capacity -> seconds of arrivals."""
 CLASSES = {"interactive": 0.2, "standard": 0.6, "batch": 0.2}
 LEVELS = {"interactive": ServiceLevel(1000, 100), "standard": ServiceLevel(5000, 200), "batch": ServiceLevel()}

@@ -124,7 +124,7 @@ def _figure(trials: dict[str, Trial], num_prompt_tokens: dict[str, int]) -> Figu
     right.set_title("Tokens served")
     right.set_xlabel("seconds")
     right.set_ylabel("prompt and output tokens, logarithmic")
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, columnspacing=1.0)
     return figure
 
 
