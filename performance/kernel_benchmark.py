@@ -12,13 +12,13 @@ import argparse
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from kernel_cases import Case, Shape, attention, others, products
 from machine_limits import Limits
+from timing import least_seconds
 
 SECONDS_PER_FIGURE = 0.3
 CASES = ("products", "attention", "others")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'operator':17} {'':22} {'M':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>9} {'of its limit':>13}")
     figures = []
     for case in _cases(arguments):
-        seconds = _least_seconds(case.run)
+        seconds = least_seconds(case.run, SECONDS_PER_FIGURE)
         share = limits.seconds(case.num_bytes, case.flop) / seconds
         read, computed = case.num_bytes / seconds / 1e9, case.flop / seconds / 1e9
         numbers = f"{1e6 * seconds:10,.1f} {read:7.1f} {computed:9,.0f} {share:13.0%}"
@@ -51,17 +51,6 @@ def _cases(arguments: argparse.Namespace) -> Iterable[Case]:
         "others": lambda: others(shape, rows, dtype),
     }
     return itertools.chain.from_iterable(chosen[name]() for name in arguments.cases)
-
-
-def _least_seconds(run: Callable[[], None]) -> float:
-    """The least time of a call, over at least `SECONDS_PER_FIGURE`: what disturbs only makes slower."""
-    run()
-    best, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < SECONDS_PER_FIGURE:
-        before = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - before)
-    return best
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from llm_serving.core.step import SamplingInput
 from llm_serving.kernels import library
 from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.sampler import sample
+from timing import least_seconds
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind, parameters in KINDS.items():
             sampling = _sampling_input(num_rows, arguments.vocab_size, **parameters)
             seconds = [
-                _least_seconds(partial(sample, 0, logits, sampling, NO_TOKENS, choose))
+                least_seconds(partial(sample, 0, logits, sampling, NO_TOKENS, choose), SECONDS_PER_FIGURE)
                 for choose in (token_choice.choose_tokens, kernel_choice.choose_tokens)
             ]
             print(f"{kind:24} {num_rows:5} {1e6 * seconds[0]:10,.0f} {1e6 * seconds[1]:10,.0f}", flush=True)
@@ -80,17 +80,6 @@ def _sampling_input(num_rows: int, vocab_size: int, history: int = 0, **fields: 
         bias_token_ids=NO_TOKENS,
         bias_values=np.empty(0, np.float32),
     )
-
-
-def _least_seconds(run: Callable[[], object]) -> float:
-    """The least time of a call, over at least `SECONDS_PER_FIGURE`: what disturbs only makes slower."""
-    run()
-    best, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < SECONDS_PER_FIGURE:
-        before = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - before)
-    return best
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
