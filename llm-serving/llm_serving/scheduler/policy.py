@@ -23,7 +23,6 @@ class Load(NamedTuple):
 
     num_decoding: int
     """Running requests that have their prompt behind them."""
-    num_running: int
     prompts_wait: bool
     """Whether a prompt, or a part of one, is still to be computed."""
 

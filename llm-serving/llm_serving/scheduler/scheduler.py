@@ -213,7 +213,7 @@ class Scheduler:
 
     def _preference(self, running: Running, prompts_wait: bool) -> Preference:
         """The policy's, within the bounds that hold for every policy."""
-        preference = self.policy.prefer(Load(running.num_decoding, len(self.running), prompts_wait))
+        preference = self.policy.prefer(Load(running.num_decoding, prompts_wait))
         last = running.least_scheduled_step
         if last is not None and self._step - 1 - last >= self.policy.max_decode_gap:
             return Preference.DECODE_FIRST
