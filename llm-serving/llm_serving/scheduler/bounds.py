@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.waiting_queue import WaitingQueue
@@ -78,8 +77,8 @@ class WaitMonitor:
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
         self._limits = {each.name: each.max_admission_steps for each in bounds}
-        self._firsts: dict[str, tuple[Request, int]] = {}
-        """The first of each class and the step since which it has been that."""
+        self._firsts: dict[str, tuple[int, int]] = {}
+        """`Request.sequence` of the first of each class, and the step since which it has been that."""
 
     def observe(self, waiting: WaitingQueue, step: int, closed: Collection[str]) -> int:
         """Looks at the queue after step `step` was formed; returns how many bounds were broken by it."""
@@ -90,8 +89,8 @@ class WaitMonitor:
                 self._firsts.pop(name, None)
                 continue
             known, since = self._firsts.get(name, (None, step))
-            if known is not first:
-                self._firsts[name] = (first, step)
+            if known != first.sequence:
+                self._firsts[name] = (first.sequence, step)
                 continue
             first.num_steps_as_first = max(first.num_steps_as_first, step - since)
             if step - since == self._limits[name] + 1:
