@@ -1,0 +1,111 @@
+"""An exception in a step of a real WorkAgent process: who caused it ends, the others get the bytes they get alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import raising_work_agent
+from factories import create_request
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine import supervisor
+from raising_work_agent import POISON
+from real_replica import RealReplica
+
+pytestmark = pytest.mark.end_to_end
+
+SETTINGS = ("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
+UNKNOWN_TOKEN = 1_000_000
+"""No model has it; the door, which refuses it, is not part of a `RealReplica`."""
+
+
+@pytest.fixture(scope="module")
+def shipping() -> Iterator[RealReplica]:
+    yield from running()
+
+
+@pytest.fixture(scope="module")
+def raising() -> Iterator[RealReplica]:
+    popen = subprocess.Popen
+
+    def start_the_other(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        python, *module, arguments = command[0], *command[1:3], command[3:]
+        assert module == ["-m", "llm_serving.work_agent"]
+        return popen([python, raising_work_agent.__file__, *arguments], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor.subprocess, "Popen", start_the_other)
+        yield from running()
+
+
+def running() -> Iterator[RealReplica]:
+    replica = RealReplica(*SETTINGS)
+    try:
+        yield replica
+    finally:
+        replica.close()
+    assert not any(psutil.pid_exists(agent.process.pid) for agent in replica.agents)
+
+
+def innocents(replica: RealReplica) -> list[Request]:
+    """Greedy, sampled, in chunks, another choice for the same prompt, a beam search."""
+    texts = ("Count from 1 to 9.", "Name the days of the week.", "Repeat the word stone after me. " * 8)
+    requests = [
+        create_request(max_tokens=40, temperature=0.9 * (index % 2), seed=index, logprobs=2, ignore_eos=True)
+        for index in range(5)
+    ]
+    for index, request in enumerate(requests):
+        request.prompt_token_ids = replica.tokenizer.encode(texts[index % 3])
+    fork, search = requests[3:]
+    fork.prompt_token_ids, fork.fork_of = requests[0].prompt_token_ids, requests[0].request_id
+    search.beam_search = BeamSearchParams(width=3, num_returned=3)
+    return requests
+
+
+def bytes_of(output: RequestOutput) -> Any:
+    parts = output.beams or (output,)
+    return [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
+
+
+def culprit(token_id: int, place: int) -> Request:
+    """Computed in three chunks, of which the second or the third has the token."""
+    request = create_request(80, max_tokens=40)
+    request.prompt_token_ids[place] = token_id
+    return request
+
+
+@pytest.mark.parametrize("place", [40, 70])
+@pytest.mark.parametrize(
+    ("kind", "token_id", "error"),
+    [
+        ("shipping", UNKNOWN_TOKEN, "WorkerError: token_ids must be below"),
+        ("raising", POISON, "FloatingPointError: poison"),
+    ],
+)
+def test_only_the_request_that_makes_a_step_raise_ends(
+    request: pytest.FixtureRequest, kind: str, token_id: int, error: str, place: int
+) -> None:
+    replica: RealReplica = request.getfixturevalue(kind)
+    alone = [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
+    guilty, others = culprit(token_id, place), innocents(replica)
+    failed, *answers = replica.answer([guilty, *others])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error is not None and failed.error.startswith(error)
+    assert failed.token_ids == ()
+    assert [bytes_of(answer) for answer in answers] == alone
+    assert replica.num_restarts == 0, "the process lives on"
+    assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(("kind", "token_id"), [("shipping", UNKNOWN_TOKEN), ("raising", POISON)])
+def test_two_culprits_and_nobody_else(request: pytest.FixtureRequest, kind: str, token_id: int) -> None:
+    replica: RealReplica = request.getfixturevalue(kind)
+    alone = [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
+    first, *others, last = replica.answer([culprit(token_id, 3), *innocents(replica), culprit(token_id, 79)])
+    assert first.finish_reason is last.finish_reason is FinishReason.ERROR
+    assert [bytes_of(output) for output in others] == alone

@@ -1,0 +1,26 @@
+"""The shipping WorkAgent, but its steps raise when they have computed and a certain token was among their own."""
+
+from __future__ import annotations
+
+import sys
+
+from llm_serving import work_agent
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.worker.model_runner import ModelRunner
+
+POISON = 900
+"""A token id."""
+
+execute = ModelRunner.execute
+
+
+def execute_and_raise(runner: ModelRunner, step: StepInput) -> StepOutput:
+    output = execute(runner, step)
+    if POISON in step.token_ids:
+        raise FloatingPointError("poison")
+    return output
+
+
+if __name__ == "__main__":
+    ModelRunner.execute = execute_and_raise  # type: ignore[method-assign]
+    sys.exit(work_agent.main())

@@ -1,0 +1,69 @@
+"""An engine in this process, run by hand, around a real WorkAgent process that computes the shipped model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_serving.config import load_config
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput, join_pieces
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.engine.supervised_executor import SupervisedExecutor
+from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.transport.messages import Loaded
+from server_process import free_ports
+
+MAX_STEPS = 5000
+
+
+class RealReplica:
+    """Only the HTTP server is missing; must be closed."""
+
+    def __init__(self, *settings: str) -> None:
+        """`settings` are overrides such as "pa_config.num_blocks=36"."""
+        ports = f"serving_config.agent_ports={free_ports(1)}"
+        self.config = load_config(None, [ports, "serving_config.audit_every=0", *settings], Path("demo"))
+        self.tokenizer = Tokenizer.load(self.config.model.model_path)
+        self.agents: list[WorkAgentProcess] = []
+        """All that were started, the living one last."""
+        serving = self.config.serving
+        self.executor = SupervisedExecutor(self._start, serving.step_timeout_s, serving.max_worker_restarts)
+        self._pieces: dict[str, list[RequestOutput]] = defaultdict(list)
+        loaded = self.executor.loaded
+        self.engine = build_engine(
+            self.config,
+            loaded.num_blocks,
+            self.executor,
+            self.tokenizer,
+            Metrics(),
+            self._publish,
+            num_swap_blocks=loaded.num_swap_blocks,
+        )
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self.agents) - 1
+
+    def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """Runs the requests to their end."""
+        for request in requests:
+            self.engine.submit(request)
+        for _ in range(MAX_STEPS):
+            if not self.engine.step():
+                return [join_pieces(self._pieces.pop(request.request_id)) for request in requests]
+        raise AssertionError("the engine does not come to an end")
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _start(self, like: Loaded | None) -> WorkAgentProcess:
+        self.agents.append(start_work_agent(self.config, 0, lambda text: None, like))
+        return self.agents[-1]
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            self._pieces[piece.request_id].append(piece)
