@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
 
 _ALIGNMENT = 64
-_DTYPES = {"<i4": 4, "<f4": 4, "<u8": 8}
-"""With the bytes of an element."""
+_DTYPES = frozenset(("<i4", "<f4", "<u8"))
 
 AnyArray = NDArray[Any]
 
@@ -51,15 +49,15 @@ class SharedBuffers:
         Raises:
             ProtocolError: They do not fit.
         """
-        start = offset = self._start(buffer)
-        layout: list[ArrayLayout] = []
-        for array in arrays:
-            dtype, end = array.dtype.str, offset + array.nbytes
-            self._check(dtype, array.shape, end - start)
-            self._memory[offset:end] = array.tobytes()
-            layout.append(ArrayLayout(dtype, array.shape))
-            offset = _aligned(end)
-        return tuple(layout)
+        start = self._start(buffer)
+        layout = tuple([ArrayLayout(array.dtype.str, array.shape) for array in arrays])
+        if unknown := {array.dtype for array in layout} - _DTYPES:
+            raise ProtocolError(f"an array of {unknown.pop()} cannot be in a buffer")
+        content = b"".join([array.tobytes().ljust(_aligned(array.nbytes), b"\0") for array in arrays])
+        if len(content) > self.buffer_bytes:
+            raise ProtocolError(_too_long(self.buffer_bytes))
+        self._memory[start : start + len(content)] = content
+        return layout
 
     def read(self, buffer: int, layout: Sequence[ArrayLayout]) -> list[AnyArray]:
         """Views of the arrays of a buffer, valid until its owner writes it again.
@@ -67,27 +65,31 @@ class SharedBuffers:
         Raises:
             ProtocolError: The layout names another dtype or leaves the buffer.
         """
-        start = offset = self._start(buffer)
+        offset = self._start(buffer)
+        end = offset + self.buffer_bytes
         views: list[AnyArray] = []
         for array in layout:
-            count = math.prod(array.shape)
-            end = offset + count * _DTYPES.get(array.dtype, 0)
-            self._check(array.dtype, array.shape, end - start)
-            views.append(np.frombuffer(self._memory, array.dtype, count, offset).reshape(array.shape))
-            offset = _aligned(end)
+            view = self._view(array, offset)
+            offset = _aligned(offset + view.nbytes)
+            if offset > end:
+                raise ProtocolError(_too_long(self.buffer_bytes))
+            views.append(view)
         return views
+
+    def _view(self, array: ArrayLayout, offset: int) -> AnyArray:
+        try:
+            if array.dtype in _DTYPES:
+                return np.ndarray(array.shape, array.dtype, self._memory, offset)
+        except TypeError:
+            raise ProtocolError(_too_long(self.buffer_bytes)) from None
+        except ValueError:  # a length below 0, or beyond what an array may have
+            pass
+        raise ProtocolError(f"an array of {array.dtype} {array.shape} cannot be in a buffer")
 
     def _start(self, buffer: int) -> int:
         if not 0 <= buffer < self.num_buffers:
             raise ProtocolError(f"buffer {buffer} does not exist; there are {self.num_buffers}")
         return buffer * self.buffer_bytes
-
-    def _check(self, dtype: str, shape: Sequence[int], num_bytes: int) -> None:
-        """Raises ProtocolError unless such an array can be the next one and end `num_bytes` into the buffer."""
-        if dtype not in _DTYPES or min(shape, default=0) < 0:
-            raise ProtocolError(f"an array of {dtype} {tuple(shape)} cannot be in a buffer")
-        if num_bytes > self.buffer_bytes:
-            raise ProtocolError(f"the arrays of a step exceed the buffer of {self.buffer_bytes} bytes")
 
     def close(self) -> None:
         """Unmaps the file here; the other side's mapping lives on. Views that still exist keep the memory."""
@@ -95,6 +97,10 @@ class SharedBuffers:
             self._memory.close()
         except BufferError:  # a view is still alive: the mapping goes with it
             del self._memory
+
+
+def _too_long(buffer_bytes: int) -> str:
+    return f"the arrays of a step exceed the buffer of {buffer_bytes} bytes"
 
 
 def _aligned(num_bytes: int) -> int:
