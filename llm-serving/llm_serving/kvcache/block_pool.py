@@ -103,8 +103,7 @@ class BlockPool:
         for block_id in references:
             expected[block_id] += 1
         assert expected == self._ref_counts, "reference counts differ from the block tables"
-        assert all((block_id in self._free) == (count == 0) for block_id, count in enumerate(expected)), (
-            "a block is lost"
-        )
+        unused = {block_id for block_id, count in enumerate(expected) if count == 0}
+        assert self._free.keys() == unused, "a block is lost"
         named = {block_id: name for block_id, name in enumerate(self._names) if name is not None}
         assert named == {block_id: name for name, block_id in self._blocks_by_name.items()}, "a name points elsewhere"

@@ -52,7 +52,7 @@ class BlockGuard:
         self._check_read(step, num_computed - first_tokens)
         writes = (first_tokens < context_lens) & (first_tokens + self._block_size > num_computed)
         blocks = step.block_tables[writes]
-        if len(np.unique(blocks)) != len(blocks):
+        if len(set(blocks.tolist())) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._epochs[blocks] = step.block_epochs[writes]
         self._check_owner(step, num_computed > first_tokens)  # nor may a row write what another one reads in this step
