@@ -7,6 +7,7 @@ twice or not at all, or a step out of order changes the answer.
 from __future__ import annotations
 
 import zlib
+from array import array
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,8 @@ from llm_serving.core.step import BlockMove, StepInput, StepOutput
 from llm_serving.worker.block_guard import BlockGuard
 
 VOCAB_SIZE = 1000
+_LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
+"""What comes after a sequence begins at a place of its own here."""
 
 
 class FakeRunner:
@@ -26,6 +29,7 @@ class FakeRunner:
         self._host = np.full(num_swap_blocks * block_size, -1, np.int64)
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size)
         self._previous: list[int] = []
+        self._offsets = np.arange(block_size)
 
     def execute(self, step: StepInput) -> StepOutput:
         assert step.step == len(self.steps)
@@ -41,17 +45,19 @@ class FakeRunner:
             np.full((count, width), -1, np.int32),
             np.full((count, width), -np.inf, np.float32),
         )
-        for row, query_len in enumerate(step.query_lens.tolist()):
-            computed = int(step.num_computed[row])
-            slots = [self._slot(step.block_tables[row], position) for position in range(computed + query_len)]
-            for offset, token_id in enumerate(step.token_ids[start : start + query_len].tolist()):
-                resolved = token_id if token_id >= 0 else self._previous[-1 - token_id]
-                self._cache[slots[computed + offset]] = resolved
+        token_ids = [each if each >= 0 else self._previous[-1 - each] for each in step.token_ids.tolist()]
+        slots = (step.block_tables[:, :, None] * self.block_size + self._offsets).reshape(step.num_rows, -1)
+        sample_rows = set(step.sample_rows.tolist())
+        rows = zip(slots, step.num_computed.tolist(), step.query_lens.tolist(), strict=True)
+        for row, (row_slots, computed, query_len) in enumerate(rows):
+            end = computed + query_len
+            assert end <= len(row_slots), "the block table is too short"
+            self._cache[row_slots[computed:end]] = token_ids[start : start + query_len]
             start += query_len
-            if row in step.sample_rows:
+            if row in sample_rows:
                 sample = len(sampled)
-                assert step.sampling.position[sample] == computed + query_len
-                context = self._cache[slots].tolist()
+                assert step.sampling.position[sample] == end
+                context = self._cache[row_slots[:end]].tolist()
                 sampled.append(next_token(context, int(step.sampling.seed[sample])))
                 num_logprobs = int(step.sampling.num_logprobs[sample])
                 if num_logprobs >= 0:
@@ -72,13 +78,10 @@ class FakeRunner:
             assert 0 <= target < len(into), (kind, source, target)
             into[target] = out_of[source]
 
-    def _slot(self, table: np.ndarray, position: int) -> int:
-        return int(table[position // self.block_size]) * self.block_size + position % self.block_size
-
 
 def next_token(token_ids: list[int], seed: int) -> int:
     """What the fake model says after `token_ids`."""
-    return zlib.crc32(repr((token_ids, seed)).encode()) % VOCAB_SIZE
+    return zlib.crc32(array("q", [seed, *token_ids]).tobytes()) % VOCAB_SIZE
 
 
 def next_logprobs(token_ids: list[int]) -> np.ndarray:
@@ -93,7 +96,8 @@ def most_likely(token_ids: list[int]) -> np.ndarray:
 
 @lru_cache(maxsize=8192)
 def _distribution(token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    logits = 4 * np.random.default_rng(zlib.crc32(repr(token_ids).encode())).normal(size=VOCAB_SIZE)
+    begin = zlib.crc32(array("q", token_ids).tobytes()) % (len(_LOGITS) - VOCAB_SIZE)
+    logits = _LOGITS[begin : begin + VOCAB_SIZE]
     logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
     ranked = np.argsort(-logprobs, kind="stable")
     logprobs.flags.writeable = ranked.flags.writeable = False

@@ -5,6 +5,10 @@ from __future__ import annotations
 from fake_runner import VOCAB_SIZE
 
 
+_TEXTS = [f"{token} " for token in range(VOCAB_SIZE)]
+_BYTES = [text.encode() for text in _TEXTS]
+
+
 class WordTokenizer:
     """Token i is the text "i "; the smallest thing the engine can work with."""
 
@@ -13,4 +17,4 @@ class WordTokenizer:
 
     def token_tables(self, skip_special_tokens: bool) -> tuple[list[bytes], list[str | None]]:
         del skip_special_tokens
-        return [f"{token} ".encode() for token in range(VOCAB_SIZE)], [f"{token} " for token in range(VOCAB_SIZE)]
+        return _BYTES, _TEXTS
