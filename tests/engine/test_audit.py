@@ -9,13 +9,19 @@ import pytest
 from engine_harness import Harness
 from factories import create_request
 from fake_runner import expected_output
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.request import Request
+from llm_serving.core.request_output import join_pieces
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.audit import Auditor
+from llm_serving.engine.executor import StepFailedError
+from word_tokenizer import WordTokenizer
 
 
 def audited(every: int = 1, **scheduler: object) -> Harness:
     harness = Harness(**scheduler)
-    harness.engine._auditor = Auditor(every, harness.metrics)
+    engine = harness.engine
+    engine._auditor = Auditor(every, harness.scheduler, WordTokenizer(), harness.metrics, engine._clock)
     return harness
 
 
@@ -90,3 +96,86 @@ def test_a_request_that_comes_during_an_audit_is_answered() -> None:
     harness.run()
     assert harness.token_ids(second.request_id) == expected_output(second.prompt_token_ids, 6)
     assert counts(harness) == (2, 0)
+
+
+def search(num_prompt: int = 5, **options: object) -> Request:
+    request = create_request(num_prompt, max_tokens=7, **options)
+    request.beam_search = BeamSearchParams(width=3, num_returned=2)
+    return request
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_beam_search_is_audited_as_a_whole(logprobs: int | None) -> None:
+    harness = audited(num_blocks=24, num_swap_blocks=12, preemption_mode="swap", max_num_batched_tokens=12)
+    requests = [search(5 + 6 * i, logprobs=logprobs, stop_token_ids=frozenset(range(i, 1000, 9))) for i in range(3)]
+    for request in requests:
+        harness.engine.submit(request)
+    harness.run()
+    assert counts(harness) == (3, 0)
+    assert set(harness.pieces) == {request.request_id for request in requests}, "nobody is told of an audit"
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_a_beam_that_differs_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Only of the second best answer, only in what else was likely there."""
+    harness = audited()
+    request = search(logprobs=2)
+    publish = harness.engine._publish
+
+    def garble_after_told(pieces: list) -> None:
+        publish(pieces)
+        if pieces[-1].beams:
+            beam = pieces[-1].beams[1]
+            last = beam.logprobs[-1]
+            changed = replace(last, top_logprobs=(last.top_logprobs[0], np.nextafter(last.top_logprobs[1], 9)))
+            beam.logprobs = (*beam.logprobs[:-1], changed)
+
+    harness.engine._publish = garble_after_told
+    harness.engine.submit(request)
+    harness.run()
+    assert counts(harness) == (1, 1)
+    assert f"audit: token 13 of request {request.request_id} differs" in caplog.text
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_an_audit_that_fails_says_nothing_and_leaves_nothing(beams: bool) -> None:
+    harness = audited()
+    execute, request = harness.runner.execute, search() if beams else create_request(5, max_tokens=7)
+
+    def fail_later(step: StepInput) -> StepOutput:
+        output = execute(step)
+        if request.is_finished and harness.engine._auditor._running is not None:
+            raise StepFailedError("no luck")
+        return output
+
+    harness.runner.execute = fail_later  # type: ignore[method-assign]
+    harness.engine.submit(request)
+    harness.run()
+    assert counts(harness) == (0, 0)
+    assert harness.last(request.request_id).error is None
+    assert not harness.scheduler.has_unfinished_requests
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_an_audit_under_way_ends_with_its_engine() -> None:
+    harness = audited()
+    request = search()
+    harness.engine.submit(request)
+    while not harness.scheduler.has_unfinished_requests or not request.is_finished:
+        harness.engine.step()
+    assert harness.engine._auditor.owns(harness.scheduler.running[0])
+    harness.engine.stop()
+    harness.engine.run()
+    assert counts(harness) == (0, 0)
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+    assert join_pieces(harness.pieces[request.request_id]).beams
+
+
+def test_an_audit_counts_as_no_request() -> None:
+    harness = audited()
+    for request in (create_request(4, stop=("no such text",)), search()):
+        harness.engine.submit(request)
+    harness.run()
+    assert counts(harness) == (2, 0)
+    assert harness.metrics._counts["vllm:prompt_tokens_total"] == 4 + 5
+    assert harness.metrics._counts["vllm:generation_tokens_total"] == 8 + 7

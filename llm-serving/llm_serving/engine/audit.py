@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+from zlib import crc32
 
-import numpy as np
-
+from llm_serving.core.clock import Clock
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.beam_groups import BeamGroups
+from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.log import get_logger
+from llm_serving.scheduler import Scheduler
 
 logger = get_logger(__name__)
 
@@ -21,38 +27,36 @@ MAX_WAITING: Final = 16
 
 @dataclass(slots=True)
 class _Answer:
+    """What was told of a request."""
+
     request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    pieces: list[RequestOutput] = field(default_factory=list)
 
-    def take(self, sample: int, output: StepOutput) -> None:
-        self.token_ids.append(int(output.token_ids[sample]))
-        self.logprobs.append(float(output.logprobs[sample]))
+    def tokens(self) -> list[str]:
+        """Each token with its log-probabilities, of a search those of all its answers; their texts and ends come last.
 
-    def first_difference(self, other: _Answer) -> int | None:
-        """Index of the first token that differs in itself or, where asked for, in the bits of its log-probability."""
-        shared = min(len(self.token_ids), len(other.token_ids))
-        with_logprobs = self.request.sampling.logprobs is not None
-        for index in range(shared):
-            if self.token_ids[index] != other.token_ids[index]:
-                return index
-            ours, theirs = np.float32(self.logprobs[index]), np.float32(other.logprobs[index])
-            if with_logprobs and ours.tobytes() != theirs.tobytes():
-                return index
-        return None if len(self.token_ids) == len(other.token_ids) else shared
+        Written down so that they differ wherever a bit does.
+        """
+        whole = join_pieces(self.pieces)
+        parts = whole.beams or (whole,)
+        told = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
+        return [*told, repr([(crc32(part.text.encode()), part.finish_reason, part.stop_reason) for part in parts])]
 
 
 class Auditor:
-    """Chooses 1 in `every` requests; what it was answered is compared with the same request run alone, when idle.
+    """Chooses 1 in `every` requests; what its client was told is compared with the same request run alone, when idle.
 
     An answer depends on the request alone, so any difference is a fault of this server: `audit_mismatch_total` counts
     them. The copy finds nothing in the prefix cache: it must not lean on what it is to check.
     """
 
-    def __init__(self, every: int, metrics: Metrics) -> None:
+    def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         """Audits nothing with `every` 0."""
         self._every = every
+        self._scheduler = scheduler
         self._metrics = metrics
+        self._processor = OutputProcessor(tokenizer, None, Journal(), clock)
+        self._beams = BeamGroups(scheduler, self._processor)
         self._num_seen = 0
         self._watched: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
@@ -61,72 +65,90 @@ class Auditor:
 
     def started(self, request: Request) -> None:
         """A request of a client begins; perhaps it is chosen."""
-        if self._every == 0 or request.beam_search is not None:
+        if self._every == 0:
             return
         self._num_seen += 1
         if self._num_seen % self._every == 0:
             self._watched[request.request_id] = _Answer(request)
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> None:
-        """The request got a token."""
-        answer = self._watched.get(request.request_id)
-        if answer is not None:
-            answer.take(sample, output)
+    def told(self, pieces: list[RequestOutput]) -> None:
+        """Clients are told this."""
+        if not self._watched:
+            return
+        for piece in pieces:
+            answer = self._watched.get(piece.request_id)
+            if answer is not None:
+                answer.pieces.append(piece)
+                if piece.finished:
+                    del self._watched[piece.request_id]
+                    if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        self._waiting.append(answer)
 
-    def ended(self, request: Request) -> None:
-        answer = self._watched.pop(request.request_id, None)
-        if answer is not None and request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._waiting.append(answer)
-
-    def next_copy(self) -> Request | None:
-        """A copy to be run now that nothing else is; None if there is nothing to audit."""
+    def run_copy(self) -> None:
+        """Nothing else runs: a copy begins, if there is something to audit."""
         if self._running is not None or not self._waiting:
-            return None
+            return
         answer = self._waiting.popleft()
         request = answer.request
-        # It ends where the answer ended, whether that was a stop string, a limit or a token.
-        max_tokens = len(answer.token_ids)
         copy = Request(
             request_id=f"audit-{request.request_id}",
             prompt_token_ids=request.prompt_token_ids,
-            sampling=replace(
-                request.sampling, max_tokens=max_tokens, min_tokens=min(request.sampling.min_tokens, max_tokens)
-            ),
+            sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=f"audit {self._num_seen} {request.cache_salt}",
+            beam_search=request.beam_search,
             arrival_time=request.arrival_time,
         )
         self._running = answer, _Answer(copy)
-        return copy
-
-    @property
-    def copy(self) -> Request | None:
-        """The one that runs."""
-        return None if self._running is None else self._running[1].request
+        self._processor.start(copy)
+        if copy.beam_search is not None:
+            self._beams.start(copy)
+        else:
+            self._scheduler.add(copy)
 
     def owns(self, request: Request) -> bool:
-        return self.copy is request
+        """Whether this is the copy, or one of its beams."""
+        return self._running is not None and (request.beam_of or request) is self._running[1].request
 
     def check(self, request: Request, sample: int, output: StepOutput) -> None:
         """The copy got a token; when it has ended, its answer is compared."""
         assert self._running is not None
         answer, again = self._running
-        again.take(sample, output)
-        if request.is_finished:
+        if request.beam_of is not None:
+            again.pieces += self._beams.take(request, sample, output)
+        else:
+            stop_string = self._processor.take(request, sample, output)
+            if stop_string is not None:
+                self._scheduler.finish(request, FinishReason.STOP)
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
+            again.pieces.append(self._processor.piece(request))
+        if again.request.is_finished:
             self._running = None
-            index = again.first_difference(answer)
-            self._metrics.audited(differs=index is not None)
-            if index is not None:
-                logger.error(
-                    "audit: token %d of request %s differs from its answer given alone: %s instead of %s",
-                    index,
-                    answer.request.request_id,
-                    answer.token_ids[index : index + 4],
-                    again.token_ids[index : index + 4],
-                )
+            self._compare(answer, again)
 
     def drop(self) -> None:
-        """The copy ends without an answer: nothing can be said."""
-        self._running = None
+        """The copy, if one runs, ends without an answer: nothing can be said."""
+        if self._running is None:
+            return
+        copy, self._running = self._running[1].request, None
+        if copy.beam_search is not None:
+            self._beams.end(copy)
+        else:
+            self._scheduler.finish(copy, FinishReason.ABORT)
+        self._processor.piece(copy)
+
+    def _compare(self, answer: _Answer, again: _Answer) -> None:
+        told, alone = answer.tokens(), again.tokens()
+        self._metrics.audited(differs=told != alone)
+        if told == alone:
+            return
+        index = next(index for index, pair in enumerate(zip(told, alone, strict=False)) if pair[0] != pair[1])
+        logger.error(
+            "audit: token %d of request %s differs from its answer given alone: %s instead of %s",
+            index,
+            answer.request.request_id,
+            told[index],
+            alone[index],
+        )

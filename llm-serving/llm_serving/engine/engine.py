@@ -71,7 +71,7 @@ class Engine:
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._beams = BeamGroups(scheduler, self._processor)
-        self._auditor = Auditor(audit_every, metrics)
+        self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self._index = index
         self._metrics = metrics
         self._publish = publish
@@ -163,8 +163,8 @@ class Engine:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
 
     def _advance(self) -> bool:
-        if not self.scheduler.has_unfinished_requests and (copy := self._auditor.next_copy()) is not None:
-            self.scheduler.add(copy)
+        if not self.scheduler.has_unfinished_requests:
+            self._auditor.run_copy()
         now = self._clock()
         schedule = self.scheduler.schedule(now)
         self.journal.decided(now, self.scheduler.blocked)
@@ -242,12 +242,9 @@ class Engine:
             if request.beam_of is not None:
                 self._outputs += self._beams.take(request, sample, output)
                 continue
-            self._auditor.take(request, sample, output)
             stop_string = self._processor.take(request, sample, output)
             if stop_string is not None:
                 self._finish(request, FinishReason.STOP, stop_string)
-            if request.is_finished:
-                self._auditor.ended(request)
             self._outputs.append(self._processor.piece(request))
         self._processor.report_times()
 
@@ -264,11 +261,9 @@ class Engine:
         request = request.beam_of or request
         if self._auditor.owns(request):
             self._auditor.drop()
-            self.scheduler.finish(request, reason)
         if not self._processor.knows(request):
             return
         self._finish(request, reason)
-        self._auditor.ended(request)
         self._outputs.append(self._processor.piece(request, error))
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
@@ -297,8 +292,8 @@ class Engine:
         with self._inbox_lock:
             self.dead = reason
         self._take_inbox()
-        copy = self._auditor.copy
-        for request in [*self._processor.unfinished(), *([] if copy is None else [copy])]:
+        self._auditor.drop()
+        for request in self._processor.unfinished():
             self._end_request(request, FinishReason.ERROR, reason)
         self._flush()
         self._record_load()
@@ -319,6 +314,7 @@ class Engine:
     def _flush(self) -> None:
         if self._outputs:
             outputs, self._outputs = self._outputs, []
+            self._auditor.told(outputs)
             self._publish(outputs)
 
     def _wait(self) -> None:

@@ -30,7 +30,8 @@ class _State:
 class OutputProcessor:
     """Keeps what each live request has produced and not yet sent."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, journal: Journal, clock: Clock) -> None:
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics | None, journal: Journal, clock: Clock) -> None:
+        """With `metrics` None nobody learns of its requests but who asks for their pieces."""
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._journal = journal
@@ -114,6 +115,8 @@ class OutputProcessor:
 
     def record_time(self, request: Request) -> None:
         """The request has got a token now."""
+        if self._metrics is None:
+            return
         state, now = self._states[request.request_id], self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
@@ -126,11 +129,13 @@ class OutputProcessor:
 
     def report_times(self) -> None:
         """Tells the metrics what `record_time` has seen; once a step, as they are locked against scrapes."""
-        if self._gaps:
+        if self._metrics is not None and self._gaps:
             self._metrics.inter_tokens(self._gaps)
             self._gaps = []
 
     def _record_end(self, state: _State) -> None:
+        if self._metrics is None:
+            return
         request = state.request
         now = self._clock()
         self._journal.ended(request, now)
