@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from msgspec import json
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.authentication import ApiKeyAuthentication
@@ -23,7 +22,7 @@ from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 
 
-def create_app(engine: AsyncEngine) -> Starlette:
+def create_app(engine: AsyncEngine) -> ASGIApp:
     """The ASGI application of an engine; it neither starts nor stops the engine."""
     keys = engine.config.api_keys
     document = json.encode(openapi_document(ENDPOINTS, with_keys=bool(keys)))
@@ -32,11 +31,28 @@ def create_app(engine: AsyncEngine) -> Starlette:
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    return Starlette(
-        routes=[*(endpoint.route(engine) for endpoint in ENDPOINTS), Route("/openapi.json", show_openapi)],
-        middleware=[Middleware(ApiKeyAuthentication, keys, open_paths)] if keys else [],
-        exception_handlers={HTTPException: _no_such_route},
+    application = Application(
+        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route("/openapi.json", show_openapi)]
     )
+    return ApiKeyAuthentication(application, keys, open_paths) if keys else application
+
+
+class Application:
+    """Hands a request to its route and answers itself where there is none.
+
+    Nothing stands between a route and the socket: Starlette's own application wraps `send` three times, for each piece
+    of a stream. Routes answer their own errors; one that does not is logged by the server and gets status 500.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._router = Router(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # tells the router to raise what follows
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _no_such_route(error)(scope, receive, send)
 
 
 def serve(engine: AsyncEngine) -> int:
@@ -67,8 +83,7 @@ async def _running(engine: AsyncEngine) -> AsyncIterator[None]:
         await engine.stop()
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _no_such_route(error: HTTPException) -> Response:
     phrase = HTTPStatus(error.status_code).phrase.lower()
     detail = ErrorDetail(f"{phrase}: this server has no such route and method", "invalid_request_error", None, None)
     return json_response(ErrorResponse(detail), error.status_code, dict(error.headers or {}))

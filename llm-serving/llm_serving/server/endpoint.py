@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
 from llm_serving.server.error_responses import openai_error_response
-from llm_serving.server.exchange import TimedResponse, begin_exchange
+from llm_serving.server.exchange import begin_exchange, respond_timed
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
@@ -38,13 +39,9 @@ class Endpoint:
     """Whether it is closed to requests without an API key, once `api_keys` has any."""
 
     def route(self, engine: AsyncEngine) -> Route:
-        async def respond(request: Request) -> Response:
-            exchange = begin_exchange(request, engine.clock)
-            return TimedResponse(await self._answer(engine, request), exchange, engine.clock)
+        return Route(self.path, _Application(self, engine), methods=[self.method])
 
-        return Route(self.path, respond, methods=[self.method])
-
-    async def _answer(self, engine: AsyncEngine, request: Request) -> Response:
+    async def respond(self, engine: AsyncEngine, request: Request) -> Response:
         try:
             return await self.handler(engine, request)
         except LLMServingError as error:
@@ -54,3 +51,17 @@ class Endpoint:
         except Exception:
             logger.exception("%s %s failed", self.method, self.path)
             return self.error_response(internal_error())
+
+
+class _Application:
+    """An endpoint of one engine as an ASGI application."""
+
+    def __init__(self, endpoint: Endpoint, engine: AsyncEngine) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        exchange = begin_exchange(request, self._engine.clock)
+        response = await self._endpoint.respond(self._engine, request)
+        await respond_timed(response, exchange, self._engine.clock, scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Final
 
 from starlette.requests import HTTPConnection, Request
@@ -28,25 +29,21 @@ def exchange_of(connection: HTTPConnection) -> Exchange | None:
     return exchange
 
 
-class TimedResponse(Response):
+async def respond_timed(
+    response: Response, exchange: Exchange, clock: Clock, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Sends a response as it is and notes when its last piece is handed over.
 
     The note is made just before: a client that has the whole answer never measures less than the server.
     """
 
-    def __init__(self, response: Response, exchange: Exchange, clock: Clock) -> None:
-        self._response = response
-        self._exchange = exchange
-        self._clock = clock
+    def send_and_note(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            exchange.answered_time = clock()
+        return send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_note(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                self._exchange.answered_time = self._clock()
-            await send(message)
-
-        try:
-            await self._response(scope, receive, send_and_note)
-        finally:
-            if self._exchange.answered_time is None:  # the client has left
-                self._exchange.answered_time = self._clock()
+    try:
+        await response(scope, receive, send_and_note)
+    finally:
+        if exchange.answered_time is None:  # the client has left
+            exchange.answered_time = clock()
