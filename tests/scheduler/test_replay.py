@@ -156,7 +156,15 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "took_turn"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
     derived |= {"waiting_since_step", "num_steps_as_first", "first_scheduled_time"}
-    irrelevant = {"beam_search", "beam_of", "exchange", "num_lost_steps", "finish_reason", "stop_reason"}
+    irrelevant = {
+        "beam_search",
+        "beam_of",
+        "exchange",
+        "num_lost_steps",
+        "num_tokens_when_lost",
+        "finish_reason",
+        "stop_reason",
+    }
     recorded = (set(Added.__struct_fields__) - {"max_tokens"}) | {"sampling"}
     assert {field.name for field in fields(Request)} == recorded | derived | irrelevant
 

@@ -89,7 +89,9 @@ class Request:
     """Tokens sampled by submitted steps whose ids have not come back."""
     num_preemptions: int = 0
     num_lost_steps: int = 0
-    """Steps in a row that computed it and were never replied to with a result."""
+    """Steps that computed it and were never replied to with a result, since it last got further than ever before."""
+    num_tokens_when_lost: int = 0
+    """Most tokens that were confirmed when such a step was lost: beyond them it gets further."""
     waiting_since_step: int = 0
     """The step before which it began to wait, the latest time."""
     took_turn: bool = False

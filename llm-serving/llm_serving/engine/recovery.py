@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 DEATHS_TO_SUSPECT: Final = 2
 """A WorkAgent may die of many things; a request that was computed both times it died is looked at."""
 MAX_LOST_STEPS: Final = 4
-"""A request whose steps are lost so often in a row ends, even if it cannot be shown to be the cause."""
+"""A request whose steps are lost so often before it gets further ends, even if it is not shown to be the cause."""
 
 
 class Recovery:
@@ -55,6 +55,7 @@ class Recovery:
         lost = _requests_of(in_flight[:1] if failed else in_flight)
         for request in lost:
             request.num_lost_steps += 1
+            request.num_tokens_when_lost = max(request.num_tokens_when_lost, request.num_confirmed_tokens)
         self._scheduler.lose_cache()
         if failed:
             return self._guilty(lost)

@@ -446,10 +446,11 @@ class Scheduler:
         """The rows have been computed: others may share their full blocks."""
         block_size = self.blocks.block_size
         for request, num_computed, query_len, _, num_preemptions in rows:
-            request.num_lost_steps = 0
+            end = num_computed + query_len
+            if request.num_lost_steps and end > request.num_tokens_when_lost:
+                request.num_lost_steps = 0
             if num_preemptions != request.num_preemptions or request.status is RequestStatus.FINISHED:
                 continue
-            end = num_computed + query_len
             if end // block_size > request.num_confirmed_tokens // block_size:
                 self.blocks.name_blocks(request, end)
             request.num_confirmed_tokens = end
