@@ -13,6 +13,7 @@ from llm_serving.server import authentication
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.streaming import DONE
 from server_client import error_of, events, post, request
 
 KEY = "sesame-open-the-door"
@@ -132,7 +133,7 @@ def test_streams_pass_piece_by_piece():
         assert b"Hello" in sent[-1]["body"]
         held.gate.set()
         await task
-        assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+        assert sent[-1] == {"type": "http.response.body", "body": DONE, "more_body": False}
 
     asyncio.run(first_piece_before_the_last_is_made())
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from llm_serving.server.generation import Generation
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import refuse_unsupported
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
-from llm_serving.server.streaming import DONE, StreamResponse, complete, event
+from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
 
 LEGACY_MODEL_NAMES: Final = ("llama2", "internlm")
 """Names of older routes; they mean the served model, whatever it is."""
@@ -67,7 +66,7 @@ def identify(engine: AsyncEngine, http_request: Request, request: GenerationRequ
         raise RequestError("request_id", "must be 1 to 128 letters, digits or any of . _ : -", request_id)
     if request_id is None:
         header = http_request.headers.get("x-request-id", "")
-        request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
+        request_id = header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)
     return Identity(f"{prefix}-{request_id}", request_id, int(time.time()), engine.config.model.model_name)
 
 
@@ -96,12 +95,10 @@ def check_stream_options(request: GenerationRequest) -> StreamedUsage:
     return StreamedUsage(at_end, at_end and bool(options.continuous_usage_stats))
 
 
-class Answer(Protocol):
+class Answer(Pieces, Protocol):
     """Puts the pieces of a generation into the form of a route."""
 
     async def whole(self, generation: Generation) -> Any: ...
-
-    def stream(self, generation: Generation) -> AsyncIterator[bytes]: ...
 
 
 async def respond(
@@ -110,12 +107,12 @@ async def respond(
     """The answer as a stream of events or as one piece of JSON, whichever the request asks for."""
     if request.stream:
         return StreamResponse(
-            answer.stream(generation),
             generation,
+            answer,
             lambda error: event(openai_error(error)) + DONE,
             headers=identity.headers,
         )
-    result = await complete(http_request, generation, answer.whole(generation))
+    result = await complete(http_request.receive, generation, answer.whole(generation))
     return json_response(result, headers=identity.headers)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.log import get_logger
+from llm_serving.server.generation import Generation
 
 logger = get_logger(__name__)
 
@@ -22,10 +23,6 @@ DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    async def aclose(self) -> None: ...
 
 
 class ClientGoneError(Exception):
@@ -37,12 +34,26 @@ def event(content: object) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
 
 
+class Pieces(Protocol):
+    """An answer as bytes, piece by piece."""
+
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        """What is told of this piece of a choice; may be empty.
+
+        Raises:
+            LLMServingError: The generation failed.
+        """
+
+    def end(self) -> bytes:
+        """What follows the last piece."""
+
+
 class StreamResponse(Response):
-    """Sends pieces of bytes as they come, one write a piece; ends the generation when the client leaves.
+    """Sends pieces of an answer as they come, one write a piece; ends the generation when the client leaves.
 
     Args:
-        pieces: The body. It must not need closing itself: `source` is what holds resources.
-        source: Closed at the end, whatever the end.
+        generation: Closed at the end, whatever the end.
+        pieces: Puts its pieces into the form of a protocol.
         error_piece: Makes the last piece when the generation fails, as the status has been sent by then.
         media_type: Content type.
         headers: Further headers.
@@ -50,15 +61,15 @@ class StreamResponse(Response):
 
     def __init__(
         self,
-        pieces: AsyncIterator[bytes],
-        source: Closable,
+        generation: Generation,
+        pieces: Pieces,
         error_piece: Callable[[LLMServingError], bytes],
         *,
         media_type: str = EVENT_STREAM,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._generation = generation
         self._pieces = pieces
-        self._source = source
         self._error_piece = error_piece
         self.status_code = 200
         self.media_type = media_type
@@ -66,23 +77,24 @@ class StreamResponse(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(ClientGoneError):
-                await run_until_client_leaves(receive, self._send_all(send))
-        finally:
-            await self._source.aclose()
+        with contextlib.suppress(ClientGoneError):
+            await complete(receive, self._generation, self._send_all(send))
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        to_bytes = self._pieces.piece
         try:
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            async for index, output in self._generation.outputs():
+                piece = to_bytes(index, output)
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            last = self._pieces.end()
         except LLMServingError as error:
-            await send({"type": "http.response.body", "body": self._error_piece(error), "more_body": True})
+            last = self._error_piece(error)
         except Exception:
             logger.exception("a stream failed")
-            await send({"type": "http.response.body", "body": self._error_piece(internal_error()), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self._error_piece(internal_error())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def internal_error() -> LLMServingError:
@@ -90,33 +102,41 @@ def internal_error() -> LLMServingError:
     return WorkerError("internal error")
 
 
-async def complete(request: Request, source: Closable, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; `source` is closed at the end, whatever the end.
+async def complete(receive: Receive, generation: Generation, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; the generation is closed at the end, whatever the end.
 
     Raises:
         ClientGoneError: The client left before; the work was cancelled.
     """
     try:
-        return await run_until_client_leaves(request.receive, work)
+        return await run_until_client_leaves(receive, work)
     finally:
-        await source.aclose()
+        await generation.aclose()
 
 
 async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Runs `work` beside a watch on the connection; the request's body must have been read."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    def break_off(watch: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not watch.cancelled():
+            left = True
+            task.cancel()
+
     watch = asyncio.ensure_future(_client_leaves(receive))
+    watch.add_done_callback(break_off)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientGoneError from None
+        raise
     finally:
-        for future in (task, watch):
-            if not future.done():
-                future.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await future
+        watch.remove_done_callback(break_off)
+        watch.cancel()
 
 
 async def _client_leaves(receive: Receive) -> None:

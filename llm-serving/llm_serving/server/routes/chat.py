@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.core.request_output import TokenLogprobs
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
@@ -162,7 +162,11 @@ class _Answer:
         self._prompt = prompt
         self._n = n
         self._streamed_usage = streamed_usage
+        self._silent_pieces = bool(request.logprobs or request.return_token_ids or streamed_usage.in_every_piece)
+        """Whether pieces without a text tell something."""
         self._usage = UsageCounter(n)
+        self._started: set[int] = set()
+        """Choices of which something has been sent."""
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         request = self._request
@@ -199,36 +203,34 @@ class _Answer:
             prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
         )
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        raise_on_error(output)
         request = self._request
-        started: set[int] = set()
-        silent_pieces = request.logprobs or request.return_token_ids or self._streamed_usage.in_every_piece
-        async for index, output in generation.outputs():
-            raise_on_error(output)
-            self._usage.add(index, output)
-            usage = usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET
-            if index not in started:
-                started.add(index)
-                role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
-                if request.return_token_ids:
-                    role.prompt_token_ids = self._prompt
-                yield event(role)
-            if not (output.text or silent_pieces or output.finished):
-                continue
-            choice = ChatChunkChoice(
-                index=index,
-                delta=ChatDelta(content=output.text),
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-            )
-            if request.logprobs:
-                choice.logprobs = ChatLogprobs(self._logprobs(output.logprobs))
+        self._usage.add(index, output)
+        usage = usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET
+        opening = b""
+        if index not in self._started:
+            self._started.add(index)
+            role = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
             if request.return_token_ids:
-                choice.token_ids = list(output.token_ids)
-            yield event(self._chunk([choice], usage))
-        if self._streamed_usage.at_end:
-            yield event(self._chunk([], self._usage.total()))
-        yield DONE
+                role.prompt_token_ids = self._prompt
+            opening = event(role)
+        if not (output.text or self._silent_pieces or output.finished):
+            return opening
+        choice = ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(content=output.text),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+        if request.logprobs:
+            choice.logprobs = ChatLogprobs(self._logprobs(output.logprobs))
+        if request.return_token_ids:
+            choice.token_ids = list(output.token_ids)
+        return opening + event(self._chunk([choice], usage))
+
+    def end(self) -> bytes:
+        return event(self._chunk([], self._usage.total())) + DONE if self._streamed_usage.at_end else DONE
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
         identity = self._identity

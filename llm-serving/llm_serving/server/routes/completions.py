@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.core.request_output import TokenLogprobs
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
@@ -106,7 +106,13 @@ class _Answer:
         self._prompts = prompts
         self._n = n
         self._streamed_usage = streamed_usage
+        self._silent_pieces = bool(
+            request.logprobs is not None or request.return_token_ids or streamed_usage.in_every_piece
+        )
+        """Whether pieces without a text tell something."""
         self._usage = UsageCounter(n)
+        self._started: set[int] = set()
+        """Choices of which something has been sent."""
         self._text_offsets: dict[int, int] = {}
 
     def _echo(self, index: int) -> str:
@@ -143,34 +149,29 @@ class _Answer:
             choice.text = "".join(texts[choice.index])
         return self._completion(choices, usage=self._usage.total())
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        started: set[int] = set()
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        raise_on_error(output)
         request = self._request
-        silent_pieces = request.logprobs is not None or request.return_token_ids or self._streamed_usage.in_every_piece
-        async for index, output in generation.outputs():
-            raise_on_error(output)
-            self._usage.add(index, output)
-            first = index not in started
-            text = self._echo(index) + output.text if first else output.text
-            if not (text or silent_pieces or output.finished):
-                continue
-            started.add(index)
-            choice = CompletionChoice(
-                index=index, text=text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
-            )
-            if request.logprobs is not None:
-                choice.logprobs = CompletionLogprobs([], [], [], [])
-                self._add_logprobs(choice.logprobs, index, output.logprobs)
-            if request.return_token_ids:
-                choice.token_ids = list(output.token_ids)
-                if first:
-                    choice.prompt_token_ids = self._prompts[index // self._n]
-            yield event(
-                self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET)
-            )
-        if self._streamed_usage.at_end:
-            yield event(self._completion([], usage=self._usage.total()))
-        yield DONE
+        self._usage.add(index, output)
+        first = index not in self._started
+        text = self._echo(index) + output.text if first else output.text
+        if not (text or self._silent_pieces or output.finished):
+            return b""
+        self._started.add(index)
+        choice = CompletionChoice(
+            index=index, text=text, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+        )
+        if request.logprobs is not None:
+            choice.logprobs = CompletionLogprobs([], [], [], [])
+            self._add_logprobs(choice.logprobs, index, output.logprobs)
+        if request.return_token_ids:
+            choice.token_ids = list(output.token_ids)
+            if first:
+                choice.prompt_token_ids = self._prompts[index // self._n]
+        return event(self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET))
+
+    def end(self) -> bytes:
+        return event(self._completion([], usage=self._usage.total())) + DONE if self._streamed_usage.at_end else DONE
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:
         identity = self._identity

@@ -38,7 +38,6 @@ length (202), a prompt without tokens (203), a generation that failed (304).
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -119,8 +118,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         return Response(content, HTTPStatus.OK, headers={"content-type": media_type})
     if stream:
         media_type = EVENT_STREAM if answer.is_sse else JSON_TYPE
-        return StreamResponse(answer.stream(generation), generation, answer.failure_line, media_type=media_type)
-    await complete(http_request, generation, answer.read(generation))
+        return StreamResponse(generation, answer, answer.failure_line, media_type=media_type)
+    await complete(http_request.receive, generation, answer.read(generation))
     return Response(answer.whole_line(), media_type=JSON_TYPE)
 
 
@@ -176,17 +175,16 @@ class _Answer:
         async for _, output in generation.outputs():
             self._add(output)
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        async for _, output in generation.outputs():
-            for token in self._add(output):
-                yield self._token_line(token)
-        if self._return_full_text:
-            yield self._last_line()
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        del index
+        return b"".join([self._token_line(token) for token in self._add(output)])
+
+    def end(self) -> bytes:
+        return self._last_line() if self._return_full_text else b""
 
     def stream_of_text(self, text: str) -> bytes:
         """A whole stream whose one piece is a text that `add_text` was given."""
-        last = self._last_line() if self._return_full_text else b""
-        return self._token_line(self._tokens[-1]) + last
+        return self._token_line(self._tokens[-1]) + self.end()
 
     def add_text(self, text: str, finish_reason: str) -> JsonObject:
         """Takes a text that no token stands for, such as an error, as the end of the answer."""
@@ -197,8 +195,7 @@ class _Answer:
         return token
 
     def failure_line(self, error: LLMServingError) -> bytes:
-        lines = self._token_line(self.add_text(PREDICT_FAILED, "predict_failed"))
-        return lines + self._last_line() if self._return_full_text else lines
+        return self._token_line(self.add_text(PREDICT_FAILED, "predict_failed")) + self.end()
 
     def whole_line(self) -> bytes:
         return _line(self._summary() | {"details": None})

@@ -8,7 +8,6 @@ likely token is taken. Events are `data:` and one token each; the last one has t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
@@ -99,8 +98,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     generation = await start_generation(engine, [prompt], [sampling], request_id="tgi", caller=caller)
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if stream or (stream is None and request.stream):
-        return StreamResponse(answer.stream(generation), generation, lambda error: _event(tgi_error_content(error)))
-    result = await complete(http_request, generation, answer.whole(generation))
+        return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)))
+    result = await complete(http_request.receive, generation, answer.whole(generation))
     return json_response([result] if stream is None else result)
 
 
@@ -148,6 +147,8 @@ class _Answer:
         self._parameters = parameters
         self._sampling = sampling
         self._text = inputs if parameters.return_full_text else ""
+        self._num_told = 0
+        """Tokens that have become events."""
 
     async def whole(self, generation: Generation) -> JsonObject:
         tokens: list[JsonObject] = []
@@ -167,22 +168,26 @@ class _Answer:
                 answer["details"]["top_tokens"] = top_tokens
         return answer
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        index = 0
-        async for _, output in generation.outputs():
-            raise_on_error(output)
-            self._text += output.text
-            pieces = token_pieces(output)
-            top_tokens = self._top_tokens(output)
-            for i, piece in enumerate(pieces):
-                index += 1
-                content: JsonObject = {"index": index, "token": self._token(*piece)}
-                if self._parameters.top_n_tokens:
-                    content["top_tokens"] = top_tokens[i]
-                last = output.finished and i == len(pieces) - 1
-                content["generated_text"] = self._text if last else None
-                content["details"] = self._details(output) if last and self._parameters.details else None
-                yield _event(content)
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        del index
+        raise_on_error(output)
+        self._text += output.text
+        pieces = token_pieces(output)
+        top_tokens = self._top_tokens(output)
+        events = []
+        for i, piece in enumerate(pieces):
+            self._num_told += 1
+            content: JsonObject = {"index": self._num_told, "token": self._token(*piece)}
+            if self._parameters.top_n_tokens:
+                content["top_tokens"] = top_tokens[i]
+            last = output.finished and i == len(pieces) - 1
+            content["generated_text"] = self._text if last else None
+            content["details"] = self._details(output) if last and self._parameters.details else None
+            events.append(_event(content))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        return b""
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
         special = token_id in self._tokenizer.special_token_ids
