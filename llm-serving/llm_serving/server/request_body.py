@@ -7,7 +7,7 @@ import re
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
 
@@ -23,6 +23,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     Raises:
         RequestTooLargeError: It is longer than `max_bytes`; noticed before it is all read.
         RequestTimeoutError: It did not arrive in time.
+        ClientDisconnect: The client left before.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
@@ -30,7 +31,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     chunks, size = [], 0
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            async for chunk in request.stream():
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
                 if size > max_bytes:
                     raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
