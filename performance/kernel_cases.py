@@ -119,14 +119,12 @@ def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
         q, k, v = _random((rows, shape.q), dtype), _random((rows, shape.kv), dtype), _random((rows, shape.kv), dtype)
         cos, sin = _random((rows, shape.head_dim), dtype), _random((rows, shape.head_dim), dtype)
         operator = "ApplyRotaryPosEmb"
-        if dtype != "float32":  # that primitive refuses it, as the next one does
-            one, half = np.ones(1, np.int32), np.int64(2)
-            run = _operator(operator, q, k, cos, sin, one, half, np.empty_like(q), np.empty_like(k))
-            num_bytes = 2 * size * (q.size + k.size) + size * 2 * cos.size
-            yield Case(operator, f"{shape.q} + {shape.kv}", rows, num_bytes, 3.0 * (q.size + k.size), run)
+        one, half = np.ones(1, np.int32), np.int64(2)
+        run = _operator(operator, q, k, cos, sin, one, half, np.empty_like(q), np.empty_like(k))
+        num_bytes = 2 * size * (q.size + k.size) + size * 2 * cos.size
+        yield Case(operator, f"{shape.q} + {shape.kv}", rows, num_bytes, 3.0 * (q.size + k.size), run)
         slots = rng.permutation(cache_shape[0] * BLOCK_SIZE)[:rows].astype(np.int32)
-        store = "store_kv_float32" if dtype == "float32" else "ReshapeAndCache"
-        run = _operator(store, k, v, keys, values, slots, np.empty_like(k))
+        run = _operator("ReshapeAndCache", k, v, keys, values, slots, np.empty_like(k))
         yield Case("ReshapeAndCache", f"2 x {shape.kv}, scattered", rows, 4 * size * k.size, 0.0, run)
 
         ids = [rng.integers(0, shape.vocab, rows).astype(np.int32) for _ in range(64)]
@@ -148,10 +146,6 @@ def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, contex
     heads, kv_heads, mode = np.int64(shape.num_heads), np.int64(shape.num_kv_heads), np.int64(0)
 
     def operator(table: Array) -> Callable[[], None]:
-        if dtype == "float32":
-            return _operator(
-                "attention_float32", q, keys, values, table, queries, contexts, np.full(1, scale, np.float32), y
-            )
         return _operator(
             *("PagedAttention", q, keys, values, table, contexts, None, None, None, queries, None),
             *(heads, scale, kv_heads, mode, mode, mode, y),

@@ -120,7 +120,6 @@ class DecoderLayer(nn.Cell):
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape, dtype=np.float32)
 
-        self.prompts = prompts
         self.table = backend.table(normal(50, 64), "table")
         self.gamma = backend.vector(normal(64), "gamma")
         self.qkv_weight = backend.linear_weight(normal(128, 64), "qkv")
@@ -131,26 +130,19 @@ class DecoderLayer(nn.Cell):
         self.embedding = backend.embedding()
         self.norm = backend.rms_norm(1e-5)
         self.linear = backend.linear()
-        self.split = backend.split((64, 32, 32))
-        self.rotary = backend.rotary(4, 2, 16)
-        self.store_kv = backend.store_kv()
-        self.attention = backend.attention(4, 2, 16, 0.25)
-        self.prompt_attention = backend.prompt_attention(4, 2, 16, 0.25)
+        attention = backend.prompt_attention if prompts else backend.attention
+        self.attention = attention(4, 2, 16, 0.25)
         self.swiglu = backend.swiglu()
         self.add = backend.add()
         self.logits = backend.logits()
 
     def construct(
-        self, token_ids: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any, lens: Any
+        self, token_ids: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any
     ) -> Any:
         h = self.embedding(token_ids, self.table)
-        q, k, v = self.split(self.linear(self.norm(h, self.gamma), self.qkv_weight))
-        q, k = self.rotary(q, k, cos, sin)
-        q = ops.depend(q, self.store_kv(k, v, self.key_cache, self.value_cache, slots))
-        if self.prompts:
-            h = self.add(h, self.prompt_attention(q, k, v, None, lens))
-        else:
-            h = self.add(h, self.attention(q, self.key_cache, self.value_cache, tables, query_lens, context_lens))
+        qkv = self.linear(self.norm(h, self.gamma), self.qkv_weight)
+        caches = self.key_cache, self.value_cache
+        h = self.add(h, self.attention(qkv, cos, sin, *caches, slots, tables, query_lens, context_lens))
         h = self.add(h, self.linear(self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight))
         return self.logits(h, self.head_weight)
 
@@ -161,9 +153,9 @@ def test_a_layer_of_ascend_primitives_exports_to_mindir(prompts: bool, tmp_path:
     assert isinstance(backend, AscendBackend)
     network = DecoderLayer(backend, prompts)
     network.set_train(False)
-    rows, int32 = [None], ms.int32
+    rows, requests, int32 = [None], [4 if prompts else None], ms.int32
     shapes = [(rows, int32), ([None, 16], ms.bfloat16), ([None, 16], ms.bfloat16), (rows, int32)]
-    shapes += [([None, None], int32), (rows, int32), (rows, int32), ([4], ms.int64)]
+    shapes += [([None, None], int32), (requests, int32), (requests, int32)]
     inputs = [ms.Tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
     network.set_inputs(*inputs)
     ms.export(network, *inputs, file_name=str(tmp_path / "layer"), file_format="MINDIR")

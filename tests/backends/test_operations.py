@@ -10,7 +10,7 @@ from kernel_calls import ROUNDING_UNIT, typed
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.kernels import reference
-from mindspore import nn, ops
+from mindspore import nn
 
 pytestmark = pytest.mark.mindspore
 
@@ -148,18 +148,6 @@ def test_logits_are_float32_sums(backend: Backend) -> None:
     np.testing.assert_allclose(y.asnumpy(), reference.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
-def test_rotary(backend: Backend) -> None:
-    graph = Graph(backend.rotary(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM))
-    for count in TOKENS:
-        q = values(backend, 1, count, NUM_HEADS * HEAD_DIM)
-        k = values(backend, 2, count, NUM_KV_HEADS * HEAD_DIM)
-        angles = np.tile(np.random.default_rng(3).uniform(0, 6, (count, HEAD_DIM // 2)), 2)
-        cos, sin = (typed(f(angles), backend.dtype).values.astype(np.float32) for f in (np.cos, np.sin))
-        results = graph(*(tensor(backend, array) for array in (q, k, cos, sin)))
-        for result, x in zip(results, (q, k), strict=True):
-            assert_near(backend, result, reference.rotary(x, cos, sin), 4.0)
-
-
 def test_swiglu(backend: Backend) -> None:
     graph = Graph(backend.swiglu())
     for count in TOKENS:
@@ -174,37 +162,29 @@ def test_add(backend: Backend) -> None:
         assert_near(backend, graph(tensor(backend, a), tensor(backend, b))[0], a + b)
 
 
-def test_split(backend: Backend) -> None:
-    graph = Graph(backend.split((24, 8, 16)))
-    for count in TOKENS:
-        x = values(backend, 1, count, 48)
-        parts = graph(tensor(backend, x))
-        assert all(np.array_equal(*pair) for pair in zip(parts, np.split(x, [24, 32], axis=1), strict=True))
-
-
-class StoreAndAttend(nn.Cell):
-    def __init__(self, backend: Backend) -> None:
+class Attention(nn.Cell):
+    def __init__(self, backend: Backend, num_blocks: int) -> None:
         super().__init__()
-        self.key_cache, self.value_cache = backend.kv_cache(12, 16, NUM_KV_HEADS, HEAD_DIM)
-        self.store_kv = backend.store_kv()
+        self.key_cache, self.value_cache = backend.kv_cache(num_blocks, 16, NUM_KV_HEADS, HEAD_DIM)
         self.attention = backend.attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
 
-    def construct(self, q: Any, k: Any, v: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any) -> Any:
-        stored = self.store_kv(k, v, self.key_cache, self.value_cache, slots)
-        q = ops.depend(q, stored)
-        return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, context_lens)
+    def construct(self, qkv: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, contexts: Any) -> Any:
+        caches = self.key_cache, self.value_cache
+        return self.attention(qkv, cos, sin, *caches, slots, tables, query_lens, contexts)
 
 
-def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
-    graph = Graph(StoreAndAttend(backend))
+def test_attention_over_mixed_steps(backend: Backend) -> None:
+    graph = Graph(Attention(backend, 12))
     key_cache, value_cache = np.zeros((2, 12, 16, NUM_KV_HEADS, HEAD_DIM))
+    q_size, kv_size = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
     computed = {0: 0, 1: 0, 2: 0}
     blocks = {0: [3, 8, 1], 1: [0, 11], 2: [5]}
     # Each step: tokens of (request: count), a whole prompt beside chunks and decode rows.
     for step, counts in enumerate([{0: 20}, {0: 1, 1: 7}, {1: 20, 0: 1, 2: 5}, {2: 1, 0: 1, 1: 1}]):
         total = sum(counts.values())
-        q = values(backend, 10 + step, total, NUM_HEADS * HEAD_DIM)
-        k, v = values(backend, 20 + step, 2, total, NUM_KV_HEADS * HEAD_DIM)
+        qkv = values(backend, 10 + step, total, q_size + 2 * kv_size)
+        angles = np.tile(np.random.default_rng(step).uniform(0, 6, (total, HEAD_DIM // 2)), 2)
+        cos, sin = (typed(f(angles), backend.dtype).values.astype(np.float32) for f in (np.cos, np.sin))
         slots = []
         for request, count in counts.items():
             for position in range(computed[request], computed[request] + count):
@@ -214,29 +194,20 @@ def test_store_kv_and_attention_over_mixed_steps(backend: Backend) -> None:
         tables = np.array([blocks[request] + [0] * (width - len(blocks[request])) for request in counts])
         lens = list(counts.values()), [computed[request] for request in counts]
         slots[-1] = -1 if step == 3 else slots[-1]
+        q, k, v = np.split(qkv, [q_size, q_size + kv_size], axis=1)
+        q, k = (reference.rotary(x, cos, sin) for x in (q, k))
         reference.store_kv(k, v, key_cache, value_cache, np.array(slots))
         expected = reference.attention(q, key_cache, value_cache, tables, *lens, 0.25)
-        floats = (tensor(backend, array) for array in (q, k, v))
+        floats = (tensor(backend, array) for array in (qkv, cos, sin))
         result = graph(*floats, integers(slots), integers(tables), *map(integers, lens))[0]
-        assert_near(backend, result, expected, 2.0)
+        assert_near(backend, result, expected, 4.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slot_outside_the_cache_raises(dtype: str) -> None:
     backend = create_backend("cpu", dtype)
-    key_cache, value_cache = backend.kv_cache(2, 16, NUM_KV_HEADS, HEAD_DIM)
-    k = tensor(backend, values(backend, 1, 1, NUM_KV_HEADS * HEAD_DIM))
-    store = StoreOnly(backend.store_kv(), key_cache, value_cache)
+    qkv = tensor(backend, values(backend, 1, 1, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM))
+    ones = tensor(backend, np.ones((1, HEAD_DIM)))
+    attention = Attention(backend, 2)
     with pytest.raises(RuntimeError):
-        store(k, k, integers([32])).asnumpy()
-
-
-class StoreOnly(nn.Cell):
-    def __init__(self, store_kv: nn.Cell, key_cache: ms.Parameter, value_cache: ms.Parameter) -> None:
-        super().__init__()
-        self.store_kv = store_kv
-        self.key_cache = key_cache
-        self.value_cache = value_cache
-
-    def construct(self, k: Any, v: Any, slots: Any) -> Any:
-        return self.store_kv(k, v, self.key_cache, self.value_cache, slots)
+        attention(qkv, ones, ones, integers([32]), integers([[0]]), integers([1]), integers([1])).asnumpy()

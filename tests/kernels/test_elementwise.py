@@ -20,8 +20,9 @@ def swiglu(x: Typed) -> Typed:
 
 
 def rotated(x: Typed, cos: Typed, sin: Typed) -> Typed:
-    y = empty(x.array.shape, x.dtype)
-    call("RotaryPositionEmbedding", x, cos, sin, scalar(0, "int64"), y)
+    y, also_y = empty(x.array.shape, x.dtype), empty(x.array.shape, x.dtype)
+    call("ApplyRotaryPosEmb", x, x, cos, sin, integers([1]), scalar(2, "int64"), y, also_y)
+    assert np.array_equal(y.bits, also_y.bits)
     return y
 
 
@@ -104,17 +105,16 @@ def test_rotary_is_the_reference_up_to_rounding(
     assert_close(rotated(x, *tables), expected, 3 * FLOAT32_UNIT * (np.abs(magnitude) + np.abs(x.values).max()))
 
 
-def test_both_rotary_primitives_agree_and_positions_follow_from_lengths() -> None:
+def test_rotary_positions_follow_from_lengths() -> None:
     q, k = typed(normal(1, 5, 64), "bfloat16"), typed(normal(2, 5, 32), "bfloat16")
     angles = np.tile(normal(3, 9, 8), 2)
     cos, sin = typed(np.cos(angles), "bfloat16"), typed(np.sin(angles), "bfloat16")
     positions = np.array([0, 1, 2, 0, 1])
     tables = (cos.rows(positions), sin.rows(positions))
     expected = [rotated(x, *tables).bits for x in (q, k)]
-    for cos_sin, lengths in ((tables, [1]), ((cos, sin), [3, 2])):
-        results = empty((5, 64), "bfloat16"), empty((5, 32), "bfloat16")
-        call("ApplyRotaryPosEmb", q, k, *cos_sin, integers(lengths), scalar(2, "int64"), *results)
-        assert all(np.array_equal(result.bits, bits) for result, bits in zip(results, expected, strict=True))
+    results = empty((5, 64), "bfloat16"), empty((5, 32), "bfloat16")
+    call("ApplyRotaryPosEmb", q, k, cos, sin, integers([3, 2]), scalar(2, "int64"), *results)
+    assert all(np.array_equal(result.bits, bits) for result, bits in zip(results, expected, strict=True))
     status = status_of("ApplyRotaryPosEmb", q, k, cos, sin, integers([3, 3]), scalar(2, "int64"), *results)
     assert status != 0
     assert library.last_error() == "ApplyRotaryPosEmb: 5 rows fit neither the tables nor the lengths"

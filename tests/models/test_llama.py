@@ -7,6 +7,7 @@ import pytest
 from graph_model import GraphModel, backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_calls import typed
 from llm_serving.core.model_spec import RopeScaling
 from llm_serving.errors import ModelError
 from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
@@ -85,6 +86,17 @@ def test_float16_logits_are_near_the_reference(make_model):
 def test_the_plain_backend_equals_the_reference(make_model, variant):
     changes = VARIANTS[variant]
     assert largest_error(make_model("plain", "float32", changes).logits((PROMPT, 0, [4, 9, 2])), changes) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", ["grouped queries", "biases", "heads of 48", "odd sizes"])
+def test_operators_of_the_library_have_the_bits_of_the_primitives_they_stand_for(make_model, dtype, variant):
+    models = [make_model(name, dtype, VARIANTS[variant]) for name in ("cpu", "ascend")]
+    steps = [[(PROMPT[:30], 0, [4, 9]), (PROMPT[:1], 0, [7])], [(PROMPT[30:], 30, [4, 9, 2]), (PROMPT[1:2], 1, [7])]]
+    for rows in steps:
+        logits, of_primitives = (model.logits(*rows) for model in models)
+        # The head of Ascend rounds to the model dtype.
+        assert np.array_equal(typed(logits, dtype).values, of_primitives)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -16,12 +16,15 @@ from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.base import Array, BlockMemory, model_dtype
+from llm_serving.backends.composed import AttentionOfQkv, RotateAndStore
 from llm_serving.backends.parameters import parameter_over, resident_zeros, to_model_dtype, zeroed_array
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 
 _ROTATE_HALF = 2
 _CAUSAL_MASK_MODE = "TRAPEZOIDAL"
+_MASK_SIZE = 128
+_FLOAT16_MASKED = -10000.0
 
 
 class AscendBackend:
@@ -51,31 +54,24 @@ class AscendBackend:
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
-        return Rotary()
-
-    def store_kv(self) -> nn.Cell:
-        return StoreKV()
-
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        return Attention(num_heads, num_kv_heads, scale)
+        stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
+        return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, scale))
 
     def prompt_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        """(q, k, v, mask, query_lens int64[B]) -> [T, num_heads*D] for steps of whole prompts, none of it in the cache.
+        """As `attention`, for steps of whole prompts only, none of whose tokens is in the cache.
 
-        The device's fastest way for prompts; `mask` is the causal mask FlashAttentionScore wants, or None. B is fixed
+        The device's fastest way for prompts: keys and values come straight from the products of the step. B is fixed
         when the graph is compiled, with trailing lengths of 0.
         """
-        return PromptAttention(num_heads, scale)
+        stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
+        return PromptAttentionOfQkv(stored, num_heads, scale, prompt_mask(self.activation_dtype))
 
     def swiglu(self) -> nn.Cell:
         return Swiglu()
 
     def add(self) -> nn.Cell:
         return Add()
-
-    def split(self, sizes: Sequence[int]) -> nn.Cell:
-        return Split(sizes)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
@@ -114,6 +110,11 @@ class AscendBackend:
         memory = zeroed_array(array.shape, self.dtype)
         memory[...] = to_model_dtype(array, self.dtype)
         return parameter_over(memory, self.dtype, name)
+
+
+def _rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int) -> RotateAndStore:
+    kv_size = num_kv_heads * head_dim
+    return RotateAndStore(Split((num_heads * head_dim, kv_size, kv_size)), Rotary(), StoreKV())
 
 
 def _index(block_ids: Int32Array) -> ms.Tensor:
@@ -207,7 +208,7 @@ class StoreKV(nn.Cell):
         return self.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
 
 
-class Attention(nn.Cell):
+class PagedAttention(nn.Cell):
     def __init__(self, num_heads: int, num_kv_heads: int, scale: float) -> None:
         super().__init__()
         self.paged_attention = gen_ops_prim.PagedAttention(num_heads, scale, num_kv_heads, "DEFAULT", _CAUSAL_MASK_MODE)
@@ -226,13 +227,37 @@ class Attention(nn.Cell):
         )
 
 
-class PromptAttention(nn.Cell):
-    def __init__(self, num_heads: int, scale: float) -> None:
+class PromptAttentionOfQkv(nn.Cell):
+    def __init__(self, rotate_and_store: RotateAndStore, num_heads: int, scale: float, mask: ms.Tensor) -> None:
         super().__init__()
+        self.rotate_and_store = rotate_and_store
         self.flash = gen_ops_prim.FlashAttentionScore(num_heads, scale_value=scale, input_layout="TH", sparse_mode=0)
+        self.mask = mask
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, v: ms.Tensor, mask: Any, query_lens: ms.Tensor) -> ms.Tensor:
-        return self.flash(q, k, v, None, None, None, mask, None, query_lens, query_lens)[3]
+    def construct(
+        self,
+        qkv: ms.Tensor,
+        cos: ms.Tensor,
+        sin: ms.Tensor,
+        key_cache: ms.Tensor,
+        value_cache: ms.Tensor,
+        slot_mapping: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+    ) -> ms.Tensor:
+        q, k, v = self.rotate_and_store(qkv, cos, sin, key_cache, value_cache, slot_mapping)
+        lens = ops.cast(query_lens, ms.int64)
+        return self.flash(q, k, v, None, None, None, self.mask, None, lens, lens)[3]
+
+
+def prompt_mask(dtype: Any) -> ms.Tensor:
+    """What FlashAttentionScore in layout TH lays along the diagonal: [128, 128], set above it.
+
+    The device multiplies a bfloat16 mask by a large negative number itself and adds a float16 mask as it is.
+    """
+    above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
+    return ms.Tensor(above if dtype == ms.bfloat16 else above * _FLOAT16_MASKED).astype(dtype)
 
 
 class Swiglu(nn.Cell):

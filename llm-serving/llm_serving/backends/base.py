@@ -7,7 +7,6 @@ in the widest block table. First dimensions may be dynamic; nothing is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import mindspore as ms
@@ -49,24 +48,19 @@ class Backend(Protocol):
     def logits(self) -> nn.Cell:
         """(x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype on a CPU."""
 
-    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
-        """(q [T, num_heads*D], k [T, num_kv_heads*D], cos [T, D], sin [T, D]) -> (q, k) rotated.
-
-        The rotate-half convention: element i turns with element i + D/2, and both halves of cos and sin are equal.
-        """
-
-    def store_kv(self) -> nn.Cell:
-        """(k [T, num_kv_heads*D], v, key_cache, value_cache, slot_mapping int32[T]) -> a tensor to depend on.
-
-        Row t goes to slot `slot_mapping[t]` = block_id * block_size + offset; -1 skips the row; any other slot outside
-        the cache raises. The caller orders reads after the write with `ops.depend`.
-        """
-
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        """(q, key_cache, value_cache, block_tables, query_lens, context_lens) -> [T, num_heads*D], causal.
+        """Rotates queries and keys, stores keys and values, then attends, causally.
 
-        q is [T, num_heads*D]; block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b owns
-        `query_lens[b]` rows; its context, these rows included, is `context_lens[b]` tokens; its row i sees the first
+        (qkv, cos, sin, key_cache, value_cache, slot_mapping, block_tables, query_lens, context_lens)
+        -> [T, num_heads*D]
+
+        A row of qkv [T, (num_heads + 2*num_kv_heads)*D] is query, key, value. Element i of a head turns with element
+        i + D/2 (rotate half) by row t of cos and sin [T, D], both of two equal halves. Key and value of row t go to
+        slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]; -1 skips the row; any other slot outside the
+        cache raises.
+
+        block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b owns `query_lens[b]` rows; its
+        context, these rows included, is `context_lens[b]` tokens; its row i sees the first
         `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
         """
 
@@ -75,9 +69,6 @@ class Backend(Protocol):
 
     def add(self) -> nn.Cell:
         """(a [T, H], b [T, H]) -> a + b"""
-
-    def split(self, sizes: Sequence[int]) -> nn.Cell:
-        """(x [T, sum(sizes)]) -> one tensor [T, size] for each size"""
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         """A matrix [N, K] as the products of this backend want it; its elements may be in another order.

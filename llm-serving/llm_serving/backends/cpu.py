@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -18,7 +17,7 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
-from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.backends.base import MODEL_DTYPES, Array, BlockMemory
 from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
@@ -56,7 +55,7 @@ def _require_dispatch() -> None:
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
-    float32 goes the same way except for three operations whose primitives refuse it.
+    Operations that Ascend needs several primitives for are one operator of the library.
     """
 
     name = "cpu"
@@ -69,18 +68,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
-        if self.dtype == "float32":
-            return RotaryFloat32()
-        return super().rotary(num_heads, num_kv_heads, head_dim)
-
-    def store_kv(self) -> nn.Cell:
-        return StoreKVFloat32() if self.dtype == "float32" else super().store_kv()
-
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        if self.dtype == "float32":
-            return AttentionFloat32(scale)
-        return super().attention(num_heads, num_kv_heads, head_dim, scale)
+        return AttentionOfQkv(self.dtype, scale)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -117,52 +106,45 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class RotaryFloat32(nn.Cell):
-    def __init__(self) -> None:
+class AttentionOfQkv(nn.Cell):
+    """One operator: of a small model's step, what MindSpore spends around each operator is the larger part."""
+
+    def __init__(self, dtype: str, scale: float) -> None:
         super().__init__()
-        self.rotate = gen_ops_prim.RotaryPositionEmbedding()
-
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> Any:
-        return self.rotate(q, cos, sin, 0), self.rotate(k, cos, sin, 0)
-
-
-class StoreKVFloat32(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        floats = [DataType.F32_Default] * 4
-        self.store = _custom_float32("store_kv_float32", [*floats, DataType.I32_Default])
-
-    def construct(
-        self, k: ms.Tensor, v: ms.Tensor, key_cache: ms.Tensor, value_cache: ms.Tensor, slot_mapping: ms.Tensor
-    ) -> ms.Tensor:
-        return self.store(k, v, key_cache, value_cache, slot_mapping)
-
-
-class AttentionFloat32(nn.Cell):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        floats = [DataType.F32_Default] * 3
-        integers = [DataType.I32_Default] * 3
-        self.attend = _custom_float32("attention_float32", [*floats, *integers, DataType.F32_Default])
+        self.attend = _custom("attention_of_qkv", "fffffiiiis", dtype)
         self.scale = ms.Tensor(np.full(1, scale, dtype=np.float32))
 
     def construct(
         self,
-        q: ms.Tensor,
+        qkv: ms.Tensor,
+        cos: ms.Tensor,
+        sin: ms.Tensor,
         key_cache: ms.Tensor,
         value_cache: ms.Tensor,
+        slot_mapping: ms.Tensor,
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
     ) -> ms.Tensor:
-        return self.attend(q, key_cache, value_cache, block_tables, query_lens, context_lens, self.scale)
+        caches = key_cache, value_cache
+        return self.attend(qkv, cos, sin, *caches, slot_mapping, block_tables, query_lens, context_lens, self.scale)
 
 
-def _custom_float32(function: str, inputs: list[Any]) -> ops.Custom:
-    """A function of the library as an operator whose float32 result has a shape the library infers."""
+def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
+    """A function of the library as an operator with one result, whose shape the library infers.
+
+    Args:
+        function: Its name.
+        inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always.
+        dtype: The model dtype, which is that of the result.
+    """
     register = CustomRegOp(function)
     for index in range(len(inputs)):
         register = register.input(index, f"x{index}")
-    register = register.output(0, "y").dtype_format(*inputs, DataType.F32_Default).target("CPU")
+    register = register.output(0, "y").target("CPU")
+    # Every model dtype: MindSpore keeps the first registration of a name.
+    for floats in (DataType.F32_Default, DataType.BF16_Default, DataType.F16_Default):
+        types = {"f": floats, "i": DataType.I32_Default, "s": DataType.F32_Default}
+        register = register.dtype_format(*(types[letter] for letter in inputs), floats)
     path = f"{library.library_path()}:{function}"
-    return ops.Custom(path, None, ms.float32, "aot", reg_info=register.get_op_info())
+    return ops.Custom(path, None, MODEL_DTYPES[dtype], "aot", reg_info=register.get_op_info())

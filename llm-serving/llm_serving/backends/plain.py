@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from llm_serving.backends.base import Array, BlockMemory, model_dtype
+from llm_serving.backends.composed import AttentionOfQkv, RotateAndStore
 from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16
@@ -45,23 +46,17 @@ class PlainBackend:
     def logits(self) -> nn.Cell:
         return Linear()
 
-    def rotary(self, num_heads: int, num_kv_heads: int, head_dim: int) -> nn.Cell:
-        return Rotary(num_heads, num_kv_heads, head_dim)
-
-    def store_kv(self) -> nn.Cell:
-        return StoreKV()
-
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        return Attention(num_heads, num_kv_heads, head_dim, scale)
+        kv_size = num_kv_heads * head_dim
+        split = Split((num_heads * head_dim, kv_size, kv_size))
+        stored = RotateAndStore(split, Rotary(num_heads, num_kv_heads, head_dim), StoreKV())
+        return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, head_dim, scale))
 
     def swiglu(self) -> nn.Cell:
         return Swiglu()
 
     def add(self) -> nn.Cell:
         return Add()
-
-    def split(self, sizes: Sequence[int]) -> nn.Cell:
-        return Split(sizes)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
@@ -162,7 +157,7 @@ class StoreKV(nn.Cell):
         return ops.depend(values, keys)
 
 
-class Attention(nn.Cell):
+class PagedAttention(nn.Cell):
     """Each row gathers the keys and values of its own request, so rows are products of their own."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:

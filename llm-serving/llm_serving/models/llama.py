@@ -11,7 +11,7 @@ from mindspore import nn
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, Backend
 from llm_serving.core.model_spec import ModelSpec
-from llm_serving.layers.attention import PagedSelfAttention
+from llm_serving.layers.attention import PagedSelfAttention, head_sizes
 from llm_serving.layers.embedding import Embedding, SampledLogits
 from llm_serving.layers.linear import Linear
 from llm_serving.layers.mlp import GatedMlp
@@ -59,14 +59,8 @@ class LlamaForCausalLM(nn.Cell):
 
         It shares every weight with the graph compiled before. B is fixed in it; unused rows have length 0.
         """
-        spec = self.spec
         for layer in self.layers:
-            layer.attention.use_whole_prompts(
-                backend.prompt_attention(
-                    spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.head_dim**-0.5
-                ),
-                backend.activation_dtype,
-            )
+            layer.attention.attention = backend.prompt_attention(*head_sizes(self.spec))
 
     def construct(
         self,

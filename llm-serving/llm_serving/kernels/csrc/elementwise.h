@@ -68,7 +68,7 @@ void rotate_rows(const RotaryArgs& args) {
       const Table* cos = static_cast<const Table*>(args.cos) + at * args.head_dim;
       const Table* sin = static_cast<const Table*>(args.sin) + at * args.head_dim;
       for (size_t head = 0; head < args.heads; head++) {
-        const Element* x = static_cast<const Element*>(args.x) + row * width + head * args.head_dim;
+        const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride + head * args.head_dim;
         Element* y = static_cast<Element*>(args.y) + row * width + head * args.head_dim;
         for (size_t i = 0; i < half; i += kLanes) {
           const size_t left = half - i;

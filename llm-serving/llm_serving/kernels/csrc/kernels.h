@@ -37,6 +37,7 @@ struct RmsNormArgs {
 // Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
 struct RotaryArgs {
   const void* x;
+  size_t x_stride;  // from a row of x to the next
   const void* cos;
   const void* sin;
   void* y;

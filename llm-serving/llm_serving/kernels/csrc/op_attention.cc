@@ -1,4 +1,4 @@
-// ReshapeAndCache and PagedAttention, and the same for float32, which those primitives refuse.
+// ReshapeAndCache, PagedAttention, and both as one operator with what comes before them.
 #include <vector>
 
 #include "call.h"
@@ -36,15 +36,28 @@ constexpr size_t kTokensPerTask = 64;
 // Rows of one head below which one thread is quicker than waking another.
 constexpr size_t kRowsWorthSharing = 32;
 
+// Rows of keys and values, `stride` elements apart, and the parameters that say where they go.
+struct KvRows {
+  const char* k;
+  size_t k_stride;
+  const char* v;
+  size_t v_stride;
+  DType dtype;
+  int key_cache, value_cache, slots;
+};
+
 template <class Element, size_t kInputs>
-void store_tokens(const Call& call, size_t first, size_t last, size_t first_head, size_t last_head) {
-  const size_t block_size = call.dim(2, 1);
-  const size_t heads = call.dim(2, 2);
-  const size_t head_dim = call.dim(2, 3);
+void store_tokens(const Call& call, const KvRows& rows, size_t first, size_t last, size_t first_head,
+                  size_t last_head) {
+  const size_t block_size = call.dim(rows.key_cache, 1);
+  const size_t heads = call.dim(rows.key_cache, 2);
+  const size_t head_dim = call.dim(rows.key_cache, 3);
+  const auto* k = reinterpret_cast<const Element*>(rows.k);
+  const auto* v = reinterpret_cast<const Element*>(rows.v);
   size_t slots[kTokensPerTask];
   bool skipped[kTokensPerTask];
   for (size_t token = first; token < last; token++) {
-    const int64_t slot = call.integer(4, token);
+    const int64_t slot = call.integer(rows.slots, token);
     skipped[token - first] = slot < 0;
     slots[token - first] = static_cast<size_t>(slot);
   }
@@ -55,11 +68,48 @@ void store_tokens(const Call& call, size_t first, size_t last, size_t first_head
       const size_t group =
           group_offset(slots[token - first] / block_size, in_block / kGroupTokens, head, block_size, heads, head_dim);
       const size_t lane = in_block % kGroupTokens;
-      const size_t at = (token * heads + head) * head_dim;
-      store_key<Element, kInputs>(call.data<const Element>(0) + at, head_dim, lane, call.data<Element>(2) + group);
-      store_value<Element, kInputs>(call.data<const Element>(1) + at, head_dim, lane, call.data<Element>(3) + group);
+      const size_t at = head * head_dim;
+      store_key<Element, kInputs>(k + token * rows.k_stride + at, head_dim, lane,
+                                  call.data<Element>(rows.key_cache) + group);
+      store_value<Element, kInputs>(v + token * rows.v_stride + at, head_dim, lane,
+                                    call.data<Element>(rows.value_cache) + group);
     }
   }
+}
+
+constexpr char kCacheRule[] =
+    "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of the rows, block_size and head_dim "
+    "multiples of 16";
+
+// What must hold before `store_rows`: a status as operators return it.
+int check_slots(const Call& call, int key_cache, int slots) {
+  if (!call.is_integer(slots)) return call.fail("slot_mapping must be int32 or int64");
+  const int64_t count = static_cast<int64_t>(call.dim(key_cache, 0) * call.dim(key_cache, 1));
+  for (size_t token = 0; token < call.elements(slots); token++) {
+    const int64_t slot = call.integer(slots, token);
+    if (slot < -1 || slot >= count) {
+      return call.fail("slot_mapping[%zu] = %lld is outside the %lld slots of the cache", token,
+                       static_cast<long long>(slot), static_cast<long long>(count));
+    }
+  }
+  return 0;
+}
+
+void store_rows(const Call& call, const KvRows& rows) {
+  const size_t tokens = call.elements(rows.slots);
+  const size_t heads = call.dim(rows.key_cache, 2);
+  const size_t heads_per_task = tokens * heads < kRowsWorthSharing ? heads : 1;
+  const size_t head_tasks = (heads + heads_per_task - 1) / (heads_per_task + (heads == 0));
+  auto store = [&](size_t task) {
+    const size_t first = task / head_tasks * kTokensPerTask;
+    const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
+    const size_t head = task % head_tasks * heads_per_task;
+    const size_t end = head + heads_per_task;
+    if (rows.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, rows, first, last, head, end);
+    if (rows.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, rows, first, last, head, end);
+    store_tokens<uint16_t, 1>(call, rows, first, last, head, end);
+  };
+  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask * head_tasks, store);
 }
 
 // k, v, key_cache, value_cache, slot_mapping | k
@@ -68,37 +118,15 @@ int store_kv(const Call& call) {
   const DType dtype = call.dtype(0);
   if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("k and v must be floats of one type");
   if (!valid_cache(call, 2, dtype) || !valid_cache(call, 3, dtype) || call.elements(2) != call.elements(3)) {
-    return call.fail(
-        "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of k, block_size and "
-        "head_dim multiples of 16");
+    return call.fail("%s", kCacheRule);
   }
-  if (!call.is_integer(4)) return call.fail("slot_mapping must be int32 or int64");
   const size_t tokens = call.elements(4);
   const size_t width = call.dim(2, 2) * call.dim(2, 3);
   if (call.elements(0) != tokens * width || call.elements(1) != tokens * width) {
     return call.fail("k and v must have %zu rows of %zu elements", tokens, width);
   }
-  const int64_t slots = static_cast<int64_t>(call.dim(2, 0) * call.dim(2, 1));
-  for (size_t token = 0; token < tokens; token++) {
-    const int64_t slot = call.integer(4, token);
-    if (slot < -1 || slot >= slots) {
-      return call.fail("slot_mapping[%zu] = %lld is outside the %lld slots of the cache", token,
-                       static_cast<long long>(slot), static_cast<long long>(slots));
-    }
-  }
-  const size_t heads = call.dim(2, 2);
-  const size_t heads_per_task = tokens * heads < kRowsWorthSharing ? heads : 1;
-  const size_t head_tasks = (heads + heads_per_task - 1) / (heads_per_task + (heads == 0));
-  auto store = [&](size_t task) {
-    const size_t first = task / head_tasks * kTokensPerTask;
-    const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
-    const size_t head = task % head_tasks * heads_per_task;
-    const size_t end = head + heads_per_task;
-    if (dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, first, last, head, end);
-    if (dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, first, last, head, end);
-    store_tokens<uint16_t, 1>(call, first, last, head, end);
-  };
-  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask * head_tasks, store);
+  if (const int status = check_slots(call, 2, 4)) return status;
+  store_rows(call, {call.data<const char>(0), width, call.data<const char>(1), width, dtype, 2, 3, 4});
   return 0;
 }
 
@@ -108,31 +136,37 @@ std::vector<int64_t> integers(const Call& call, int i) {
   return values;
 }
 
-// Where an operator has its parameters; -1 where it has none.
+// The queries [elements / width, width = num_heads * head_dim], and where an operator has its parameters; -1 where it
+// has none.
 struct AttentionParameters {
-  int q, key_cache, value_cache, block_tables, context_lens, query_lens, y;
+  const void* q;
+  size_t elements;
+  size_t num_heads;
+  DType dtype;
+  int key_cache, value_cache, block_tables, context_lens, query_lens, y;
 };
 
-int paged_attention(const Call& call, const AttentionParameters& at, size_t num_heads, float scale) {
-  const DType dtype = call.dtype(at.q);
-  if (!is_float(dtype) || !valid_cache(call, at.key_cache, dtype) || !valid_cache(call, at.value_cache, dtype)) {
-    return call.fail(
-        "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of q, block_size and "
-        "head_dim multiples of 16");
+// Attention after `prepare`, which may write what it reads; nothing is written where a parameter does not fit.
+template <class Prepare>
+int paged_attention(const Call& call, const AttentionParameters& at, float scale, Prepare prepare) {
+  if (!is_float(at.dtype) || !valid_cache(call, at.key_cache, at.dtype) ||
+      !valid_cache(call, at.value_cache, at.dtype)) {
+    return call.fail("%s", kCacheRule);
   }
+  const size_t num_heads = at.num_heads;
   const size_t num_blocks = call.dim(at.key_cache, 0);
   const size_t block_size = call.dim(at.key_cache, 1);
   const size_t num_kv_heads = call.dim(at.key_cache, 2);
   const size_t head_dim = call.dim(at.key_cache, 3);
   const size_t width = num_heads * head_dim;
-  if (num_kv_heads == 0 || num_heads % num_kv_heads != 0 || width == 0 || call.elements(at.q) % width != 0) {
+  if (num_kv_heads == 0 || num_heads % num_kv_heads != 0 || width == 0 || at.elements % width != 0) {
     return call.fail("rows of q must hold %zu heads of %zu elements, shared by %zu heads of the cache", num_heads,
                      head_dim, num_kv_heads);
   }
   if (call.rank(at.block_tables) != 2 || !call.is_integer(at.block_tables) || !call.is_integer(at.context_lens)) {
     return call.fail("block_tables [B, W] and context_lens [B] must be int32 or int64");
   }
-  const size_t rows = call.elements(at.q) / width;
+  const size_t rows = at.elements / width;
   const size_t batch = call.elements(at.context_lens);
   const std::vector<int64_t> tables = integers(call, at.block_tables);
   const std::vector<int64_t> contexts = integers(call, at.context_lens);
@@ -162,9 +196,10 @@ int paged_attention(const Call& call, const AttentionParameters& at, size_t num_
     }
   }
   if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
-  kernels().attention({call.data<void>(at.q), call.data<void>(at.key_cache), call.data<void>(at.value_cache),
-                       call.data<void>(at.y), tables.data(), queries.data(), contexts.data(), dtype, batch, table_width,
-                       block_size, num_heads, num_kv_heads, head_dim, scale});
+  prepare();
+  kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), call.data<void>(at.y),
+                       tables.data(), queries.data(), contexts.data(), at.dtype, batch, table_width, block_size,
+                       num_heads, num_kv_heads, head_dim, scale});
   return 0;
 }
 
@@ -179,25 +214,53 @@ LLM_OPERATOR(PagedAttention) {
   using namespace llm;
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
-  return paged_attention(call, {0, 1, 2, 3, 4, 8, 16}, static_cast<size_t>(call.integer(10)), call.number(11));
+  const size_t num_heads = static_cast<size_t>(call.integer(10));
+  return paged_attention(call, {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8, 16},
+                         call.number(11), [] {});
 }
 
-// The two operators in float32, called as custom operators. Their results have the shape of their first input.
-LLM_OPERATOR(store_kv_float32) { return llm::store_kv(call); }
-
-// q, key_cache, value_cache, block_tables, query_lens, context_lens, scale float32[1] | y
-LLM_OPERATOR(attention_float32) {
+// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], cos, sin, key_cache, value_cache, slot_mapping, block_tables,
+// query_lens, context_lens, scale float32[1] | y [T, num_heads * head_dim]. Rotates queries and keys, stores keys and
+// values, attends: what four operators do otherwise, with the same bits. A custom operator.
+LLM_OPERATOR(attention_of_qkv) {
   using namespace llm;
-  if (call.count() < 8) return call.fail("expects 8 parameters, got %d", call.count());
-  const size_t head_dim = call.dim(1, 3);
-  return paged_attention(call, {0, 1, 2, 3, 5, 4, 7}, head_dim == 0 ? 0 : call.dim(0, -1) / head_dim, call.number(6));
+  if (call.count() < 11) return call.fail("expects 11 parameters, got %d", call.count());
+  const DType dtype = call.dtype(0);
+  const size_t tokens = call.elements(5);
+  if (!is_float(dtype) || !valid_cache(call, 3, dtype) || !valid_cache(call, 4, dtype) ||
+      call.elements(3) != call.elements(4)) {
+    return call.fail("%s", kCacheRule);
+  }
+  const size_t head_dim = call.dim(3, 3);
+  const size_t kv_width = call.dim(3, 2) * head_dim;
+  const size_t width = call.dim(0, -1);
+  if (head_dim == 0 || width < 2 * kv_width || width % head_dim != 0 || call.elements(0) != tokens * width) {
+    return call.fail("qkv must have %zu rows of queries and of %zu keys and values", tokens, kv_width);
+  }
+  if (call.dtype(1) != dtype || call.dtype(2) != dtype || call.elements(1) != tokens * head_dim ||
+      call.elements(2) != tokens * head_dim) {
+    return call.fail("cos and sin must have %zu rows of %zu elements of the type of qkv", tokens, head_dim);
+  }
+  if (const int status = check_slots(call, 3, 5)) return status;
+  const size_t q_width = width - 2 * kv_width;
+  const size_t bytes = call.element_bytes(0);
+  const char* qkv = call.data<const char>(0);
+  char* q = static_cast<char*>(scratch(Scratch::kActivations, tokens * (q_width + kv_width) * bytes + 1));
+  char* k = q + tokens * q_width * bytes;
+  auto rotate_and_store = [&] {
+    auto rotate = [&](const char* x, char* y, size_t columns) {
+      kernels().rotary({x, width, call.data<void>(1), call.data<void>(2), y, nullptr, dtype, dtype, tokens,
+                        columns / head_dim, head_dim});
+    };
+    rotate(qkv, q, q_width);
+    rotate(qkv + q_width * bytes, k, kv_width);
+    store_rows(call, {k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, 3, 4, 5});
+  };
+  return paged_attention(call, {q, tokens * q_width, q_width / head_dim, dtype, 3, 4, 6, 8, 7, 10}, call.number(9),
+                         rotate_and_store);
 }
 
 // MindSpore asks for the shape of the result before each call whose shapes are dynamic.
-LLM_EXPORT std::vector<int64_t> store_kv_float32InferShape(int* ranks, int64_t** shapes, void*) {
-  return std::vector<int64_t>(shapes[0], shapes[0] + ranks[0]);
-}
-
-LLM_EXPORT std::vector<int64_t> attention_float32InferShape(int* ranks, int64_t** shapes, void*) {
-  return std::vector<int64_t>(shapes[0], shapes[0] + ranks[0]);
+LLM_EXPORT std::vector<int64_t> attention_of_qkvInferShape(int*, int64_t** shapes, void*) {
+  return {shapes[0][0], shapes[0][1] < 0 ? -1 : shapes[0][1] - 2 * shapes[3][2] * shapes[3][3]};
 }

@@ -1,4 +1,4 @@
-// RmsNorm, AddRmsNorm, Swiglu, AddExt and the two rotary primitives.
+// RmsNorm, AddRmsNorm, Swiglu, AddExt and ApplyRotaryPosEmb.
 #include <vector>
 
 #include "call.h"
@@ -94,8 +94,8 @@ int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* posi
     return call.fail("rows of x are not whole heads of %zu elements", head_dim);
   }
   const size_t heads = rows == 0 ? 0 : call.elements(x) / rows / head_dim;
-  kernels().rotary({call.data<void>(x), call.data<void>(cos), call.data<void>(sin), call.data<void>(y), positions,
-                    dtype, table, rows, heads, head_dim});
+  kernels().rotary({call.data<void>(x), heads * head_dim, call.data<void>(cos), call.data<void>(sin),
+                    call.data<void>(y), positions, dtype, table, rows, heads, head_dim});
   return 0;
 }
 
@@ -123,16 +123,4 @@ LLM_OPERATOR(ApplyRotaryPosEmb) {
   const int64_t* at = positions.empty() ? nullptr : positions.data();
   const int status = rotate(call, 0, 2, 3, 6, at);
   return status != 0 ? status : rotate(call, 1, 2, 3, 7, at);
-}
-
-// x, cos, sin, mode | y; cos and sin have a row for each row of x
-LLM_OPERATOR(RotaryPositionEmbedding) {
-  using namespace llm;
-  if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
-  if (call.integer(3) != 0) return call.fail("mode must be 0 (rotate half)");
-  const size_t head_dim = call.dim(1, -1);
-  if (call.elements(1) != call.dim(0, 0) * head_dim || call.elements(2) != call.elements(1)) {
-    return call.fail("cos and sin must have one row for each row of x");
-  }
-  return rotate(call, 0, 1, 2, 4, nullptr);
 }

@@ -8,17 +8,8 @@
 
 namespace {
 
-const char* kOperators[] = {"MatMul",
-                            "Gather",
-                            "SplitWithSize",
-                            "RmsNorm",
-                            "AddRmsNorm",
-                            "Swiglu",
-                            "AddExt",
-                            "ApplyRotaryPosEmb",
-                            "RotaryPositionEmbedding",
-                            "ReshapeAndCache",
-                            "PagedAttention"};
+const char* kOperators[] = {"MatMul", "Gather", "SplitWithSize",     "RmsNorm",         "AddRmsNorm",
+                            "Swiglu", "AddExt", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention"};
 constexpr int kNumOperators = static_cast<int>(sizeof(kOperators) / sizeof(kOperators[0]));
 const char* kNone[] = {nullptr};
 
