@@ -8,7 +8,7 @@ from itertools import count
 from factories import create_scheduler
 from fake_runner import FakeRunner
 from llm_serving.core.clock import Clock
-from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.step import StepInput
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.executor import LocalExecutor
@@ -72,3 +72,12 @@ class Harness:
         assert self.pieces[request_id][-1].finished
         assert not any(piece.finished for piece in self.pieces[request_id][:-1])
         return self.pieces[request_id][-1]
+
+    def answer(self, request_id: str) -> RequestOutput:
+        return join_pieces(self.pieces[request_id])
+
+
+def bytes_of(answer: RequestOutput) -> str:
+    """All that an answer tells, written down so that it differs wherever a bit does."""
+    parts = answer.beams or (answer,)
+    return repr([(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts])

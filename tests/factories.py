@@ -11,7 +11,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
+from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import POLICIES
 
 _names = (f"request-{count}" for count in itertools.count())
@@ -81,6 +81,7 @@ def create_scheduler(
     max_prefill_seqs: int = 8,
     max_model_len: int = 256,
     max_decode_gap: int = 2,
+    preemption_mode: str = PreemptionMode.RECOMPUTE,
     classes: Sequence[RequestClass] | None = None,
     **limits: Any,
 ) -> Scheduler:
@@ -91,6 +92,7 @@ def create_scheduler(
             max_num_seqs=max_num_seqs,
             max_prefill_seqs=max_prefill_seqs,
             max_model_len=max_model_len,
+            preemption_mode=PreemptionMode(preemption_mode),
             **limits,
         ),
         POLICIES[policy](config),

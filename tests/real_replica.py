@@ -54,8 +54,12 @@ class RealReplica:
             self.engine.submit(request)
         for _ in range(MAX_STEPS):
             if not self.engine.step():
-                return [join_pieces(self._pieces.pop(request.request_id)) for request in requests]
+                return [self.take_answer(request.request_id) for request in requests]
         raise AssertionError("the engine does not come to an end")
+
+    def take_answer(self, request_id: str) -> RequestOutput:
+        """What was told of a request; it can be taken once."""
+        return join_pieces(self._pieces.pop(request_id))
 
     def close(self) -> None:
         self.executor.close()

@@ -2,75 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from engine_harness import Harness
 from factories import create_request
-from fake_runner import FakeRunner, expected_output
+from fake_runner import expected_output
+from fragile_harness import FragileHarness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.executor import LocalExecutor, StepFailedError
-from llm_serving.engine.recovery import Recovery
+from llm_serving.core.step import StepInput
+from llm_serving.engine.executor import StepFailedError
 from llm_serving.errors import WorkerDiedError
-
-
-class FragileExecutor(LocalExecutor):
-    """Takes two steps, and a new WorkAgent after the death of one; `spoil` is called with every step it runs."""
-
-    max_steps_in_flight = 2
-
-    def __init__(self, new_runner: Callable[[], FakeRunner], max_restarts: int = 1000) -> None:
-        super().__init__(new_runner())
-        self._new_runner = new_runner
-        self._max_restarts = max_restarts
-        self.num_restarts = 0
-        self.num_collected = 0
-        self.spoil: Callable[[StepInput], None] = lambda step: None
-
-    def collect(self) -> StepOutput:
-        self.num_collected += 1
-        step = self._submitted.popleft()
-        try:
-            self.spoil(step)
-        finally:
-            output = self._runner.execute(step)  # what failed may have written some of its keys
-        return output
-
-    def restart(self, reason: str) -> None:
-        if self.num_restarts == self._max_restarts:
-            raise WorkerDiedError(reason)
-        self.num_restarts += 1
-        self._runner = self._new_runner()
-        self._submitted.clear()
-        self.next_step = 0
-
-
-class FragileHarness(Harness):
-    def __init__(self, max_restarts: int = 1000, **scheduler: object) -> None:
-        super().__init__(**scheduler)
-        blocks = self.scheduler.blocks
-        self.executor = FragileExecutor(
-            lambda: FakeRunner(blocks.pool.num_blocks, blocks.block_size, num_swap_blocks=blocks.host_pool.num_blocks),
-            max_restarts,
-        )
-        self.engine._executor = self.executor
-        self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics)
-        self.engine._max_steps_in_flight = 2
-
-    def submit(self, *requests: Request) -> None:
-        for request in requests:
-            self.engine.submit(request)
-
-    def assert_exact(self, *requests: Request) -> None:
-        for request in requests:
-            expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
-            assert self.token_ids(request.request_id) == expected
-            assert self.last(request.request_id).finish_reason is FinishReason.LENGTH
-        assert self.scheduler.blocks.pool.num_used_blocks == 0
-        assert self.scheduler.blocks.host_pool.num_used_blocks == 0
 
 
 def requests_of_all_kinds() -> list[Request]:
@@ -78,33 +19,6 @@ def requests_of_all_kinds() -> list[Request]:
     plain = [create_request(3 + 5 * i, max_tokens=6 + i, seed=i, priority=i % 3 - 1) for i in range(5)]
     fork = create_request(23, max_tokens=7, seed=9, fork_of=plain[4].request_id)
     return [*plain, fork]
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed"])
-def test_killed_at_each_step_in_turn(policy: str, mode: str) -> None:
-    for victim in range(40):
-        harness = FragileHarness(
-            policy=policy,
-            num_blocks=18,
-            num_swap_blocks=12,
-            preemption_mode=mode,
-            prefix_caching=True,
-            max_num_batched_tokens=16,
-        )
-
-        def kill(step: StepInput, harness: FragileHarness = harness, victim: int = victim) -> None:
-            if harness.executor.num_collected == victim:
-                raise WorkerDiedError("killed")
-
-        harness.executor.spoil = kill
-        requests = requests_of_all_kinds()
-        harness.submit(*requests)
-        harness.run()
-        harness.assert_exact(*requests)
-        if harness.executor.num_restarts == 0:
-            return
-    raise AssertionError("more steps than kills")
 
 
 @settings(max_examples=40, deadline=None)
