@@ -6,7 +6,8 @@
         as run at once, read by another process; submitting them is included
 
 The engine, the scheduler, the server and the frames are the shipping ones, with the shipped tokenizer; the WorkAgent is
-replaced by one that chooses tokens at random. Needs the package: run it with its interpreter.
+replaced by one that chooses tokens at random. What the flight recorder costs besides is told with
+`--set scheduler_config.record_path=FOLDER`. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.scheduler.recorder import RecordedScheduler
 from random_agent import RandomAgent, random_executor
 from serving_cost import cpu_seconds_per_token
 from stopwatch import Stopwatch
@@ -40,7 +42,7 @@ from stopwatch import Stopwatch
 PROMPT_LENS, OUTPUT_LENS = (16, 256), (256, 1024)
 NUM_TENANTS = 8
 PRIORITIES = (-1, 0, 1)
-AGENT = "the WorkAgent"
+AGENT, RECORDER = "the WorkAgent", "recorder"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,11 +91,13 @@ def step_parts(config: ServingConfig, num_blocks: int, num_waiting: int, num_ste
             load.step()
             for name, seconds in watch.seconds.items():
                 parts[name].append(seconds)
-    assert len(engine.scheduler.running) == config.model.decode_batch_size, "slots are empty"
+    assert len(engine.scheduler.running) + load.num_ended == config.model.decode_batch_size, "slots are empty"
     parts.pop(AGENT)
     names = [name for name in parts if name != "the rest of the loop"] + ["the rest of the loop"]
     table = {name: parts[name] for name in names}
     table["scheduling and taking tokens into account"] = _sums(parts, "scheduling", "taking tokens into account")
+    if RECORDER in parts:
+        table["journal and recorder"] = _sums(parts, "journal", RECORDER)
     table["whole step"] = _sums(parts, *names)
     return [
         figure
@@ -117,16 +121,17 @@ class _Load:
         self._rng = np.random.default_rng(0)
         self._vocab_size = tokenizer.vocab_size
         self._ids = count()
-        self._num_ended = config.model.decode_batch_size + num_waiting
+        self.num_ended = config.model.decode_batch_size + num_waiting
+        """Requests that the next step brings in place of those that ended in this one."""
 
     def step(self) -> None:
-        for _ in range(self._num_ended):
+        for _ in range(self.num_ended):
             self.engine.submit(self._request())
-        self._num_ended = 0
+        self.num_ended = 0
         self.engine.step()
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
-        self._num_ended += sum(piece.finished for piece in pieces)
+        self.num_ended += sum(piece.finished for piece in pieces)
 
     def _request(self) -> Request:
         number, rng = next(self._ids), self._rng
@@ -146,7 +151,10 @@ def _places(engine: Engine, agent: RandomAgent) -> list[tuple[Any, str, str]]:
     """The parts that are told apart, where the loop calls them."""
     executor = engine._executor
     assert isinstance(executor, RemoteExecutor)
+    recorder = engine.scheduler._recorder if isinstance(engine.scheduler, RecordedScheduler) else None
+    recorded = [] if recorder is None else [(recorder, name, RECORDER) for name in ("event", "decision")]
     return [
+        *recorded,
         (engine, "step", "the rest of the loop"),
         (engine.scheduler, "schedule", "scheduling"),
         (engine.scheduler, "update", "taking tokens into account"),

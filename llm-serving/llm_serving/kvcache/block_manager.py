@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
@@ -61,6 +61,11 @@ class BlockManager:
 
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
+
+    @property
+    def tables(self) -> Mapping[str, BlockTable]:
+        """The table of each request that has blocks; for those who look at all of them."""
+        return self._tables
 
     def table(self, request_id: str) -> BlockTable:
         """The blocks of a request that has some. The table is the manager's own: read it, do not keep it."""

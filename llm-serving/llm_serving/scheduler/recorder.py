@@ -70,16 +70,17 @@ class DecisionEncoder:
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
             return encode(Decided(None, [], [], []))
-        shown, table_of = self._shown, self._blocks.table
+        shown, tables = self._shown, self._blocks.tables
         rows: list[Row] = []
         for request, num_computed, query_len, samples, _ in schedule.rows:
-            sequence, table = request.sequence, table_of(request.request_id)
-            known, num_shown = shown.get(sequence, (None, 0))
-            num_blocks = len(table.ids)
-            new = _NO_BLOCKS
-            if known is not table or num_shown != num_blocks:
-                new = table.ids[num_shown if known is table else 0 :].tolist()
-                shown[sequence] = (table, num_blocks)
+            sequence, table = request.sequence, tables[request.request_id]
+            num_blocks, before, new = len(table.ids), shown.get(sequence), _NO_BLOCKS
+            if before is None or before[0] is not table:
+                new = table.ids.tolist()
+                shown[sequence] = table, num_blocks
+            elif before[1] != num_blocks:
+                new = table.ids[before[1] :].tolist()
+                shown[sequence] = table, num_blocks
             rows.append((sequence, num_computed, query_len, samples, num_blocks, new))
         if len(shown) > 2 * len(rows) + 256:  # most of them have ended
             self._shown = {row[0]: shown[row[0]] for row in rows}
