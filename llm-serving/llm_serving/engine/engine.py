@@ -190,11 +190,12 @@ class Engine:
         self.journal.replied(self._step_began)
         self._deliver(schedule, updated, output)
         self.num_steps += 1
-        self._record(schedule)
-        self._measure(schedule, self._step_began - began, sum(request.is_finished for request in updated))
+        num_tokens = schedule.num_tokens
+        self._record(schedule, num_tokens)
+        self._measure(schedule, num_tokens, self._step_began - began, sum(request.is_finished for request in updated))
 
-    def _measure(self, schedule: Schedule, seconds: float, num_ended: int) -> None:
-        num_tokens, num_running = schedule.num_tokens, len(self.scheduler.running)
+    def _measure(self, schedule: Schedule, num_tokens: int, seconds: float, num_ended: int) -> None:
+        num_running = len(self.scheduler.running)
         # Who waits although slots and budget are left waits for blocks.
         no_blocks = (
             num_running > 0
@@ -206,12 +207,12 @@ class Engine:
             num_rows=len(schedule.rows),
             seconds=seconds,
             num_ended=num_ended,
-            num_prompt_tokens=sum(row.request.num_tokens - row.end for row in schedule.rows if not row.samples),
+            num_prompt_tokens=sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]]),
             num_slots=num_running if no_blocks else None,
         )
 
-    def _record(self, schedule: Schedule) -> None:
-        self._metrics.step(*self._load(), schedule.num_tokens, replica=self._index)
+    def _record(self, schedule: Schedule, num_tokens: int) -> None:
+        self._metrics.step(*self._load(), num_tokens, replica=self._index)
         if schedule.preempted:
             self._metrics.preempted(len(schedule.preempted))
             for request in schedule.preempted:

@@ -39,7 +39,11 @@ class StepBuilder:
         tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
         for request, start, query_len, _, _ in rows:
-            token_ids += self._row_token_ids(request, start, query_len)
+            num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
+            if start < num_known:
+                token_ids += request.known_token_ids(start, end)
+            if end > num_known:  # the newest token is still on the device
+                token_ids.append(sampled_in_previous_step(self._previous_samples[request]))
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
         sample_rows = np.flatnonzero([row[3] for row in rows]).astype(np.int32)
@@ -57,13 +61,6 @@ class StepBuilder:
         )
         self._previous_samples = {request: index for index, request in enumerate(sampled)}
         return step
-
-    def _row_token_ids(self, request: Request, start: int, query_len: int) -> list[int]:
-        """The row's tokens; the newest one may still be on the device."""
-        known = request.known_token_ids(start, start + query_len)
-        if len(known) < query_len:
-            known.append(sampled_in_previous_step(self._previous_samples[request]))
-        return known
 
     def _sampling(self, requests: list[Request], positions: Int32Array) -> SamplingInput:
         """`positions`: of the tokens to choose, right behind those that the rows compute."""
