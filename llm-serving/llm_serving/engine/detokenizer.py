@@ -82,7 +82,7 @@ class IncrementalDetokenizer:
         if self._drop_space:
             self._drop_space = False
             text = text.removeprefix(" ")
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
         if self._matcher is None:
             return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
@@ -21,8 +21,8 @@ class _State:
     request: Request
     detokenizer: IncrementalDetokenizer
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     first_token_time: float | None = None
     last_token_time: float = 0.0
 
@@ -73,19 +73,18 @@ class OutputProcessor:
         """Adds the token that `output` has for the request; returns the stop string it completed, if any."""
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
-        state.token_ids.append(token_id)
+        state.token_ids += (token_id,)
         if (count := request.sampling.logprobs) is not None:
-            state.logprobs.append(
-                TokenLogprobs(
-                    token_id,
-                    float(output.logprobs[sample]),
-                    tuple(output.top_token_ids[sample, :count].tolist()),
-                    tuple(output.top_logprobs[sample, :count].tolist()),
-                )
+            logprobs = TokenLogprobs(
+                token_id,
+                float(output.logprobs[sample]),
+                tuple(output.top_token_ids[sample, :count].tolist()),
+                tuple(output.top_logprobs[sample, :count].tolist()),
             )
+            state.logprobs += (logprobs,)
         self.record_time(request)
         # The end-of-sequence token ends the text; it is not part of it.
-        if not (request.is_finished and token_id in request.stop_token_ids):
+        if not (token_id in request.stop_token_ids and request.is_finished):
             state.text += state.detokenizer.add([token_id])
         return state.detokenizer.stop_string
 
@@ -100,9 +99,9 @@ class OutputProcessor:
         piece = RequestOutput(
             request_id=request.request_id,
             text=state.text,
-            token_ids=tuple(state.token_ids),
-            logprobs=tuple(state.logprobs),
-            num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=state.token_ids,
+            logprobs=state.logprobs,
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=request.num_cached_tokens,
             num_output_tokens=len(request.output_token_ids),
             finish_reason=request.finish_reason,
@@ -110,7 +109,7 @@ class OutputProcessor:
             error=error,
             queued_s=0.0 if first is None else first - request.arrival_time,
         )
-        state.text, state.token_ids, state.logprobs = "", [], []
+        state.text, state.token_ids, state.logprobs = "", (), ()
         return piece
 
     def record_time(self, request: Request) -> None:
