@@ -4,6 +4,9 @@
 
 With its guard a fault may cost time or end a request with an error, never give a wrong token; without it, the
 simulation or the audit must notice. A guard that nothing would miss is not one.
+
+A replica is one WorkAgent process with one rank, so there are no answers of several ranks to be checked against each
+other: the step number in the one reply is all there is to it.
 """
 
 from __future__ import annotations
