@@ -67,7 +67,7 @@ def a_server(num_agents: int) -> Iterator[Server]:
     finally:
         server.stop()
     assert not psutil.wait_procs(server.processes, timeout=10)[1]
-    assert shared_memory_names() == before
+    assert not shared_memory_names() - before
 
 
 async def read_stream(client: httpx.AsyncClient, body: dict[str, Any], progress: Progress) -> dict[int, str]:
@@ -193,7 +193,7 @@ def end_of_a_master(sent: signal.Signals, num_agents: int = 2) -> str:
 
     ends = asyncio.run(run())
     assert not psutil.wait_procs(server.processes, timeout=30)[1]
-    assert shared_memory_names() == before
+    assert not shared_memory_names() - before
     server.stop()
     whole = sum(isinstance(each, dict) for each in ends)
     return (

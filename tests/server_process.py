@@ -87,4 +87,5 @@ async def metric(client: httpx.AsyncClient, name: str, label: str = "") -> float
 
 
 def shared_memory_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """But for the semaphores of Python's multiprocessing, which the server does not use and other programs may."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
