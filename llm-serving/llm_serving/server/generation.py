@@ -39,6 +39,11 @@ class Generation:
         self._select = select
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def num_streams(self) -> int:
+        """How many of the pieces are the last one of their choice, where all choices are told."""
+        return len(self._streams)
+
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Every piece of every choice; iterate once."""
         pieces = self._pieces()
@@ -151,7 +156,7 @@ async def start_generation(
 
 def raise_on_error(output: RequestOutput) -> None:
     """Raises WorkerError where the engine ended the request with an error."""
-    if output.finish_reason is FinishReason.ERROR:
+    if output.finished and output.finish_reason is FinishReason.ERROR:
         raise WorkerError(output.error or "the request failed")
 
 

@@ -82,18 +82,22 @@ class StreamResponse(Response):
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        to_bytes = self._pieces.piece
+        to_bytes, last = self._pieces.piece, b""
+        num_left = self._generation.num_streams
         try:
             async for index, output in self._generation.outputs():
                 piece = to_bytes(index, output)
-                if piece:
+                num_left -= output.finished
+                if num_left == 0:
+                    last = piece  # each write wakes the client: the last piece goes with the end
+                elif piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            last = self._pieces.end()
+            last += self._pieces.end()
         except LLMServingError as error:
-            last = self._error_piece(error)
+            last += self._error_piece(error)
         except Exception:
             logger.exception("a stream failed")
-            last = self._error_piece(internal_error())
+            last += self._error_piece(internal_error())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
