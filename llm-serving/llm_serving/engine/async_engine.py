@@ -218,7 +218,7 @@ class AsyncEngine:
             self.metrics.classes.refused(request_class, "never_fits")
             raise
         num_tokens = len(prompt_token_ids)
-        self.check_capacity([num_tokens], priority=priority, tenant=tenant)
+        self._check_capacity(replica, engine, [num_tokens], priority, tenant)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None and static:
             rule = "is not served with model_config.batching_strategy: static"
@@ -258,7 +258,11 @@ class AsyncEngine:
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        replica, engine = self._least_loaded()
+        self._check_capacity(*self._least_loaded(), prompt_lens, priority, tenant)
+
+    def _check_capacity(
+        self, replica: int, engine: Engine, prompt_lens: Sequence[int], priority: int, tenant: str
+    ) -> None:
         self._door.check(
             prompt_lens,
             priority,
