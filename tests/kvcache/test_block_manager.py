@@ -109,6 +109,16 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
     blocks.check_writable("b", 9, 10)
 
 
+def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_since() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    parent = create_request(10, request_id="a")
+    admit(blocks, parent)
+    blocks.pool._epochs[blocks.block_table("a")[0]] += 1000
+    blocks.admit(replace(parent, request_id="b"), 10, parent)
+    assert blocks.table("b").ids[:2] == blocks.table("a").ids[:2]
+    assert blocks.table("b").epochs[:2] == blocks.table("a").epochs[:2]
+
+
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     blocks = BlockManager(num_blocks=8, block_size=4, prefix_caching=False)
     parent = create_request(9, request_id="a")

@@ -113,8 +113,13 @@ class BlockManager:
         num_shared = len(shared) * self.block_size
         self.pool.reference(shared)
         table = shared + self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared))
-        self._tables[request_id] = BlockTable(table, self.pool)
+        blocks = self._tables[request_id] = BlockTable(table, self.pool)
         common = 0 if parent is None else self._num_common_tokens(request, parent)
+        if parent is not None:  # the fork reads what its parent wrote, whoever may have the block now
+            count = common // self.block_size
+            inherited = self._tables[parent.request_id]
+            if blocks.ids[:count] == inherited.ids[:count]:
+                blocks.epochs[:count] = inherited.epochs[:count]
         if common > num_shared:  # the fork begins inside a block
             assert parent is not None
             source = self._tables[parent.request_id].ids[len(shared)]
