@@ -105,5 +105,6 @@ class BlockPool:
         assert expected == self._ref_counts, "reference counts differ from the block tables"
         unused = {block_id for block_id, count in enumerate(expected) if count == 0}
         assert self._free.keys() == unused, "a block is lost"
-        named = {block_id: name for block_id, name in enumerate(self._names) if name is not None}
-        assert named == {block_id: name for name, block_id in self._blocks_by_name.items()}, "a name points elsewhere"
+        named = [(name, block_id) for block_id, name in enumerate(self._names) if name is not None]
+        assert len(named) == len(self._blocks_by_name), "a block has a name that is not found"
+        assert dict(named) == self._blocks_by_name, "a name points elsewhere"

@@ -14,6 +14,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import ArrayLayout
 
 _ALIGNMENT = 64
+_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 _DTYPES = frozenset(("<i4", "<f4", "<u8"))
 
 AnyArray = NDArray[Any]
@@ -53,7 +54,9 @@ class SharedBuffers:
         layout = tuple([ArrayLayout(array.dtype.str, array.shape) for array in arrays])
         if unknown := {array.dtype for array in layout} - _DTYPES:
             raise ProtocolError(f"an array of {unknown.pop()} cannot be in a buffer")
-        content = b"".join([array.tobytes().ljust(_aligned(array.nbytes), b"\0") for array in arrays])
+        content = b"".join(
+            [part for array in arrays for part in (array.tobytes(), _PADDING[-array.nbytes % _ALIGNMENT])]
+        )
         if len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
         self._memory[start : start + len(content)] = content

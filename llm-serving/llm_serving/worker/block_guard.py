@@ -66,13 +66,13 @@ class BlockGuard:
         self._epochs[blocks[unclaimed]] = epochs[unclaimed]
         self._check_owner(step, reads)
         missing = self._num_written[blocks] < np.minimum(num_read[reads], self._block_size)
-        if missing.any():
+        if np.count_nonzero(missing):
             row = np.nonzero(reads)[0][missing][0]
             raise WorkerError(f"row {row} would read more of block {blocks[missing][0]} than was written")
 
     def _check_owner(self, step: StepInput, reads: NDArray[np.bool_]) -> None:
         blocks = step.block_tables[reads]
         foreign = self._epochs[blocks] != step.block_epochs[reads]
-        if foreign.any():
+        if np.count_nonzero(foreign):
             row = np.nonzero(reads)[0][foreign][0]
             raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")
