@@ -37,38 +37,32 @@ class FakeRunner:
         self._guard.move(step.block_moves)
         self._guard.check(step)
         self._move_blocks(step.block_moves.tolist())
-        start, sampled = 0, []
-        width = max(int(step.sampling.num_logprobs.max(initial=0)), 0)
-        count = len(step.sample_rows)
-        logprobs = np.zeros(count, np.float32)
-        top_token_ids, top_logprobs = (
-            np.full((count, width), -1, np.int32),
-            np.full((count, width), -np.inf, np.float32),
-        )
+        contexts = self._contexts(step)
+        sampling = step.sampling
+        assert sampling.position.tolist() == [len(context) for context in contexts]
+        tokens = [next_token(context, seed) for context, seed in zip(contexts, sampling.seed.tolist(), strict=True)]
+        self._previous = tokens
+        return StepOutput(step.step, np.array(tokens, np.int32), *_logprobs(contexts, tokens, sampling.num_logprobs))
+
+    def _contexts(self, step: StepInput) -> list[list[int]]:
+        """Writes the tokens of a step, then reads back all that came before each token to choose."""
         token_ids = [each if each >= 0 else self._previous[-1 - each] for each in step.token_ids.tolist()]
         slots = (step.block_tables[:, :, None] * self.block_size + self._offsets).reshape(step.num_rows, -1)
         sample_rows = set(step.sample_rows.tolist())
         rows = zip(slots, step.num_computed.tolist(), step.query_lens.tolist(), strict=True)
+        contexts, start = [], 0
         for row, (row_slots, computed, query_len) in enumerate(rows):
             end = computed + query_len
             assert end <= len(row_slots), "the block table is too short"
             self._cache[row_slots[computed:end]] = token_ids[start : start + query_len]
             start += query_len
             if row in sample_rows:
-                sample = len(sampled)
-                assert step.sampling.position[sample] == end
-                context = self._cache[row_slots[:end]].tolist()
-                sampled.append(next_token(context, int(step.sampling.seed[sample])))
-                num_logprobs = int(step.sampling.num_logprobs[sample])
-                if num_logprobs >= 0:
-                    distribution = next_logprobs(context)
-                    logprobs[sample] = distribution[sampled[-1]]
-                    top = most_likely(context)[:num_logprobs]
-                    top_token_ids[sample, : len(top)], top_logprobs[sample, : len(top)] = top, distribution[top]
-        self._previous = sampled
-        return StepOutput(step.step, np.array(sampled, np.int32), logprobs, top_token_ids, top_logprobs)
+                contexts.append(self._cache[row_slots[:end]].tolist())
+        return contexts
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
+        if not moves:
+            return
         cache, host = (memory.reshape(-1, self.block_size) for memory in (self._cache, self._host))
         for kind, source, target in moves:
             kind = BlockMove(kind)
@@ -77,6 +71,22 @@ class FakeRunner:
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)
             into[target] = out_of[source]
+
+
+def _logprobs(
+    contexts: list[list[int]], token_ids: list[int], num_logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the chosen tokens [S], then the most likely ones and theirs [S, K]."""
+    wanted = num_logprobs.tolist()
+    shape = len(contexts), max(0, max(wanted, default=0))
+    logprobs = np.zeros(len(contexts), np.float32)
+    top_token_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    for sample, count in enumerate(wanted):
+        if count >= 0:
+            distribution, ranked = next_logprobs(contexts[sample]), most_likely(contexts[sample])[:count]
+            logprobs[sample] = distribution[token_ids[sample]]
+            top_token_ids[sample, :count], top_logprobs[sample, :count] = ranked, distribution[ranked]
+    return logprobs, top_token_ids, top_logprobs
 
 
 def next_token(token_ids: list[int], seed: int) -> int:

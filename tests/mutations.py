@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import msgspec
-import simulation
+import simulated_agent
 from llm_serving.core.step import BlockMove
 from llm_serving.engine import executor as executor_module
 from llm_serving.engine import supervised_executor
@@ -36,7 +36,8 @@ from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
-from simulation import SimulatedAgent, Simulation
+from simulated_agent import SimulatedAgent
+from simulation import Simulation
 
 Patch = Callable[[], Any]
 NUM_SEEDS = 8
@@ -81,7 +82,7 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
         start(self, channel, buffers, timeout_s)
         buffers.num_buffers = 1
 
-    from_arrays = simulation.step_from_arrays
+    from_arrays = simulated_agent.step_from_arrays
 
     def unnumbered(step: int, arrays: list[Any]) -> Any:
         arrays[0] = arrays[0] * 0 + step
@@ -92,7 +93,7 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
         if not owned:
             stack.enter_context(patch.object(executor_module, "_owners_of", lambda buffer, in_flight: []))
         if not numbered:
-            stack.enter_context(patch.object(simulation, "step_from_arrays", unnumbered))
+            stack.enter_context(patch.object(simulated_agent, "step_from_arrays", unnumbered))
         yield
 
 
@@ -248,19 +249,21 @@ def crowded_seeds() -> list[int]:
     """Seeds in which requests lose their places."""
     seeds: list[int] = []
     for seed in count():
-        one = Simulation(seed)
-        one.faults._rate = 0.0
+        one = Simulation(seed, beams=False)
+        for replica in one.replicas:
+            replica.faults.rate = 0.0
         one.run()
-        if sum(arrival.request.num_preemptions for arrival in one.arrivals) > 1:
+        if one.totals.events["preemptions"] > 1:
             seeds.append(seed)
         if len(seeds) == NUM_SEEDS:
             return seeds
     raise AssertionError
 
 
-def play(fault: Patch | None, *, bad_luck: bool) -> Verdict:
-    """Plays some seeds with the fault, and with deaths and delays besides if `bad_luck`."""
-    verdict = Verdict()
+def play(mutation: Mutation, *, guarded: bool) -> Verdict:
+    """Plays some seeds with the fault; with deaths and delays if there is none but the lack of the guard."""
+    verdict, bad_luck = Verdict(), mutation.fault is None
+    fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
     try:
         for seed in crowded_seeds():
@@ -268,30 +271,24 @@ def play(fault: Patch | None, *, bad_luck: bool) -> Verdict:
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
-                _play_seed(Simulation(seed), verdict, bad_luck=bad_luck)
+                _play_seed(Simulation(seed, beams=False), verdict, bad_luck=bad_luck)
     finally:
         logging.disable(logging.NOTSET)
     return verdict
 
 
 def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
-    one.faults._rate = 0.3 if bad_luck else 0.0
-    one.engine._max_steps_in_flight = 2
-    lose_cache, num_lost = one.scheduler.lose_cache, 0
-
-    def lose_and_count() -> None:
-        nonlocal num_lost
-        num_lost += 1
-        lose_cache()
-
-    one.scheduler.lose_cache = lose_and_count  # type: ignore[method-assign]
-    try:
-        one.run()
-    except Exception:  # noqa: BLE001  whatever it is, somebody noticed
-        verdict.num_broken += 1
+    for replica in one.replicas:
+        replica.faults.rate = 0.3 if bad_luck else 0.0
+        replica.engine._max_steps_in_flight = 2
+    with patch.object(Scheduler, "lose_cache", autospec=True, side_effect=Scheduler.lose_cache) as lose_cache:
+        try:
+            one.run()
+        except Exception:  # noqa: BLE001  whatever it is, somebody noticed
+            verdict.num_broken += 1
     verdict.num_audited += one.metrics._counts["llm_serving:audit_mismatch_total"]
-    verdict.num_lost_steps += num_lost > 0
-    verdict.num_garbled += sum(map(one.is_garbled, one.arrivals))
+    verdict.num_lost_steps += lose_cache.called
+    verdict.num_garbled += sum(client.is_garbled for client in one.clients)
 
 
 def main() -> None:
@@ -300,8 +297,7 @@ def main() -> None:
     write(f"{NUM_SEEDS} seeds each; counts with the guard, then without it\n")
     write(f"{'fault':54}{'guard':36}{columns}   {columns}\n")
     for each in MUTATIONS:
-        bad_luck = each.fault is None
-        verdicts = play(each.fault, bad_luck=bad_luck), play(each.unguarded, bad_luck=bad_luck)
+        verdicts = play(each, guarded=True), play(each, guarded=False)
         write(f"{each.name:54}{each.guard:36}{verdicts[0]}   {verdicts[1]}\n")
 
 

@@ -1,12 +1,13 @@
-"""A whole replica in one process under a virtual clock, and everything that can go wrong with it, by seed.
+"""A whole master in one process under a virtual clock, and everything that can go wrong with it, by seed.
 
-The scheduler, the blocks, the engine, the executors and the frames of the protocol are the shipping ones; the process
-of the WorkAgent, its socket and its model are simulated. A simulated WorkAgent may be slow, hang, die before or after
-it computed, fail a step, answer twice, answer another step or garbage; it may read a step as soon as it is sent or only
-when the master waits. After every step the laws that hold at every moment are checked; at the end, that every request
+The door, the scheduler, the blocks, the engine, the executors and the frames of the protocol are the shipping ones;
+threads, event loop, the processes of the WorkAgents, their sockets and their model are simulated. A simulated WorkAgent
+may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
+it may read a step as soon as it is sent or only when the master waits. Clients come together, are refused, leave in any
+state of their request. After every step the laws that hold at every moment are checked; at the end, that every request
 has ended and that what it got is what it would have got alone.
 
-    python tests/simulation.py --seeds 100000
+    python tests/simulation.py --seeds 100000 --processes 2
 """
 
 from __future__ import annotations
@@ -14,243 +15,158 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import multiprocessing
 import os
 import random
-import socket
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields
-from multiprocessing import Pool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from factories import create_classes, create_request, create_scheduler
-from fake_runner import FakeRunner, expected_output
-from llm_serving.core.request import FinishReason, Request
+from factories import create_classes, create_scheduler
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.step import BlockMove
 from llm_serving.engine import supervised_executor
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.supervised_executor import SupervisedExecutor
-from llm_serving.errors import (
-    ChannelClosedError,
-    DeadlineExceededError,
-    TransportError,
-    WorkerDiedError,
-    WorkerError,
-)
+from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
-from llm_serving.transport.codec import encode_output, step_from_arrays
-from llm_serving.transport.messages import AgentMessage, Loaded, RunStep, StepDone, StepFailed
-from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.messages import Loaded
+from simulated_agent import BAD_ROW, POISON, Clock, Faults, SimulatedAgent
+from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
 from word_tokenizer import WordTokenizer
 
 STEP_TIMEOUT_S = 1.0
-NUM_BUFFERS = 2
-BUFFER_BYTES = 1 << 17
-FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost")
 MAX_ROUNDS = 4000
-TOKENIZER = WordTokenizer()
+SEEDS_A_SHARE = 50
+TOKENIZER: Any = WordTokenizer()
+MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
 
 
-class Clock:
-    """Seconds that pass only when the simulation says so."""
+class EventLoop:
+    """What engines call from their threads is done when the simulation says so."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
 
-    def __call__(self) -> float:
-        return self.now
+    def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
+        self._calls.append((callback, argument))
 
-
-class Faults:
-    """What goes wrong at which step; never two things within `distance` steps, so that nobody looks guilty."""
-
-    def __init__(self, rng: random.Random, rate: float, distance: int) -> None:
-        self._rng = rng
-        self._rate = rate
-        self._distance = distance
-        self._since = 0
-        self.counts: Counter[str] = Counter()
-
-    def draw(self) -> str:
-        self._since += 1
-        if self._since <= self._distance or self._rng.random() >= self._rate:
-            return ""
-        self._since = 0
-        fate = self._rng.choice(FATES)
-        self.counts[fate] += 1
-        return fate
+    def run(self) -> None:
+        while self._calls:
+            callback, argument = self._calls.popleft()
+            callback(argument)
 
 
-class SimulatedAgent:
-    """Both ends of a connection and the WorkAgent behind it; has the methods of a channel and of its process."""
+class Replica:
+    """An engine and the WorkAgents it has had."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        blocks = simulation.scheduler.blocks
-        self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
-        self.channel: Any = self
-        self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
-        self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
-        self._runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
-        self._reads_at_once = simulation.rng.random() < 0.5
-        self._unread: deque[RunStep] = deque()
-        self._replies: deque[AgentMessage | Exception] = deque()
-        self._dead = self._hangs = False
-        self._read_fd, self._write_fd = socket.socketpair()
-
-    # --- as a process -----------------------------------------------------------------------------------------------
-
-    def kill(self) -> None:
-        if self._mapping is not None:
-            for end in (self._read_fd, self._write_fd):
-                end.close()
-            self._mapping.close()
-            self.buffers.close()
-            os.close(self.buffers.fd)
-            self._mapping = None
-        self._dead = True
-
-    stop = kill
-
-    # --- as a channel -----------------------------------------------------------------------------------------------
-
-    def fileno(self) -> int:
-        return self._read_fd.fileno()
-
-    def send(self, message: RunStep) -> None:
-        if self._dead:
-            raise ChannelClosedError("the other side is gone")
-        self._unread.append(message)
-        if self._reads_at_once:
-            self._work()
-
-    def receive(self, timeout_s: float | None = None) -> AgentMessage:
-        clock = self.simulation.clock
-        if not self._replies:
-            self._work()
-        if self._replies:
-            reply = self._replies.popleft()
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
-        if self._hangs:
-            clock.now += timeout_s or 0.0
-            raise DeadlineExceededError("no complete frame arrived in time")
-        raise ChannelClosedError("the other side closed the connection")
-
-    # --- as a WorkAgent ---------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while self._unread and not self._dead and not self._hangs:
-            self._step(self._unread.popleft(), self.simulation.faults.draw())
-
-    def _step(self, message: RunStep, fate: str) -> None:
-        rng, clock = self.simulation.rng, self.simulation.clock
-        clock.now += rng.uniform(0.001, 0.01)
-        if fate == "slow":
-            clock.now += rng.uniform(0.1, 0.9)
-        if fate in ("hang", "lost"):
-            self._hangs = True
-            if fate == "hang":
-                return
-        if fate == "die before":
-            self._dead = True
-            return
-        try:
-            step = step_from_arrays(message.step, self._mapping.read(message.buffer, message.layout))
-        except TransportError:  # ends a WorkAgent
-            self._dead = True
-            return
-        reply: AgentMessage
-        try:
-            reply = encode_output(self._runner.execute(step))
-        except WorkerError as error:
-            self._replies.append(StepFailed(message.step, str(error)))
-            return
-        if fate == "lost":
-            return
-        if fate == "die after":
-            self._dead = True
-            return
-        if fate == "fail":
-            reply = StepFailed(message.step, "RuntimeError: out of luck")
-        if fate == "other step":
-            reply = StepFailed(message.step + rng.choice((-1, 1)), "")
-        if fate == "garbage":
-            assert isinstance(reply, StepDone)
-            reply = StepDone(reply.step, reply.token_ids + b"?", *[getattr(reply, name) for name in _REST])
-        self._replies.append(reply)
-        if fate == "twice":
-            self._replies.append(reply)
-
-
-_REST = ("logprobs", "top_token_ids", "top_logprobs", "num_top", "row_errors")
-
-
-@dataclass
-class Arrival:
-    at_round: int
-    request: Request
-    abort_at_round: int | None = None
-
-
-@dataclass
-class Simulation:
-    """One seed: a configuration, a load and a fate for every step."""
-
-    seed: int
-    rng: random.Random = field(init=False)
-    num_steps: int = 0
-
-    def __post_init__(self) -> None:
-        """Draws everything in a fixed order."""
-        self.rng = rng = random.Random(self.seed)
-        self.clock = Clock()
-        self.faults = Faults(rng, rate=rng.choice((0.0, 0.05, 0.3)), distance=rng.choice((0, 25)))
-        share = rng.choice((1.0, 1.0, 0.5))
-        self.scheduler = create_scheduler(
-            policy=rng.choice(("prefill_first", "prefill_first", "decode_first", "mixed", "throughput", "fcfs")),
-            num_blocks=rng.choice((12, 13, 15, 18, 40)),
-            block_size=4,
-            num_swap_blocks=rng.choice((0, 8, 30)),
-            prefix_caching=rng.random() < 0.6,
-            max_num_batched_tokens=rng.choice((8, 16, 48)),
-            max_num_seqs=rng.choice((2, 4, 8)),
-            max_prefill_seqs=rng.choice((1, 3, 8)),
-            max_model_len=48,
-            max_decode_gap=rng.choice((1, 2, 4)),
-            max_prefill_gap=rng.choice((1, 4)),
-            max_preemptions=rng.choice((0, 1, 3)),
-            max_overtakes=rng.choice((0, 2)),
-            max_long_prefill_tokens=rng.choice((None, 6)),
-            separate=rng.random() < 0.3,
-            preemption_mode=rng.choice(list(PreemptionMode)),
-            static_batching=rng.random() < 0.1,
-            classes=create_classes(
-                ageing_steps=rng.choice((2, 20)), low={"max_running_share": share, "max_kv_share": share}
-            ),
+    def __init__(self, simulation: Simulation, index: int, scheduler: dict[str, Any]) -> None:
+        self._simulation = simulation
+        rng = simulation.rng
+        self.faults = Faults(
+            rng,
+            rate=rng.choice((0.0, 0.05, 0.3)),
+            distance=rng.choice((0, 25)),
+            poison_kills=rng.random() < 0.5,
         )
-        self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
-        self.metrics = Metrics()
+        self.scheduler = create_scheduler(**scheduler)
         self.agents: list[SimulatedAgent] = []
-        self.arrivals = self._make_load()
         self.executor = SupervisedExecutor(self._start, STEP_TIMEOUT_S, max_restarts=rng.choice((2, 50)))
         self.engine = Engine(
             self.scheduler,
             self.executor,
             TOKENIZER,
-            self.metrics,
-            self._publish,
-            clock=self.clock,
+            simulation.metrics,
+            simulation.publish,
+            index=index,
+            clock=simulation.clock,
             max_steps_in_flight=rng.choice((1, 2)),
-            audit_every=1,
+            audit_every=rng.choice((0, 0, 1, 3)),
         )
+
+    def _start(self, like: Loaded | None) -> SimulatedAgent:
+        simulation = self._simulation
+        if like is not None:
+            simulation.let_clients_act(RESTARTING, self.engine)
+            if self.faults.rate and simulation.rng.random() < 0.2:
+                raise WorkerDiedError("it ended before it was ready")
+        agent = SimulatedAgent(
+            simulation.rng, simulation.clock, self.faults, self.scheduler.blocks, simulation.let_clients_act
+        )
+        self.agents.append(agent)
+        return agent
+
+    def step(self) -> bool:
+        """Whether there was anything to do."""
+        if self.engine.dead is not None:
+            return False
+        try:
+            progressed = self.engine.step()
+        except WorkerDiedError as error:  # given up, as `Engine.run` meets it
+            self.engine._end(str(error))
+            progressed = False
+        self.scheduler.check_integrity()
+        return progressed
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self.engine.run()  # to its end
+        self.scheduler.check_integrity()
+
+    def check_end(self) -> None:
+        assert not self.scheduler.has_unfinished_requests
+        blocks = self.scheduler.blocks
+        assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
+
+    def is_unlucky(self, poisoned: bool) -> bool:
+        """Whether an innocent request may have ended with an error here."""
+        suspicious = poisoned or self.faults.distance == 0
+        return self.engine.dead is not None or (bool(self.faults.counts) and suspicious)
+
+    def close(self) -> None:
+        self.executor.close()
+        os.close(self.engine._wake_fd)
+
+
+class Simulation:
+    """One seed: a configuration, a load and a fate for every step."""
+
+    def __init__(self, seed: int, *, beams: bool = True) -> None:
+        """Draws everything in a fixed order; without `beams` nobody asks for a beam search."""
+        self.rng = rng = random.Random(seed)
+        self.clock = Clock()
+        self.totals = Totals()
+        self._round = 0
+        scheduler = _draw_scheduler(rng)
+        self._config = config = _draw_config(rng, scheduler)
+        self.metrics = Metrics(classes=config.request_classes)
+        self._loop = EventLoop()
+        self._master = AsyncEngine(
+            config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
+        )
+        self._master._loop = self._loop  # type: ignore[assignment]
+        self.replicas = [Replica(self, index, scheduler) for index in range(rng.choice((1, 1, 1, 2)))]
+        for index, replica in enumerate(self.replicas):
+            replica.engine.on_started = self._master._publish_started
+            self._master._engines[index] = replica.engine
+        self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
+        self.clients = draw_clients(rng, beams=beams and not scheduler["static_batching"])
+        self._to_come = deque(self.clients)
+        self._leaving: list[Client] = []
+        self._by_request_id: dict[str, Client] = {}
 
     def run(self) -> None:
         """Plays the seed to its end.
@@ -259,129 +175,233 @@ class Simulation:
             AssertionError: A law is broken.
         """
         try:
-            for round_number in range(MAX_ROUNDS):
-                self._let_in(round_number)
-                if not self._step() and round_number > self.arrivals[-1].at_round:
-                    break
-            else:
-                raise AssertionError("the engine does not come to an end")
+            while self._play_round():
+                self._round += 1
+                assert self._round < MAX_ROUNDS, "the engine does not come to an end"
+            self._loop.run()
             self._check_end()
+            self._count()
         finally:
-            self.executor.close()
-            os.close(self.engine._wake_fd)
+            for replica in self.replicas:
+                replica.close()
 
-    # --- the load ---------------------------------------------------------------------------------------------------
+    def _play_round(self) -> bool:
+        if self.rng.random() < 0.7:  # otherwise whatever clients do comes while a replica waits, or later
+            self.let_clients_act()
+        if self._round == self._stop_round:
+            for replica in self.replicas:
+                replica.stop()
+        progressed = [replica.step() for replica in self.replicas]
+        for counter in ("bound_violations", "audit_mismatch"):
+            assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
+        return any(progressed) or bool(self._to_come)
 
-    def _make_load(self) -> list[Arrival]:
-        rng, arrivals = self.rng, []
-        for number in range(rng.randint(1, 12)):
-            num_prompt = rng.randint(1, 28)
-            request = create_request(
-                num_prompt,
-                request_id=f"{number}",
-                priority=rng.randint(-2, 2),
-                tenant=rng.choice("abc"),
-                max_tokens=rng.randint(1, 16),
-                seed=rng.randint(0, 3),
-                stop_token_ids=frozenset(rng.sample(range(1000), 20)) if rng.random() < 0.3 else frozenset(),
-            )
-            at_round = rng.randint(0, 40)
-            if arrivals and rng.random() < 0.25:  # another choice for the prompt of the one before
-                before = arrivals[-1]
-                request.prompt_token_ids = list(before.request.prompt_token_ids)
-                request.fork_of, request.tenant = before.request.request_id, before.request.tenant
-                at_round = before.at_round
-            abort = at_round + rng.randint(0, 30) if rng.random() < 0.2 else None
-            arrivals.append(Arrival(at_round, request, abort))
-        return sorted(arrivals, key=lambda arrival: arrival.at_round)
+    # --- the clients ------------------------------------------------------------------------------------------------
 
-    def _let_in(self, round_number: int) -> None:
-        for arrival in self.arrivals:
-            with contextlib.suppress(WorkerDiedError):
-                if arrival.at_round == round_number:
-                    arrival.request.arrival_time = self.clock.now
-                    self.engine.submit(arrival.request)
-                if arrival.abort_at_round == round_number:
-                    self.engine.abort(arrival.request.request_id)
+    def let_clients_act(self, moment: str | None = None, engine: Engine | None = None) -> None:
+        """Those who come now or leave now do so; `moment` is a state in which all requests of the engine are."""
+        if self.rng.random() < 0.7:
+            self._loop.run()
+        while self._to_come and self._to_come[0].at_round <= self._round:
+            self._ask(self._to_come.popleft())
+        for client in [each for each in self._leaving if self._leaves(each, moment, engine)]:
+            self._leaving.remove(client)
+            self._leave(client, moment if client.engine is engine else None)
 
-    # --- the engine -------------------------------------------------------------------------------------------------
-
-    def _start(self, like: Loaded | None) -> SimulatedAgent:
-        if like is not None and self.faults._rate and self.rng.random() < 0.2:
-            raise WorkerDiedError("it ended before it was ready")
-        self.agents.append(SimulatedAgent(self))
-        return self.agents[-1]
-
-    def _publish(self, pieces: list[RequestOutput]) -> None:
-        for piece in pieces:
-            told = self.pieces[piece.request_id]
-            assert not (told and told[-1].finished), f"{piece.request_id} is told something after its end"
-            told.append(piece)
-
-    def _step(self) -> bool:
-        if self.engine.dead is not None:
-            return False
+    def _ask(self, client: Client) -> None:
+        master, limits = self._master, self._config.scheduler
+        num_prompt, waiting = len(client.prompt_token_ids), master._room.load()
+        max_tokens = MAX_MODEL_LEN if limits.max_waiting_tokens is None else limits.max_waiting_tokens
+        fits = client.fits and num_prompt <= max_tokens
+        full = waiting.num_waiting >= limits.max_waiting_queue
+        if limits.max_waiting_tokens is not None:
+            full = full or waiting.num_waiting_tokens + num_prompt > max_tokens
+        request_class = class_of(client.priority, self._config.request_classes)
+        if request_class.max_waiting is not None:
+            full = full or master._room.class_load(request_class.name).num_waiting >= request_class.max_waiting
         try:
-            progressed = self.engine.step()
-        except WorkerDiedError as error:  # given up, as `Engine.run` meets it
-            self.engine._end(str(error))
-            progressed = False
-        self.num_steps += 1
-        self.scheduler.check_integrity()
-        assert self.metrics._counts["llm_serving:bound_violations_total"] == 0, "a bound on waiting is broken"
-        assert self.metrics._counts["llm_serving:audit_mismatch_total"] == 0, "an audit found another answer"
-        return progressed
+            stream = master.generate(
+                client.prompt_token_ids,
+                client.sampling,
+                request_id="simulated",
+                priority=client.priority,
+                tenant=client.tenant,
+                fork_of=None if client.twin is None else client.twin.stream,
+                beam_search=client.beam_search,
+            )
+        except ContextLengthError:
+            assert not fits, "a request that fits was refused for its length"
+        except CapacityError:
+            assert full, "a request was refused although there was room"
+        except UnavailableError:
+            assert all(replica.engine.dead is not None for replica in self.replicas), "a living replica was ignored"
+            self.totals.refusals["no replica lives"] += 1
+        else:
+            assert fits and not full, "a request was let in although there was no room"
+            client.stream, client.engine = stream, master._owners[stream.request_id]
+            self._by_request_id[stream.request_id] = client
+            if client.leaves_in is not None:
+                self._leaving.append(client)
+
+    def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
+        if self._round < client.leaves_from_round:
+            return False
+        if client.leaves_in in (ANYWHERE, moment):
+            return client.leaves_in == ANYWHERE or client.engine is engine
+        return client.leaves_in == client.state()
+
+    def _leave(self, client: Client, moment: str | None) -> None:
+        assert client.stream is not None
+        client.left_in = client.state()
+        if moment is not None and not client.has_ended:
+            client.left_in = moment
+        _run(client.stream.aclose())
+
+    def publish(self, pieces: list[RequestOutput]) -> None:
+        """What engines call with the pieces of a step."""
+        for piece in pieces:
+            client = self._by_request_id[piece.request_id]
+            assert not client.has_ended, f"{piece.request_id} is told something after its end"
+            client.told.append(piece)
+        self._master._publish(pieces)
 
     # --- the laws ---------------------------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
-        assert not self.scheduler.has_unfinished_requests
-        blocks = self.scheduler.blocks
-        assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
-        for arrival in self.arrivals:
-            self._check_answer(arrival)
+        for replica in self.replicas:
+            replica.check_end()
+        master = self._master
+        assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
+        assert not master._streams and not master._owners and not any(master._num_open.values())
+        for client in self.clients:
+            if client.stream is not None:
+                self._check_client(client)
 
-    def is_garbled(self, arrival: Arrival) -> bool:
-        """Whether the request was told anything that it would not have been told alone."""
-        given = [token for piece in self.pieces[arrival.request.request_id] for token in piece.token_ids]
-        return given != answer_alone(arrival.request)[: len(given)]
-
-    def _check_answer(self, arrival: Arrival) -> None:
-        request, pieces = arrival.request, self.pieces[arrival.request.request_id]
-        if not pieces:
-            assert self.engine.dead is not None, f"{request.request_id} has vanished"
-            return
-        assert pieces[-1].finished, f"{request.request_id} waits for ever"
-        given = [token for piece in pieces for token in piece.token_ids]
-        alone = answer_alone(request)
-        reason = pieces[-1].finish_reason
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            assert given == alone[: len(given)], f"{request.request_id} was told something else than it would be alone"
-        else:
-            assert given == alone, f"{request.request_id} has another answer than alone"
+    def _check_client(self, client: Client) -> None:
+        assert client.stream is not None
+        name = client.stream.request_id
+        assert client.has_ended, f"{name} waits for ever"
+        client.check_answer()
+        if client.left_in is None:
+            read = [_run(client.stream.__anext__()) for _ in client.told]
+            assert read == client.told, f"{name} was sent something else than the engine told it"
+        reason, error = client.told[-1].finish_reason, client.told[-1].error
         if reason is FinishReason.ABORT:
-            assert arrival.abort_at_round is not None
-        if reason is FinishReason.ERROR:
-            unlucky = self.engine.dead is not None or (self.faults.counts and self.faults._distance == 0)
-            assert unlucky, f"{request.request_id} ended with an error that it did not cause"
+            assert client.left_in is not None, f"{name} was aborted by nobody"
+        poisoned = any(each.is_poisoned for each in self.clients)
+        replica = next(each for each in self.replicas if each.engine is client.engine)
+        if reason is FinishReason.ERROR and not client.is_poisoned and error != BAD_ROW:
+            assert replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
+        if client.is_poisoned:
+            assert reason in (FinishReason.ABORT, FinishReason.ERROR), f"{name} survived the poison"
+
+    def _count(self) -> None:
+        totals, counts = self.totals, self.metrics._counts
+        let_in = [each for each in self.clients if each.stream is not None]
+        moves = sum((agent.block_moves for replica in self.replicas for agent in replica.agents), Counter())
+        totals.events.update(
+            {
+                "seeds": 1,
+                "rounds": self._round,
+                "steps": counts["llm_serving:steps_total"],
+                "requests": len(self.clients),
+                "tokens": counts["vllm:generation_tokens_total"],
+                "forks": sum(each.twin is not None and each.twin.stream is not None for each in let_in),
+                "beam searches": sum(each.beam_search is not None for each in let_in),
+                "poisoned requests": sum(each.is_poisoned for each in let_in),
+                "preemptions": counts["vllm:num_preemptions_total"],
+                "blocks swapped out": moves[BlockMove.SWAP_OUT],
+                "blocks swapped in": moves[BlockMove.SWAP_IN],
+                "blocks copied": moves[BlockMove.COPY],
+                "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
+                "audits": counts["llm_serving:audits_total"],
+                "restarts": counts["llm_serving:worker_restarts_total"],
+                "replicas": len(self.replicas),
+                "replicas given up": sum(each.engine.dead is not None for each in self.replicas),
+                "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
+            }
+        )
+        for replica in self.replicas:
+            totals.faults.update(replica.faults.counts)
+        for (_, reason), count in self.metrics.classes._refusals.items():
+            totals.refusals[reason] += count
+        totals.aborts.update(each.left_in for each in let_in if each.left_in is not None)
+        totals.ends.update(str(each.told[-1].finish_reason) for each in let_in)
 
 
-def answer_alone(request: Request) -> list[int]:
-    tokens = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
-    ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
-    return tokens[: ends[0] + 1] if ends else tokens
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something that does not come")
+
+
+def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
+    share = rng.choice((1.0, 1.0, 0.5))
+    return {
+        "policy": rng.choice(("prefill_first", "prefill_first", "decode_first", "mixed", "throughput", "fcfs")),
+        "num_blocks": rng.choice((12, 13, 15, 18, 40)),
+        "block_size": 4,
+        "num_swap_blocks": rng.choice((0, 8, 30)),
+        "prefix_caching": rng.random() < 0.6,
+        "max_num_batched_tokens": rng.choice((8, 16, 48)),
+        "max_num_seqs": rng.choice((2, 4, 8)),
+        "max_prefill_seqs": rng.choice((1, 3, 8)),
+        "max_model_len": MAX_MODEL_LEN,
+        "max_decode_gap": rng.choice((1, 2, 4)),
+        "max_prefill_gap": rng.choice((1, 4)),
+        "max_preemptions": rng.choice((0, 1, 3)),
+        "max_overtakes": rng.choice((0, 2)),
+        "max_long_prefill_tokens": rng.choice((None, 6)),
+        "separate": rng.random() < 0.3,
+        "preemption_mode": rng.choice(list(PreemptionMode)),
+        "static_batching": rng.random() < 0.1,
+        "classes": create_classes(
+            ageing_steps=rng.choice((2, 20)),
+            low={"max_running_share": share, "max_kv_share": share},
+            high={"max_waiting": rng.choice((None, 1))},
+        ),
+    }
+
+
+def _draw_config(rng: random.Random, scheduler: dict[str, Any]) -> ServingConfig:
+    """What the door must know."""
+    return ServingConfig(
+        model=ModelConfig(
+            max_generate_length=MAX_MODEL_LEN,
+            decode_batch_size=scheduler["max_num_seqs"],
+            batching_strategy="static" if scheduler["static_batching"] else "continuous",
+        ),
+        scheduler=SchedulerConfig(
+            max_waiting_queue=rng.choice((1, 3, 100)),
+            max_waiting_tokens=rng.choice((None, None, 40)),
+        ),
+        request_classes=scheduler["classes"],
+    )
 
 
 @dataclass
 class Totals:
-    num_seeds: int = 0
-    num_steps: int = 0
-    num_restarts: int = 0
-    num_preempted: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    """How often what happened."""
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+    events: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    aborts: Counter[str] = field(default_factory=Counter)
+    """By the state of the request when its client left."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Totals) -> None:
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{each.name}: {', '.join(f'{name} {count:,}' for name, count in getattr(self, each.name).items())}"
+            for each in fields(self)
+        )
 
 
 def run_seeds(first: int, count: int) -> Totals:
@@ -395,20 +415,27 @@ def run_seeds(first: int, count: int) -> Totals:
     logging.disable(logging.CRITICAL)
     try:
         for seed in range(first, first + count):
-            simulation = Simulation(seed)
             try:
+                simulation = Simulation(seed)
                 simulation.run()
             except Exception as error:
                 command = f"python tests/simulation.py --first {seed} --seeds 1"
                 raise AssertionError(f"seed {seed}: {error}\nrepeat it with: {command}") from error
-            totals.num_seeds += 1
-            totals.num_steps += simulation.num_steps
-            totals.num_restarts += len(simulation.agents) - 1
-            totals.num_preempted += sum(arrival.request.num_preemptions for arrival in simulation.arrivals)
-            totals.faults.update(simulation.faults.counts)
+            totals.add(simulation.totals)
     finally:
         supervised_executor.FIRST_DELAY_S = delay  # type: ignore[misc]
         logging.disable(logging.NOTSET)
+    return totals
+
+
+def run_in_processes(first: int, count: int, num_processes: int) -> Totals:
+    """As `run_seeds`, in shares."""
+    end = first + count
+    shares = [(start, min(SEEDS_A_SHARE, end - start)) for start in range(first, end, SEEDS_A_SHARE)]
+    totals = Totals()
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for share in pool.starmap(run_seeds, shares, chunksize=1):
+            totals.add(share)
     return totals
 
 
@@ -419,18 +446,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="processes that share them (default: 1)")
     args = parser.parse_args()
     began = time.perf_counter()
-    shares = [
-        (first, min(100, args.first + args.seeds - first)) for first in range(args.first, args.first + args.seeds, 100)
-    ]
-    with Pool(args.processes) as pool:
-        totals = sum(pool.starmap(run_seeds, shares, chunksize=1), Totals())
+    if args.processes == 1:
+        totals = run_seeds(args.first, args.seeds)
+    else:
+        totals = run_in_processes(args.first, args.seeds, args.processes)
     seconds = time.perf_counter() - began
-    faults = ", ".join(f"{name} {count:,}" for name, count in sorted(totals.faults.items()))
-    sys.stdout.write(
-        f"{totals.num_seeds:,} seeds in {seconds:.1f} s ({totals.num_seeds / seconds:.0f} a second), "
-        f"{totals.num_steps:,} rounds of the engine, {totals.num_preempted:,} preemptions, "
-        f"{totals.num_restarts:,} restarts; faults: {faults or 'none'}; no law broken\n"
-    )
+    sys.stdout.write(f"{totals}\n{args.seeds:,} seeds in {seconds:.1f} s, {args.seeds / seconds:.0f} a second; ")
+    sys.stdout.write("no law is broken\n")
 
 
 if __name__ == "__main__":

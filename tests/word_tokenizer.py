@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fake_runner import VOCAB_SIZE
 
-
 _TEXTS = [f"{token} " for token in range(VOCAB_SIZE)]
 _BYTES = [text.encode() for text in _TEXTS]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_harness import Harness
+from expected_beams import expected_beams
 from factories import create_request
 from fake_runner import expected_output, most_likely, next_logprobs
 from hypothesis import given, settings
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 from llm_serving.engine.executor import StepFailedError
 
 STOPS = frozenset(range(0, 1000, 6))
@@ -24,18 +24,11 @@ def create_beams(num_prompt_tokens: int, width: int, max_tokens: int = 6, **argu
     return request
 
 
-def expected_beams(request: Request) -> list[tuple[int, ...]]:
-    """The search run on the fake model's distribution itself."""
-    params = request.beam_search
-    search = BeamSearch(params, request.sampling.max_tokens, request.stop_token_ids)
-    while not search.has_ended:
-        choices = []
-        for beam in search.live:
-            context = request.prompt_token_ids + [token.token_id for token in beam.tokens()]
-            logprobs, ranked = next_logprobs(context), most_likely(context)[: 2 * params.width]
-            choices.append(LikelyTokens(ranked.tolist(), logprobs[ranked].tolist()))
-        search.advance(choices)
-    return [tuple(token.token_id for token in beam.hypothesis.tokens()) for beam in search.best()]
+def answer_alone(request: Request) -> list[tuple[int, ...]]:
+    assert request.beam_search is not None
+    return expected_beams(
+        request.prompt_token_ids, request.beam_search, request.sampling.max_tokens, request.stop_token_ids
+    )
 
 
 def token_ids(last: RequestOutput) -> list[tuple[int, ...]]:
@@ -50,7 +43,7 @@ def test_beams_equal_the_search_on_the_model_itself(width: int, ahead: bool) -> 
     harness.engine.submit(request)
     harness.run()
     last = harness.last(request.request_id)
-    assert token_ids(last) == expected_beams(request)
+    assert token_ids(last) == answer_alone(request)
     assert last.token_ids == last.beams[0].token_ids
     best = last.beams[0]
     assert best.num_output_tokens == len(best.token_ids) == len(best.logprobs)
@@ -118,7 +111,7 @@ def test_answers_do_not_depend_on_load_chunks_places_or_preemption(
     harness.run()
     for _, request in requests:
         if request.beam_search is not None:
-            assert token_ids(harness.last(request.request_id)) == expected_beams(request)
+            assert token_ids(harness.last(request.request_id)) == answer_alone(request)
         else:
             sampling = request.sampling
             expected = expected_output(request.prompt_token_ids, sampling.max_tokens, sampling.seed)
@@ -134,7 +127,7 @@ def test_beams_share_the_blocks_of_their_prompt() -> None:
     most = 0
     while harness.engine.step():
         most = max(most, harness.scheduler.blocks.pool.num_used_blocks)
-    assert token_ids(harness.last(request.request_id)) == expected_beams(request)
+    assert token_ids(harness.last(request.request_id)) == answer_alone(request)
     assert 10 < most <= 10 + 4 * 2
     assert num_preempted(harness) == 0
 
@@ -172,7 +165,7 @@ def test_a_lost_step_changes_nothing() -> None:
     harness.runner.execute = fail_once  # type: ignore[method-assign]
     harness.run()
     assert calls > 5
-    assert token_ids(harness.last(request.request_id)) == expected_beams(request)
+    assert token_ids(harness.last(request.request_id)) == answer_alone(request)
 
 
 def test_the_first_piece_comes_with_the_first_token_and_is_empty() -> None:

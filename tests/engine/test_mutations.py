@@ -6,10 +6,9 @@ from mutations import MUTATIONS, Mutation, play
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: f"{each.name}: {each.guard}")
 def test_the_guard_catches_the_fault_and_nothing_else_would(mutation: Mutation) -> None:
-    bad_luck = mutation.fault is None
-    guarded = play(mutation.fault, bad_luck=bad_luck)
+    guarded = play(mutation, guarded=True)
     assert guarded.num_garbled == guarded.num_audited == 0
     if mutation.fault is not None:
         assert guarded.num_lost_steps + guarded.num_broken > 0, "the fault has not happened"
-    bare = play(mutation.unguarded, bad_luck=bad_luck)
+    bare = play(mutation, guarded=False)
     assert bare.num_garbled + bare.num_audited + bare.num_broken > 0, "nobody misses the guard"

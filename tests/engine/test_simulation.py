@@ -1,10 +1,18 @@
-"""A few hundred seeds of the simulation; many more with `python tests/simulation.py --seeds 100000`."""
+"""Some seeds of the simulation; many more with `python tests/simulation.py --seeds 100000 --processes 2`."""
 
-from simulation import FATES, run_seeds
+import os
+
+from simulated_agent import FATES
+from simulated_client import STATES
+from simulation import run_in_processes
+
+NUM_SEEDS = 2000
 
 
 def test_no_law_is_broken_whatever_goes_wrong() -> None:
-    totals = run_seeds(0, 250)
-    assert totals.num_restarts > 50
-    assert totals.num_preempted > 50
+    totals = run_in_processes(0, NUM_SEEDS, os.cpu_count() or 1)
+    assert totals.events["seeds"] == NUM_SEEDS
+    assert min(totals.events.values()) > 50, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FATES)
+    assert set(totals.aborts) == set(STATES)
+    assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)

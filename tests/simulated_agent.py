@@ -1,0 +1,187 @@
+"""A WorkAgent without a process: its faults are drawn, its seconds pass only when it says so."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fake_runner import VOCAB_SIZE, FakeRunner
+from llm_serving.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    TransportError,
+    WorkerError,
+)
+from llm_serving.kvcache import BlockManager
+from llm_serving.transport.codec import encode_output, step_from_arrays
+from llm_serving.transport.messages import AgentMessage, Loaded, RunStep, StepDone, StepFailed
+from llm_serving.transport.shared_arrays import SharedBuffers
+
+NUM_BUFFERS = 2
+BUFFER_BYTES = 1 << 17
+FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
+BAD_ROW = "no token can be chosen: all logits are NaN"
+POISON = VOCAB_SIZE
+"""A token that no step survives."""
+
+
+class Clock:
+    """Seconds that pass only when the simulation says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faults:
+    """What goes wrong at which step; never two things within `distance` steps, so that nobody looks guilty."""
+
+    def __init__(self, rng: random.Random, rate: float, distance: int, poison_kills: bool) -> None:
+        self.rate = rate
+        self.distance = distance
+        self.poison_kills = poison_kills
+        """Or does it only fail the step?"""
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+        self._since = 0
+
+    def draw(self) -> str:
+        self._since += 1
+        if self._since <= self.distance or self._rng.random() >= self.rate:
+            return ""
+        self._since = 0
+        fate = self._rng.choice(FATES)
+        self.counts[fate] += 1
+        return fate
+
+
+class SimulatedAgent:
+    """Both ends of a connection and the WorkAgent behind it; has the methods of a channel and of its process.
+
+    Args:
+        rng: Decides what is left open.
+        clock: Goes on while it works.
+        faults: What happens to each step.
+        blocks: Of the master, as its own caches have as many.
+        meanwhile: Called while the master waits for a reply.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        clock: Clock,
+        faults: Faults,
+        blocks: BlockManager,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
+        self.channel: Any = self
+        self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
+        self.block_moves: Counter[int] = Counter()
+        """By kind, a `BlockMove`."""
+        self._rng, self._clock, self._faults, self._meanwhile = rng, clock, faults, meanwhile
+        self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
+        self._runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
+        self._reads_at_once = rng.random() < 0.5
+        self._unread: deque[RunStep] = deque()
+        self._replies: deque[AgentMessage] = deque()
+        self._dead = self._hangs = False
+        self._read_end, self._write_end = socket.socketpair()
+
+    # --- as a process -----------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        if self._mapping is not None:
+            self._read_end.close()
+            self._write_end.close()
+            self._mapping.close()
+            self.buffers.close()
+            os.close(self.buffers.fd)
+            self._mapping = None
+        self._dead = True
+
+    stop = kill
+
+    # --- as a channel -----------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._read_end.fileno()
+
+    def send(self, message: RunStep) -> None:
+        if self._dead:
+            raise ChannelClosedError("the other side is gone")
+        self._unread.append(message)
+        if self._reads_at_once:
+            self._work()
+
+    def receive(self, timeout_s: float | None = None) -> AgentMessage:
+        self._meanwhile()
+        if not self._replies:
+            self._work()
+        if self._replies:
+            return self._replies.popleft()
+        if self._hangs:
+            self._clock.now += timeout_s or 0.0
+            raise DeadlineExceededError("no complete frame arrived in time")
+        raise ChannelClosedError("the other side closed the connection")
+
+    # --- as a WorkAgent ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while self._unread and not self._dead and not self._hangs:
+            self._step(self._unread.popleft(), self._faults.draw())
+
+    def _step(self, message: RunStep, fate: str) -> None:
+        rng, clock = self._rng, self._clock
+        clock.now += rng.uniform(0.001, 0.01)
+        if fate == "slow":
+            clock.now += rng.uniform(0.1, 0.9)
+        if fate in ("hang", "lost"):
+            self._hangs = True
+            if fate == "hang":
+                return
+        if fate == "die before":
+            self._dead = True
+            return
+        try:
+            step = step_from_arrays(message.step, self._mapping.read(message.buffer, message.layout))
+        except TransportError:  # ends a WorkAgent
+            self._dead = True
+            return
+        try:
+            output = self._runner.execute(step)
+        except WorkerError as error:
+            self._replies.append(StepFailed(message.step, str(error)))
+            return
+        self.block_moves.update(kind for kind, _, _ in step.block_moves.tolist())
+        if POISON in step.token_ids.tolist():
+            fate = "die after" if self._faults.poison_kills else "fail"
+        if fate == "lost":
+            return
+        if fate == "die after":
+            self._dead = True
+            return
+        if fate == "bad row" and len(output.token_ids):
+            output = replace(output, row_errors={rng.randrange(len(output.token_ids)): BAD_ROW})
+        reply: AgentMessage = encode_output(output)
+        if fate == "fail":
+            reply = StepFailed(message.step, "RuntimeError: out of luck")
+        if fate == "other step":
+            reply = StepFailed(message.step + rng.choice((-1, 1)), "")
+        if fate == "garbage":
+            reply = _garbage(encode_output(output))
+        self._replies.append(reply)
+        if fate == "twice":
+            self._replies.append(reply)
+
+
+def _garbage(reply: StepDone) -> StepDone:
+    rest = {name: getattr(reply, name) for name in reply.__struct_fields__ if name != "token_ids"}
+    return StepDone(token_ids=reply.token_ids + b"?", **rest)

@@ -1,0 +1,181 @@
+"""A client of the simulation: what it asks for, what it would be answered alone, when it leaves."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from expected_beams import expected_beams
+from fake_runner import expected_output, most_likely, next_logprobs
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import RequestStream
+from llm_serving.engine.engine import Engine
+from simulated_agent import POISON
+from word_tokenizer import WordTokenizer
+
+MAX_MODEL_LEN = 48
+ARRIVING, RESTARTING, ANYWHERE = "in the inbox", "during a restart", "anywhere"
+STATES = (
+    *(ARRIVING, "waiting", "waiting for its twin", "preempted", "swapped", "lost", RESTARTING),
+    *("in its prompt", "in flight", "between two tokens", "beam search", "ended"),
+)
+"""Where a request is when its client leaves."""
+
+
+@dataclass(eq=False)
+class Client:
+    """Asks for one request."""
+
+    at_round: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int
+    tenant: str
+    twin: Client | None = None
+    """Who asked for another answer to the same prompt."""
+    beam_search: BeamSearchParams | None = None
+    leaves_in: str | None = None
+    """The state of its request in which it leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
+    leaves_from_round: int = 0
+    stream: RequestStream | None = None
+    """None when it was refused."""
+    engine: Engine | None = None
+    left_in: str | None = None
+    told: list[RequestOutput] = field(default_factory=list)
+    """What the engine published for it."""
+
+    @property
+    def fits(self) -> bool:
+        return len(self.prompt_token_ids) + self.sampling.max_tokens <= MAX_MODEL_LEN
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.told) and self.told[-1].finished
+
+    @property
+    def is_poisoned(self) -> bool:
+        return POISON in self.prompt_token_ids
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        ends = () if self.sampling.ignore_eos else WordTokenizer.eos_token_ids
+        return frozenset((*self.sampling.stop_token_ids, *ends))
+
+    # --- the answer -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _alone(self) -> list[int]:
+        tokens = expected_output(self.prompt_token_ids, self.sampling.max_tokens, self.sampling.seed)
+        ends = [index for index, token in enumerate(tokens) if token in self.stop_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+    @property
+    def is_garbled(self) -> bool:
+        """Whether it was told a token that it would not have been told alone; says nothing of beams."""
+        given = [token for piece in self.told for token in piece.token_ids]
+        return self.beam_search is None and given != self._alone[: len(given)]
+
+    def check_answer(self) -> None:
+        """Raises AssertionError unless it was told what it would be told alone, or the beginning of that."""
+        whole = join_pieces(self.told)
+        broken_off = whole.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        given = list(whole.token_ids)
+        if self.beam_search is None:
+            alone = self._alone[: len(given)] if broken_off else self._alone
+            assert given == alone, f"{whole.request_id} was answered {given} and not {alone}"
+            self._check_logprobs(whole)
+        elif broken_off:
+            assert not given and not whole.beams, f"{whole.request_id} was told beams of an unfinished search"
+        else:
+            beams = [beam.token_ids for beam in whole.beams]
+            alone = self._beams_alone()
+            assert beams == alone, f"{whole.request_id} was answered the beams {beams} and not {alone}"
+
+    def _beams_alone(self) -> list[tuple[int, ...]]:
+        assert self.beam_search is not None
+        return expected_beams(self.prompt_token_ids, self.beam_search, self.sampling.max_tokens, self.stop_token_ids)
+
+    def _check_logprobs(self, whole: RequestOutput) -> None:
+        count = self.sampling.logprobs
+        assert len(whole.logprobs) == (0 if count is None else len(whole.token_ids))
+        for place, token in enumerate(whole.logprobs):
+            context = self.prompt_token_ids + list(whole.token_ids[:place])
+            logprobs, top = next_logprobs(context), most_likely(context)[:count]
+            alone = TokenLogprobs(
+                whole.token_ids[place],
+                float(logprobs[whole.token_ids[place]]),
+                tuple(top.tolist()),
+                tuple(logprobs[top].tolist()),
+            )
+            assert token == alone, f"{whole.request_id} was told {token} and not {alone}"
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """Where its request is now."""
+        assert self.stream is not None and self.engine is not None
+        if self.has_ended:
+            return "ended"
+        request = self.engine._processor.find(self.stream.request_id)
+        return ARRIVING if request is None else _state(request, self.engine)
+
+
+def _state(request: Request, engine: Engine) -> str:
+    scheduler = engine.scheduler
+    if request.beam_search is not None:
+        return "beam search"
+    if request.status is RequestStatus.WAITING:
+        if scheduler.blocks.is_swapped(request.request_id):
+            return "swapped"
+        if request in scheduler._forks.get(request.fork_of or "", ()):
+            return "waiting for its twin"
+        if not request.has_run:
+            return "waiting"
+        return "lost" if request.num_lost_steps else "preempted"
+    if any(row.request is request for schedule in engine._in_flight for row in schedule.rows):
+        return "in flight"
+    return "between two tokens" if request.is_decoding else "in its prompt"
+
+
+def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
+    """The clients of one seed, in the order in which they come."""
+    clients: list[Client] = []
+    poisons = rng.random() < 0.06
+    for _ in range(rng.randint(1, 12)):
+        num_prompt = rng.randint(1, 28) if rng.random() < 0.97 else rng.randint(MAX_MODEL_LEN - 8, MAX_MODEL_LEN)
+        client = Client(
+            at_round=rng.randint(0, 40),
+            prompt_token_ids=list(range(100, 100 + num_prompt)),
+            sampling=SamplingParams(
+                max_tokens=rng.randint(1, 16),
+                temperature=0.0,
+                seed=rng.randint(0, 3),
+                stop_token_ids=tuple(rng.sample(range(1000), rng.choice((20, 100)))) if rng.random() < 0.3 else (),
+                ignore_eos=rng.random() < 0.5,
+                logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
+            ),
+            priority=rng.randint(-2, 2),
+            tenant=rng.choice("abc"),
+        )
+        kind = rng.random()
+        if clients and kind < 0.25:
+            client.twin = clients[-1]
+            client.prompt_token_ids, client.tenant = client.twin.prompt_token_ids, client.twin.tenant
+            client.at_round = client.twin.at_round
+        elif poisons:
+            client.prompt_token_ids[rng.randrange(num_prompt)] = POISON
+            poisons = False
+        if beams and kind > 0.9:
+            width = rng.randint(1, 4)
+            client.beam_search = BeamSearchParams(
+                width=width, num_returned=rng.randint(1, width), early_stopping=rng.random() < 0.3
+            )
+        if rng.random() < 0.3:
+            client.leaves_in = rng.choice((ANYWHERE, *STATES))
+            client.leaves_from_round = client.at_round + rng.randint(0, 20)
+        clients.append(client)
+    return sorted(clients, key=lambda each: each.at_round)
