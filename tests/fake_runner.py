@@ -64,7 +64,7 @@ class FakeRunner:
         if not moves:
             return
         cache, host = (memory.reshape(-1, self.block_size) for memory in (self._cache, self._host))
-        for kind, source, target in moves:
+        for kind, source, target, *_ in moves:
             kind = BlockMove(kind)
             out_of = host if kind is BlockMove.SWAP_IN else cache
             into = host if kind is BlockMove.SWAP_OUT else cache

@@ -1,7 +1,7 @@
 """Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
 
 import numpy as np
-from llm_serving.core.step import SamplingInput, StepInput
+from llm_serving.core.step import Move, SamplingInput, StepInput
 
 _DEFAULTS = {
     "temperature": (np.float32, 0),
@@ -45,8 +45,9 @@ def sampling_input(num_samples, history=None, bias=None, **fields):
 
 
 def block_moves(*moves):
-    """[N, 3] of moves (kind, source, target)."""
-    return np.array(moves, np.int32).reshape(-1, 3)
+    """[N, 6] of moves (kind, source, target, source epoch, target epoch, number of tokens); 0 what is left out."""
+    width = len(Move._fields)
+    return np.array([(*move, *(0,) * (width - len(move))) for move in moves], np.int32).reshape(-1, width)
 
 
 def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None):
@@ -57,7 +58,7 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None)
         step: Its number.
         samples: Rows that sample; all by default.
         sampling: How; greedy by default.
-        moves: Triples (kind, source block, target block), done first.
+        moves: As for `block_moves`, done first.
         epochs: [B, W] of the blocks; 0 by default, so that all blocks have one owner.
     """
     width = max(len(blocks) for _, _, blocks in rows)

@@ -202,9 +202,9 @@ class TestSteps:
         expected = expected_output([5, 6, 7, 8, 9], 2)
         assert run(0, ([5, 6, 7, 8, 9], 0, [1, 2])) == expected[:1]
         # Its blocks go to another request, and its own come back elsewhere; the last one is copied besides.
-        out = (BlockMove.SWAP_OUT, 1, 2), (BlockMove.SWAP_OUT, 2, 0)
+        out = (BlockMove.SWAP_OUT, 1, 2, 0, 0, 4), (BlockMove.SWAP_OUT, 2, 0, 0, 0, 1)
         assert run(1, ([10, 11, 12, 13, 14], 0, [2, 1]), *out) == expected_output([10, 11, 12, 13, 14], 1)
-        back = (BlockMove.SWAP_IN, 0, 5), (BlockMove.SWAP_IN, 2, 3), (BlockMove.COPY, 5, 6)
+        back = (BlockMove.SWAP_IN, 0, 5, 0, 0, 1), (BlockMove.SWAP_IN, 2, 3, 0, 0, 4), (BlockMove.COPY, 5, 6, 0, 0, 1)
         assert run(2, (expected[:1], 5, [3, 6]), *back) == expected[1:]
 
     @pytest.mark.parametrize("max_model_len", [64, 77])

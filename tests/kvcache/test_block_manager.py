@@ -105,7 +105,8 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
     assert blocks.admit(child, 10, parent) == 9
     table, other = blocks.block_table("a"), blocks.block_table("b")
     assert other[:2] == table[:2]
-    assert blocks.take_moves() == [(COPY, table[2], other[2])]
+    epochs = blocks.table("a").epochs[2], blocks.table("b").epochs[2]
+    assert blocks.take_moves() == [(COPY, table[2], other[2], *epochs, 1)]
     blocks.check_writable("b", 9, 10)
 
 
@@ -117,6 +118,28 @@ def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_si
     blocks.admit(replace(parent, request_id="b"), 10, parent)
     assert blocks.table("b").ids[:2] == blocks.table("a").ids[:2]
     assert blocks.table("b").epochs[:2] == blocks.table("a").epochs[:2]
+
+
+def test_a_copy_names_the_epoch_of_the_parent_even_if_the_block_was_given_away_since() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    parent = create_request(10, request_id="a")
+    admit(blocks, parent)
+    blocks.pool._epochs[blocks.block_table("a")[2]] += 1000
+    blocks.admit(replace(parent, request_id="b"), 10, parent)
+    (move,) = blocks.take_moves()
+    assert (move.source_epoch, move.target_epoch) == (blocks.table("a").epochs[2], blocks.table("b").epochs[2])
+
+
+def test_blocks_come_back_under_the_epochs_under_which_they_went() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=4, num_swap_blocks=3)
+    request = create_request(10, request_id="a")
+    admit(blocks, request)
+    blocks.swap_out(request)
+    blocks.admit(request, 11)
+    moves = blocks.take_moves()
+    out, back = moves[:3], moves[3:]
+    assert [(move.target, move.target_epoch) for move in out] == [(move.source, move.source_epoch) for move in back]
+    assert [move.target_epoch for move in back] == blocks.table("a").epochs.tolist()
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
@@ -135,7 +158,7 @@ def test_a_fork_shares_no_further_than_the_tokens_are_equal() -> None:
     admit(blocks, parent)
     assert blocks.admit(child, 10, parent) == 6
     assert blocks.block_table("b")[0] == blocks.block_table("a")[0]
-    assert len(blocks.take_moves()) == 1
+    assert [move.num_tokens for move in blocks.take_moves()] == [2]
 
 
 def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
@@ -144,11 +167,11 @@ def test_a_swapped_request_comes_back_with_all_it_had_computed() -> None:
     admit(blocks, request)
     assert blocks.can_swap_out(request)
     blocks.swap_out(request)
-    assert blocks.take_moves() == [(SWAP_OUT, 0, 0), (SWAP_OUT, 1, 1), (SWAP_OUT, 2, 2)]
+    assert blocks.take_moves() == [(SWAP_OUT, i, i, i + 1, i + 1, count) for i, count in enumerate((4, 4, 2))]
     assert (blocks.pool.num_used_blocks, blocks.host_pool.num_used_blocks) == (0, 3)
     assert blocks.num_blocks_to_admit(request, 11) == 3
     assert blocks.admit(request, 11) == 10
-    assert [kind for kind, _, _ in blocks.take_moves()] == [SWAP_IN] * 3
+    assert [(move.kind, move.num_tokens) for move in blocks.take_moves()] == [(SWAP_IN, 4), (SWAP_IN, 4), (SWAP_IN, 2)]
     assert blocks.host_pool.num_used_blocks == 0
     blocks.check_integrity()
 
@@ -176,7 +199,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def compute(self, request: Request) -> None:
         """Does the moves, then writes what the request has not found."""
-        for kind, source, target in self.blocks.take_moves():
+        for kind, source, target, *_ in self.blocks.take_moves():
             sources = self.host if kind == SWAP_IN else self.memory
             targets = self.host if kind == SWAP_OUT else self.memory
             targets[target] = list(sources[source])

@@ -32,7 +32,7 @@ def test_forks_wait_for_the_prompt_then_copy_the_block_they_begin_in() -> None:
     assert schedule is not None
     table = scheduler.blocks.block_table("parent")
     copies = [(int(BlockMove.COPY), table[2], scheduler.blocks.block_table(fork.request_id)[2]) for fork in forks]
-    assert schedule.block_moves == copies
+    assert [move[:3] for move in schedule.block_moves] == copies
 
 
 def test_forks_are_not_admitted_before_the_reply() -> None:

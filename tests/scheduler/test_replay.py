@@ -257,7 +257,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, "has format 99; this version reads format 1"),
+        ({"format": 99}, "has format 99; this version reads format 2"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

@@ -25,7 +25,7 @@ def displaced(prompt: int = 10, **options: Any) -> tuple[Scheduler, Request, Sch
 
 
 def kinds(schedule: Schedule) -> list[BlockMove]:
-    return [BlockMove(kind) for kind, _, _ in schedule.block_moves]
+    return [BlockMove(move.kind) for move in schedule.block_moves]
 
 
 def test_it_is_swapped_out_with_the_step_that_takes_its_blocks_and_in_with_its_own() -> None:

@@ -34,11 +34,14 @@ def test_a_step_survives_the_way_through_arrays() -> None:
                 np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
 
 
-@pytest.mark.parametrize("moves", [[], [(BlockMove.SWAP_OUT, 3, 0), (BlockMove.COPY, 1, 2), (BlockMove.SWAP_IN, 0, 4)]])
+@pytest.mark.parametrize(
+    "moves",
+    [[], [(BlockMove.SWAP_OUT, 3, 0, 5, 9, 4), (BlockMove.COPY, 1, 2, 5, 6, 1), (BlockMove.SWAP_IN, 0, 4, 9, 7, 4)]],
+)
 def test_block_moves_keep_their_order_and_shape(moves) -> None:
     step = replace(a_step(), block_moves=block_moves(*moves))
     copy = step_from_arrays(step.step, step_arrays(step))
-    assert copy.block_moves.shape == (len(moves), 3)
+    assert copy.block_moves.shape == (len(moves), 6)
     assert copy.block_moves.tolist() == [list(move) for move in moves]
 
 
@@ -56,7 +59,7 @@ def test_the_largest_step_fits_its_buffer() -> None:
     schedule = scheduler.schedule(0.0)
     assert schedule is not None
     # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
-    moves = np.zeros((8 * 4 * 2 + 8, 3), np.int32)
+    moves = np.zeros((8 * 4 * 2 + 8, 6), np.int32)
     arrays = step_arrays(replace(StepBuilder(scheduler.blocks).build(schedule, schedule.step), block_moves=moves))
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 

@@ -74,29 +74,48 @@ def test_columns_past_a_row_s_need_are_nobody_s(guard):
     guard.check(step)
 
 
-def test_a_copy_has_as_many_tokens_as_its_source_and_belongs_to_the_first_reader(guard):
-    guard.move(block_moves((COPY, 2, 4)))
-    guard.check(a_row(1, 6, [1, 4], [7, 30]))
+def test_a_copy_has_the_epoch_and_the_tokens_that_its_move_names(guard):
+    guard.move(block_moves((COPY, 2, 4, 7, 30, 1)))
+    guard.check(a_row(1, 5, [1, 4], [7, 30]))
     with pytest.raises(WorkerError, match="block 4, which somebody else"):
-        guard.check(a_row(1, 6, [1, 4], [7, 31]))
+        guard.check(a_row(1, 6, [1, 4], [7, 7]))
 
 
-def test_two_rows_may_not_claim_one_copy(guard):
-    guard.move(block_moves((COPY, 1, 4)))
-    with pytest.raises(WorkerError, match="would read block 4, which somebody else"):
-        guard.check(step_input([([5], 4, [4, 5]), ([5], 4, [4, 6])], epochs=[[30, 1], [31, 2]]))
+def test_a_copy_is_read_no_further_than_it_counts(guard):
+    guard.move(block_moves((COPY, 2, 4, 7, 30, 1)))
+    with pytest.raises(WorkerError, match="more of block 4 than was written"):
+        guard.check(a_row(1, 6, [1, 4], [7, 30]))
+
+
+@pytest.mark.parametrize("kind", BlockMove)
+def test_a_move_of_a_block_that_was_given_away(guard, kind):
+    guard.move(block_moves((SWAP_OUT, 1, 1, 7, 7, 4)))
+    with pytest.raises(WorkerError, match=f"{kind.name} would take block 1, which somebody else has written"):
+        guard.move(block_moves((kind, 1, 0, 6, 30, 4)))
+
+
+@pytest.mark.parametrize("kind", BlockMove)
+def test_a_move_of_more_than_was_written(guard, kind):
+    guard.move(block_moves((SWAP_OUT, 2, 1, 7, 7, 2), (COPY, 2, 1, 7, 7, 2)))
+    with pytest.raises(WorkerError, match=f"{kind.name} would take more of block 1 than was written"):
+        guard.move(block_moves((kind, 1, 0, 7, 30, 3)))
+
+
+def test_moves_are_followed_in_order(guard):
+    guard.move(block_moves((COPY, 2, 4, 7, 30, 2), (SWAP_OUT, 4, 0, 30, 9, 2), (COPY, 1, 4, 7, 31, 4)))
+    guard.check(a_row(1, 4, [4, 5], [31, 32]))
+    with pytest.raises(WorkerError, match="COPY would take block 4, which somebody else"):
+        guard.move(block_moves((COPY, 4, 5, 30, 33, 2)))
 
 
 def test_what_was_swapped_out_comes_back(guard):
-    guard.move(block_moves((SWAP_OUT, 1, 0), (SWAP_OUT, 2, 1)))
+    guard.move(block_moves((SWAP_OUT, 1, 0, 7, 3, 4), (SWAP_OUT, 2, 1, 7, 4, 2)))
     guard.check(a_row(8, 0, [1, 2], [8, 8]))
-    guard.move(block_moves((SWAP_IN, 0, 5), (SWAP_IN, 1, 6)))
+    guard.move(block_moves((SWAP_IN, 0, 5, 3, 20, 4), (SWAP_IN, 1, 6, 4, 21, 2)))
     guard.check(a_row(1, 6, [5, 6], [20, 21]))
 
 
 def test_a_swapped_block_that_comes_back_too_late(guard):
-    guard.move(block_moves((SWAP_OUT, 2, 0), (SWAP_OUT, 1, 0), (SWAP_IN, 0, 5)))
-    guard.check(a_row(1, 4, [5, 6], [20, 21]))
-    guard.move(block_moves((SWAP_OUT, 2, 0), (SWAP_IN, 0, 4)))
-    with pytest.raises(WorkerError, match="more of block 4 than was written"):
-        guard.check(a_row(1, 4, [4, 6], [22, 21]))
+    guard.move(block_moves((SWAP_OUT, 1, 0, 7, 3, 4), (SWAP_OUT, 1, 0, 7, 4, 4)))
+    with pytest.raises(WorkerError, match="SWAP_IN would take block 0, which somebody else"):
+        guard.move(block_moves((SWAP_IN, 0, 5, 3, 20, 4)))

@@ -37,9 +37,9 @@ def test_a_wrong_move_is_named_wherever_it_stands(move, message):
             check_block_moves(block_moves(*moves), num_blocks=10, num_swap_blocks=3)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 2), (1, 1, 3)])
+@pytest.mark.parametrize("shape", [(6,), (1, 3), (1, 1, 6)])
 def test_another_shape_is_refused(shape):
-    with pytest.raises(WorkerError, match=r"block_moves must be \[N, 3\]\. Given: "):
+    with pytest.raises(WorkerError, match=r"block_moves must be \[N, 6\]\. Given: "):
         check_block_moves(np.zeros(shape, np.int32), num_blocks=10, num_swap_blocks=3)
 
 

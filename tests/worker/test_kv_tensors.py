@@ -72,10 +72,10 @@ def test_blocks_move_in_the_order_given(name, dtype, seed):
     rng = np.random.default_rng(seed)
     kinds = np.repeat(rng.integers(0, 3, 8), 5)
     sizes = {BlockMove.COPY: (6, 6), BlockMove.SWAP_OUT: (6, 4), BlockMove.SWAP_IN: (4, 6)}
-    moves = np.array([(kind, *rng.integers(0, sizes[BlockMove(kind)])) for kind in kinds], np.int32)
+    moves = block_moves(*((kind, *rng.integers(0, sizes[BlockMove(kind)])) for kind in kinds))
     tensors.move_blocks(moves)
     for (cache, host), (cache_bytes, host_bytes) in zip(memories(tensors), expected, strict=True):
-        for kind, source, target in moves.tolist():
+        for kind, source, target in moves[:, :3].tolist():
             into = host_bytes if kind == BlockMove.SWAP_OUT else cache_bytes
             into[target] = (host_bytes if kind == BlockMove.SWAP_IN else cache_bytes)[source]
         np.testing.assert_array_equal(cache.asnumpy().view(cache_bytes.dtype), cache_bytes)

@@ -137,10 +137,10 @@ def test_blocks_move_before_the_step_computes(swapping_runner, greedy_tokens):
     first, second, third = greedy_tokens[:3]
     assert run(0, [(PROMPT, 0, [8, 1])]) == [first]
     # The blocks of the request go out in the very step that gives them to another one.
-    run(1, [(PROMPT[::-1], 0, [1, 8])], (BlockMove.SWAP_OUT, 8, 1), (BlockMove.SWAP_OUT, 1, 0))
-    back = (BlockMove.SWAP_IN, 1, 3), (BlockMove.SWAP_IN, 0, 2)
+    run(1, [(PROMPT[::-1], 0, [1, 8])], (BlockMove.SWAP_OUT, 8, 1, 0, 0, 16), (BlockMove.SWAP_OUT, 1, 0, 0, 0, 5))
+    back = (BlockMove.SWAP_IN, 1, 3, 0, 0, 16), (BlockMove.SWAP_IN, 0, 2, 0, 0, 5)
     assert run(2, [([first], 21, [3, 2])], *back) == [second]
-    assert run(3, [([second], 22, [3, 5])], (BlockMove.COPY, 2, 5)) == [third]
+    assert run(3, [([second], 22, [3, 5])], (BlockMove.COPY, 2, 5, 0, 0, 6)) == [third]
 
 
 def test_a_wrong_move_stops_all_of_its_step(swapping_runner, greedy_tokens):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,24 @@ class BlockMove(enum.IntEnum):
     """From a block of the host pool to a block of the cache."""
 
 
+class Move(NamedTuple):
+    """A block move: what one block holds goes to another one, whose tokens and owner are those named here from then on.
+
+    An epoch says in which hands a block was when it was written, see `kvcache.block_table`.
+    """
+
+    kind: int
+    """A `BlockMove`."""
+    source: int
+    target: int
+    source_epoch: int
+    target_epoch: int
+    num_tokens: int
+    """So many of the block's first tokens count; what may stand behind them does not."""
+
+
 def no_block_moves() -> Int32Array:
-    return np.empty((0, 3), np.int32)
+    return np.empty((0, len(Move._fields)), np.int32)
 
 
 def sampled_in_previous_step(sample: int) -> int:
@@ -81,7 +98,7 @@ class StepInput:
     sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
     sampling: SamplingInput
     block_moves: Int32Array = field(default_factory=no_block_moves)
-    """[N, 3] of (`BlockMove`, source block, target block), done one after the other before the tokens are computed."""
+    """[N, 6], each row a `Move`, done one after the other before the tokens are computed."""
 
     @property
     def num_rows(self) -> int:

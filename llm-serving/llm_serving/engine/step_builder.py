@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import Int32Array, SamplingInput, StepInput, sampled_in_previous_step
+from llm_serving.core.step import Int32Array, Move, SamplingInput, StepInput, sampled_in_previous_step
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule
 
@@ -57,7 +57,7 @@ class StepBuilder:
             block_epochs=_packed([table.epochs for table in tables]),
             sample_rows=sample_rows,
             sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows]),
-            block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, 3),
+            block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
         )
         self._previous_samples = {request: index for index, request in enumerate(sampled)}
         return step

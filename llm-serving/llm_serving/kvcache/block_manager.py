@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMove, Move
 from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
@@ -35,10 +35,10 @@ class BlockManager:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self._tables: dict[str, BlockTable] = {}
-        self._host_tables: dict[str, list[int]] = {}
+        self._host_tables: dict[str, BlockTable] = {}
         self._names: dict[str, list[bytes]] = {}
         """Names of the first full blocks of each request, as far as they were asked for."""
-        self._moves: list[tuple[int, int, int]] = []
+        self._moves: list[Move] = []
 
     # --- how much there is ------------------------------------------------------------------------------------------
 
@@ -104,28 +104,21 @@ class BlockManager:
         assert request_id not in self._tables, f"request {request_id} has blocks already"
         if self.is_swapped(request_id):
             host_table = self._host_tables.pop(request_id)
-            table = self.pool.allocate(self.num_blocks_for(num_tokens))
-            self._move(BlockMove.SWAP_IN, host_table, table)
+            table = BlockTable.of(self.pool, self.pool.allocate(self.num_blocks_for(num_tokens)))
+            self._move(BlockMove.SWAP_IN, host_table, table, 0, request.num_computed_tokens)
             self.host_pool.free(host_table)
-            self._tables[request_id] = BlockTable(table, self.pool)
+            self._tables[request_id] = table
             return request.num_computed_tokens
-        shared = self._shared_blocks(request, parent)
-        num_shared = len(shared) * self.block_size
-        self.pool.reference(shared)
-        table = shared + self.pool.allocate(self.num_blocks_for(num_tokens) - len(shared))
-        blocks = self._tables[request_id] = BlockTable(table, self.pool)
-        common = 0 if parent is None else self._num_common_tokens(request, parent)
-        if parent is not None:  # the fork reads what its parent wrote, whoever may have the block now
-            count = common // self.block_size
-            inherited = self._tables[parent.request_id]
-            if blocks.ids[:count] == inherited.ids[:count]:
-                blocks.epochs[:count] = inherited.epochs[:count]
-        if common > num_shared:  # the fork begins inside a block
-            assert parent is not None
-            source = self._tables[parent.request_id].ids[len(shared)]
-            self._move(BlockMove.COPY, [source], [table[len(shared)]])
-            return common
-        return num_shared
+        table = self._shared_blocks(request, parent)
+        num_shared = len(table) * self.block_size
+        self.pool.reference(table)
+        table.extend(self.pool.allocate(self.num_blocks_for(num_tokens) - len(table)), self.pool)
+        self._tables[request_id] = table
+        if parent is None:
+            return num_shared
+        common = self._num_common_tokens(request, parent)
+        self._move(BlockMove.COPY, self._tables[parent.request_id], table, num_shared, common)
+        return max(num_shared, common)
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request's table can be made to hold `num_tokens`."""
@@ -153,7 +146,7 @@ class BlockManager:
         """Returns all blocks of the request, the last one first: it is the least useful. None held is fine."""
         if request_id in self._tables:
             self.pool.free(reversed(self._tables.pop(request_id).ids))
-        self.host_pool.free(self._host_tables.pop(request_id, []))
+        self.host_pool.free(self._host_tables.pop(request_id, ()))
         self._names.pop(request_id, None)
 
     def can_swap_out(self, request: Request) -> bool:
@@ -163,11 +156,12 @@ class BlockManager:
 
     def swap_out(self, request: Request) -> None:
         """Moves all that the request has computed to the host pool and returns its blocks."""
-        table = self._tables.pop(request.request_id).ids.tolist()
-        host_table = self.host_pool.allocate(self.num_blocks_for(request.num_computed_tokens))
-        self._move(BlockMove.SWAP_OUT, table, host_table)
+        table = self._tables.pop(request.request_id)
+        num_tokens = request.num_computed_tokens
+        host_table = BlockTable.of(self.host_pool, self.host_pool.allocate(self.num_blocks_for(num_tokens)))
+        self._move(BlockMove.SWAP_OUT, table, host_table, 0, num_tokens)
         self._host_tables[request.request_id] = host_table
-        self.pool.free(reversed(table))
+        self.pool.free(reversed(table.ids))
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._host_tables
@@ -179,8 +173,8 @@ class BlockManager:
         self.pool.forget()
         self._moves.clear()
 
-    def take_moves(self) -> list[tuple[int, int, int]]:
-        """(`BlockMove`, source, target) decided since the last call, in order."""
+    def take_moves(self) -> list[Move]:
+        """Those decided since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -201,8 +195,11 @@ class BlockManager:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _shared_blocks(self, request: Request, parent: Request | None) -> list[int]:
-        """Full blocks at the request's beginning that somebody has computed before; never its newest token's."""
+    def _shared_blocks(self, request: Request, parent: Request | None) -> BlockTable:
+        """Full blocks at the request's beginning that somebody has computed before; never its newest token's.
+
+        Each as it is where it was found: in the parent's table, or by its name in the pool.
+        """
         found: list[int] = []
         if self._prefix_caching:
             for name in self._block_names(request, (request.num_tokens_known - 1) // self.block_size):
@@ -213,8 +210,8 @@ class BlockManager:
         if parent is not None:
             common = self._num_common_tokens(request, parent) // self.block_size
             if common >= len(found):
-                return self._tables[parent.request_id].ids[:common].tolist()
-        return found
+                return self._tables[parent.request_id].beginning(common)
+        return BlockTable.of(self.pool, found)
 
     def _num_common_tokens(self, request: Request, parent: Request) -> int:
         """Tokens at the beginning of both that the parent has certainly computed."""
@@ -233,8 +230,11 @@ class BlockManager:
             names.append(block_hash(previous, request.known_token_ids(start, start + self.block_size)))
         return names[:count]
 
-    def _move(self, kind: BlockMove, sources: list[int], targets: list[int]) -> None:
-        self._moves += [(int(kind), source, target) for source, target in zip(sources, targets, strict=False)]
+    def _move(self, kind: BlockMove, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
+        """Tokens [start, end) go from one table to the same place of another; a block begins at `start`."""
+        for index in range(start // self.block_size, self.num_blocks_for(end)):
+            blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]
+            self._moves.append(Move(int(kind), *blocks, min(end - index * self.block_size, self.block_size)))
 
     def _missing(self, request_id: str, num_tokens: int) -> int:
         return self.num_blocks_for(num_tokens) - len(self._tables[request_id])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from llm_serving.kvcache.block_pool import BlockPool
 
@@ -18,15 +18,22 @@ class BlockTable:
 
     __slots__ = ("epochs", "ids")
 
-    def __init__(self, block_ids: Iterable[int], pool: BlockPool) -> None:
-        self.ids = array("i")
-        self.epochs = array("i")
-        self.extend(block_ids, pool)
+    def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = ()) -> None:
+        self.ids = array("i", ids)
+        self.epochs = array("i", epochs)
 
-    def extend(self, block_ids: Iterable[int], pool: BlockPool) -> None:
-        block_ids = list(block_ids)
+    @classmethod
+    def of(cls, pool: BlockPool, block_ids: Collection[int]) -> BlockTable:
+        """Blocks as they are in the pool now."""
+        return cls(block_ids, map(pool.epoch, block_ids))
+
+    def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
         self.ids.extend(block_ids)
-        self.epochs.extend(pool.epoch(block_id) for block_id in block_ids)
+        self.epochs.extend(map(pool.epoch, block_ids))
+
+    def beginning(self, count: int) -> BlockTable:
+        """The first `count` blocks as they are here, whatever the pool may have done with them since."""
+        return BlockTable(self.ids[:count], self.epochs[:count])
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -56,7 +56,7 @@ def describe_decision(schedule: Schedule) -> str:
         )
         for row in schedule.rows
     ]
-    moves = ", ".join(f"{BlockMove(kind).name} {source}->{target}" for kind, source, target in schedule.block_moves)
+    moves = ", ".join(f"{BlockMove(move.kind).name} {move.source}->{move.target}" for move in schedule.block_moves)
     return "\n".join(
         [
             f"step {schedule.step} computes {schedule.num_tokens} tokens",

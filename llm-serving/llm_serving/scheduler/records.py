@@ -14,10 +14,11 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
+from llm_serving.core.step import Move
 from llm_serving.errors import RecordingError
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 1
+FORMAT: Final = 2
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -104,7 +105,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     step: int | None
     """None: no request could move; the rest is empty then."""
     rows: list[Row]
-    block_moves: list[tuple[int, int, int]]
+    block_moves: list[Move]
     preempted: list[int]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llm_serving.core.request import Request
+from llm_serving.core.step import Move
 from llm_serving.scheduler.wait_reason import Blocked, Preemption
 
 
@@ -33,8 +34,8 @@ class Schedule:
 
     step: int
     rows: list[ScheduledRow]
-    block_moves: list[tuple[int, int, int]] = field(default_factory=list)
-    """(`BlockMove`, source, target), to be done in order before the rows are computed."""
+    block_moves: list[Move] = field(default_factory=list)
+    """To be done in order before the rows are computed."""
     started: list[Request] = field(default_factory=list)
     """Requests of the rows that are scheduled for the first time."""
     preempted: list[Request] = field(default_factory=list)

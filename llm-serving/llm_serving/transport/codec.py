@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import SamplingInput, StepInput, StepOutput
+from llm_serving.core.step import Move, SamplingInput, StepInput, StepOutput
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import StepDone
 
 _STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling"))
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
-_MOVE_BYTES = 3 * 4
+_MOVE_BYTES = len(Move._fields) * 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llm_serving.core.step import BlockMove, Int32Array
+from llm_serving.core.step import BlockMove, Int32Array, Move
 from llm_serving.errors import WorkerError
 
 
@@ -16,8 +16,8 @@ def check_block_moves(block_moves: Int32Array, num_blocks: int, num_swap_blocks:
     Raises:
         WorkerError: One does not, or is of no known kind.
     """
-    if block_moves.ndim != 2 or block_moves.shape[1] != 3:
-        raise WorkerError(f"block_moves must be [N, 3]. Given: {list(block_moves.shape)}")
+    if block_moves.ndim != 2 or block_moves.shape[1] != len(Move._fields):
+        raise WorkerError(f"block_moves must be [N, {len(Move._fields)}]. Given: {list(block_moves.shape)}")
     kinds = block_moves[:, 0]
     if (unknown := ~np.isin(kinds, list(BlockMove))).any():
         known = ", ".join(f"{kind.value} {kind.name}" for kind in BlockMove)
@@ -43,4 +43,4 @@ def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMove, Int32Array]]:
         return
     kinds = block_moves[:, 0]
     for run in np.split(block_moves, np.flatnonzero(np.diff(kinds)) + 1):
-        yield BlockMove(run[0, 0]), run[:, 1:]
+        yield BlockMove(run[0, 0]), run[:, 1:3]

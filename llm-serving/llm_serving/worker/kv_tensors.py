@@ -59,7 +59,7 @@ class KVTensors:
         """Moves whole blocks of all layers, one move after the other.
 
         Args:
-            block_moves: [N, 3] as `StepInput.block_moves`, checked by `check_block_moves`: ids are not looked at again.
+            block_moves: [N, 6] as `StepInput.block_moves`, checked by `check_block_moves`: ids are not looked at again.
         """
         for kind, pairs in runs(block_moves):
             for caches, hosts in zip(self.layers, self.host_layers, strict=True):
