@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.step import StepInput
 from llm_serving.engine.executor import StepFailedError
+from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
 
 
@@ -82,6 +83,42 @@ def test_poison_that_is_met_late_is_found_too() -> None:
     assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
     assert harness.token_ids(poison.request_id) == expected_output(poison.prompt_token_ids, 7, 5)
     harness.assert_exact(other)
+
+
+def test_poison_in_a_late_chunk_of_a_prompt_is_found_too() -> None:
+    """Each chunk before it is computed again after each death: that is no progress."""
+    harness = FragileHarness(max_restarts=20, max_num_batched_tokens=8)
+    poison, other = create_request(40, max_tokens=6), create_request(5, max_tokens=12)
+    poison.prompt_token_ids[37] = 666
+
+    def spoil(step: StepInput) -> None:
+        if poisoned(step):
+            raise WorkerDiedError("poison")
+
+    harness.executor.spoil = spoil
+    harness.submit(poison, other)
+    harness.run()
+    assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
+    assert "poison" in (harness.last(poison.request_id).error or "")
+    harness.assert_exact(other)
+
+
+def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:
+    harness = FragileHarness(max_num_batched_tokens=8)
+    request = create_request(40, max_tokens=6)
+    num_lost: list[int] = []
+
+    def spoil(step: StepInput) -> None:
+        num_lost.append(request.num_lost_steps)
+        if request.num_confirmed_tokens > request.num_tokens_when_lost:
+            raise WorkerDiedError("bad luck")
+
+    harness.executor.spoil = spoil
+    harness.submit(request)
+    harness.run()
+    assert harness.executor.num_restarts > MAX_LOST_STEPS
+    assert max(num_lost) < DEATHS_TO_SUSPECT
+    harness.assert_exact(request)
 
 
 def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
