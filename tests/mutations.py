@@ -3,7 +3,8 @@
     python tests/mutations.py
 
 With its guard a fault may cost time or end a request with an error, never give a wrong token; without it, the
-simulation or the audit must notice. A guard that nothing would miss is not one.
+simulation or the audit must notice. A guard that nothing would miss is not one. Below the table stands the test of each
+guard, which fails when it is gone.
 
 A replica is one WorkAgent process with one rank, so there are no answers of several ranks to be checked against each
 other: the step number in the one reply is all there is to it.
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 
 import msgspec
 import simulated_agent
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import BlockMove, Move
 from llm_serving.engine import executor as executor_module
 from llm_serving.engine import supervised_executor
 from llm_serving.engine.executor import RemoteExecutor
@@ -40,7 +41,7 @@ from simulated_agent import SimulatedAgent
 from simulation import Simulation
 
 Patch = Callable[[], Any]
-NUM_SEEDS = 8
+NUM_SEEDS = 12
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Mutation:
     """Brings the fault in; None if it is the lack of the guard itself."""
     unguarded: Patch
     """The fault with the guard switched off."""
+    bad_luck: bool = False
+    """Whether WorkAgents die, fail and are late besides."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.guard}"
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -142,10 +148,24 @@ def no_swaps_in() -> Any:
     return moves_left_out(BlockMove.SWAP_IN)
 
 
+def swapped_out_late() -> Any:
+    """A block goes to the host pool one step after the one that gave it to somebody else."""
+    take = BlockManager.take_moves
+    kept: dict[int, list[Move]] = {}
+
+    def take_late(self: BlockManager) -> list[Move]:
+        moves = take(self)
+        late = kept.get(id(self), [])
+        kept[id(self)] = [move for move in moves if move.kind == BlockMove.SWAP_OUT]
+        return late + [move for move in moves if move.kind != BlockMove.SWAP_OUT]
+
+    return patch.object(BlockManager, "take_moves", take_late)
+
+
 def moves_left_out(kind: BlockMove) -> Any:
     """Moves of one kind are decided and never done."""
     take = BlockManager.take_moves
-    return patch.object(BlockManager, "take_moves", lambda self: [move for move in take(self) if move[0] != int(kind)])
+    return patch.object(BlockManager, "take_moves", lambda self: [move for move in take(self) if move.kind != kind])
 
 
 # --- guards switched off ----------------------------------------------------------------------------------------------
@@ -156,7 +176,18 @@ def untagged(fault: Patch) -> Patch:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with fault(), patch.object(BlockGuard, "check", lambda self, step: None):
+        with fault(), patch.multiple(BlockGuard, move=lambda self, moves: None, check=lambda self, step: None):
+            yield
+
+    return both
+
+
+def moved_untagged(fault: Patch) -> Patch:
+    """The fault in a WorkAgent that believes whatever is moved."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with fault(), patch.object(BlockGuard, "_check_source", lambda self, source, move: None):
             yield
 
     return both
@@ -216,14 +247,32 @@ MUTATIONS = (
     ),
     Mutation("a fork's block is not copied", "fill tags of blocks", no_copies, untagged(no_copies)),
     Mutation("a swapped block does not come back", "fill tags of blocks", no_swaps_in, untagged(no_swaps_in)),
-    Mutation("blocks are named after they were lost", "preemption count in every row", None, rows_of_lost_places_count),
+    Mutation(
+        "a block is swapped out after it was given away",
+        "tags of what is moved",
+        swapped_out_late,
+        moved_untagged(swapped_out_late),
+    ),
+    Mutation(
+        "blocks are named after they were lost",
+        "preemption count in every row",
+        None,
+        rows_of_lost_places_count,
+        bad_luck=True,
+    ),
     Mutation(
         "a preempted request runs without its newest token",
         "count of tokens in flight",
         None,
         tokens_on_the_device_are_forgotten,
     ),
-    Mutation("a lost cache is taken for whole", "loss of the cache with its WorkAgent", None, nobody_is_blamed),
+    Mutation(
+        "a lost cache is taken for whole",
+        "loss of the cache with its WorkAgent",
+        None,
+        nobody_is_blamed,
+        bad_luck=True,
+    ),
 )
 
 
@@ -249,7 +298,7 @@ def crowded_seeds() -> list[int]:
     """Seeds in which requests lose their places."""
     seeds: list[int] = []
     for seed in count():
-        one = Simulation(seed, beams=False)
+        one = Simulation(seed)
         for replica in one.replicas:
             replica.faults.rate = 0.0
         one.run()
@@ -261,8 +310,8 @@ def crowded_seeds() -> list[int]:
 
 
 def play(mutation: Mutation, *, guarded: bool) -> Verdict:
-    """Plays some seeds with the fault; with deaths and delays if there is none but the lack of the guard."""
-    verdict, bad_luck = Verdict(), mutation.fault is None
+    """Plays some seeds with the fault."""
+    verdict = Verdict()
     fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
     try:
@@ -271,7 +320,7 @@ def play(mutation: Mutation, *, guarded: bool) -> Verdict:
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
-                _play_seed(Simulation(seed, beams=False), verdict, bad_luck=bad_luck)
+                _play_seed(Simulation(seed), verdict, bad_luck=mutation.bad_luck)
     finally:
         logging.disable(logging.NOTSET)
     return verdict
@@ -291,6 +340,9 @@ def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:
     verdict.num_garbled += sum(client.is_garbled for client in one.clients)
 
 
+TEST = "test_the_guard_catches_the_fault_and_nothing_else_would"
+
+
 def main() -> None:
     write = sys.stdout.write
     columns = "garbled audited lost steps broken"
@@ -299,6 +351,9 @@ def main() -> None:
     for each in MUTATIONS:
         verdicts = play(each, guarded=True), play(each, guarded=False)
         write(f"{each.name:54}{each.guard:36}{verdicts[0]}   {verdicts[1]}\n")
+    write("\nthe test of each guard\n")
+    for each in MUTATIONS:
+        write(f"tests/engine/test_mutations.py::{TEST}[{each}]\n")
 
 
 if __name__ == "__main__":

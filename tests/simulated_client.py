@@ -75,9 +75,12 @@ class Client:
 
     @property
     def is_garbled(self) -> bool:
-        """Whether it was told a token that it would not have been told alone; says nothing of beams."""
+        """Whether it was told a token that it would not have been told alone."""
         given = [token for piece in self.told for token in piece.token_ids]
-        return self.beam_search is None and given != self._alone[: len(given)]
+        if self.beam_search is None:
+            return given != self._alone[: len(given)]
+        beams = [beam.token_ids for piece in self.told for beam in piece.beams]
+        return bool(beams) and beams != self._beams_alone()
 
     def check_answer(self) -> None:
         """Raises AssertionError unless it was told what it would be told alone, or the beginning of that."""

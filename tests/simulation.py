@@ -144,8 +144,8 @@ class Replica:
 class Simulation:
     """One seed: a configuration, a load and a fate for every step."""
 
-    def __init__(self, seed: int, *, beams: bool = True) -> None:
-        """Draws everything in a fixed order; without `beams` nobody asks for a beam search."""
+    def __init__(self, seed: int) -> None:
+        """Draws everything in a fixed order."""
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
         self.totals = Totals()
@@ -163,7 +163,7 @@ class Simulation:
             replica.engine.on_started = self._master._publish_started
             self._master._engines[index] = replica.engine
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
-        self.clients = draw_clients(rng, beams=beams and not scheduler["static_batching"])
+        self.clients = draw_clients(rng, beams=not scheduler["static_batching"])
         self._to_come = deque(self.clients)
         self._leaving: list[Client] = []
         self._by_request_id: dict[str, Client] = {}
