@@ -146,7 +146,7 @@ void sum_products(const Activations<Element>& x, size_t row, size_t rows, const 
     const Element* ahead[kMostPanels];
     for (size_t p = 0; p < count; p++) {
       now[p] = panels[p] + k * kPanelWidth;
-      ahead[p] = now[p] + kBytesAhead / sizeof(Element);
+      ahead[p] = now[p] + (unpacks<Element>(rows) ? inputs * kPanelWidth : kBytesAhead / sizeof(Element));
     }
     multiply<Element>({rows, x.at(row, k), x.row_stride, now, count, 1, inputs, sums, sums_stride, k > 0, ahead});
   }

@@ -4,6 +4,8 @@
 // and panels computed beside it. That fixes its bits: tiles of any shape, and sums continued from memory, agree.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "simd.h"
 #if defined(LLM_AMX)
@@ -109,8 +111,9 @@ constexpr size_t kRowMultiple = 2 * kTileHeight;
 constexpr size_t kRowMultiple = kTileRows;
 #endif
 
-// c [rows, num_panels * 16] (+)= a [rows, segments * inputs] * panels. Strides are in elements.
-template <class Element>
+// c [rows, num_panels * 16] (+)= a [rows, segments * inputs] * panels. Strides are in elements. `Packed` is what panels
+// consist of in memory, where `Element` is what they were widened to.
+template <class Element, class Packed = Element>
 struct Product {
   size_t rows;
   const ActivationOf<Element>* a;
@@ -121,13 +124,15 @@ struct Product {
   float* c;
   size_t c_stride;
   bool add_to_c;
-  const Element* const* next;  // as panels: what is read after them, to be prefetched meanwhile; null for nothing
+  const Packed* const* next;  // as panels: what is read after them, to be prefetched meanwhile; null for nothing
 };
 
-// The part of a product that begins at `row` and `panel`.
-template <class Element, size_t kRows, size_t kPanels, bool kPrefetch>
-void tile(const Product<Element>& product, size_t row, size_t panel) {
+// The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
+// where panels were widened, memory is idle during the product, so the activations of the rows after these are as well.
+template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
+void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
+  constexpr bool kWidened = !std::is_same<Element, Packed>::value;
   float* c = product.c + row * product.c_stride + panel * kPanelWidth;
   Floats sum[kRows][kPanels];
 #pragma GCC unroll 8
@@ -139,20 +144,20 @@ void tile(const Product<Element>& product, size_t row, size_t panel) {
   }
   const ActivationOf<Element>* a = product.a + row * product.a_stride;
   const Element* const* panels = product.panels + panel;
-  const Element* const* next = kPrefetch ? product.next + panel : nullptr;
+  const Packed* const* next = kAhead > 0 ? product.next + ahead : nullptr;
   for (size_t segment = 0; segment < product.segments; segment++) {
     const Element* b[kPanels];
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
+      if (kWidened) __builtin_prefetch(a + kRows * (product.a_stride + k));
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kWidened ? 2 : 3);
 #pragma GCC unroll 2
       for (size_t factor = 0; factor < Op::kFactors; factor++) {
         typename Op::Factor values[kPanels];
 #pragma GCC unroll 8
-        for (size_t p = 0; p < kPanels; p++) {
-          if (kPrefetch && factor == 0) __builtin_prefetch(next[p] + k * kPanelWidth);
-          values[p] = Op::load_panel(b[p] + k * kPanelWidth, factor);
-        }
+        for (size_t p = 0; p < kPanels; p++) values[p] = Op::load_panel(b[p] + k * kPanelWidth, factor);
 #pragma GCC unroll 8
         for (size_t r = 0; r < kRows; r++) {
           const typename Op::Factor x = Op::load_activation(a + r * product.a_stride + k, factor);
@@ -163,7 +168,7 @@ void tile(const Product<Element>& product, size_t row, size_t panel) {
     }
     a += product.inputs;
     panels += product.num_panels;
-    if (kPrefetch) next += product.num_panels;
+    if (kAhead > 0) next += product.num_panels;
   }
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
@@ -172,54 +177,62 @@ void tile(const Product<Element>& product, size_t row, size_t panel) {
   }
 }
 
-template <class Element, size_t kPanels, bool kPrefetch>
-void tile_of(size_t height, const Product<Element>& product, size_t row, size_t panel) {
+template <class Element, class Packed, size_t kPanels, size_t kAhead>
+void tile_of(size_t height, const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   switch (height) {
     case 1:
-      return tile<Element, 1, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 1, kPanels, kAhead>(product, row, panel, ahead);
     case 2:
-      return tile<Element, 2, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 2, kPanels, kAhead>(product, row, panel, ahead);
     case 3:
-      return tile<Element, 3, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 3, kPanels, kAhead>(product, row, panel, ahead);
     case 4:
-      return tile<Element, 4, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 4, kPanels, kAhead>(product, row, panel, ahead);
     case 5:
-      return tile<Element, 5, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 5, kPanels, kAhead>(product, row, panel, ahead);
     case 6:
-      return tile<Element, 6, kPanels, kPrefetch>(product, row, panel);
+      return tile<Element, Packed, 6, kPanels, kAhead>(product, row, panel, ahead);
     default:
       return;
   }
 }
 
-// All rows of a few panels, in tiles of nearly equal height; the first of them prefetches.
-template <class Element, size_t kPanels>
-void tile_rows(const Product<Element>& product, size_t panel) {
-  bool prefetch = product.next != nullptr;
-  size_t row = 0;
-  for (size_t tiles = (product.rows + kTileRows - 1) / kTileRows; tiles > 0; tiles--, prefetch = false) {
-    const size_t height = (product.rows - row + tiles - 1) / tiles;
-    if (prefetch) {
-      tile_of<Element, kPanels, true>(height, product, row, panel);
+// All rows of a few panels, in tiles of nearly equal height. The first tile prefetches what comes next; where panels
+// were widened, each of the first tiles prefetches one panel, so that reading memory takes as long as multiplying.
+template <class Element, class Packed, size_t kPanels>
+void tile_rows(const Product<Element, Packed>& product, size_t panel) {
+  constexpr size_t kAhead = std::is_same<Element, Packed>::value ? kPanels : 1;
+  const size_t num_prefetching = product.next == nullptr ? 0 : kPanels / kAhead;
+  const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
+  for (size_t i = 0, row = 0; i < tiles; i++) {
+    const size_t height = (product.rows - row + tiles - i - 1) / (tiles - i);
+    if (i < num_prefetching) {
+      tile_of<Element, Packed, kPanels, kAhead>(height, product, row, panel, panel + i);
     } else {
-      tile_of<Element, kPanels, false>(height, product, row, panel);
+      tile_of<Element, Packed, kPanels, 0>(height, product, row, panel, 0);
     }
     row += height;
   }
 }
 
-template <class Element>
-void tile_panels(const Product<Element>& product, size_t panel, size_t count) {
-  if (count == 1) return tile_rows<Element, 1>(product, panel);
+template <class Element, class Packed>
+void tile_panels(const Product<Element, Packed>& product, size_t panel, size_t count) {
+  if (count == 1) return tile_rows<Element, Packed, 1>(product, panel);
 #if defined(__AVX512F__)
-  if (count == 2) return tile_rows<Element, 2>(product, panel);
-  if (count == 3) return tile_rows<Element, 3>(product, panel);
-  tile_rows<Element, 4>(product, panel);
+  if (count == 2) return tile_rows<Element, Packed, 2>(product, panel);
+  if (count == 3) return tile_rows<Element, Packed, 3>(product, panel);
+  tile_rows<Element, Packed, 4>(product, panel);
 #endif
 }
 
 // From this number of rows on, panels are widened to float32 once, in the first-level cache, rather than by each tile.
 constexpr size_t kUnpackRows = 24;
+
+template <class Element>
+constexpr bool unpacks(size_t rows) {
+  return sizeof(ActivationOf<Element>) > sizeof(Element) && rows >= kUnpackRows;
+}
+
 // Inputs of four panels whose float32 values fill 32 KB.
 constexpr size_t kUnpackedInputs = 128;
 
@@ -229,6 +242,7 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
   using Op = Operand<Element>;
   alignas(64) float values[kUnpackedInputs * kTilePanels * kPanelWidth];
   const float* unpacked[kUnpackedInputs * kTilePanels];
+  const Element* next[kUnpackedInputs * kTilePanels];
   const size_t segments_at_once = product.inputs < kUnpackedInputs ? kUnpackedInputs / product.inputs : 1;
   const size_t inputs_at_once = product.inputs < kUnpackedInputs ? product.inputs : kUnpackedInputs;
   bool add_to_c = product.add_to_c;
@@ -242,10 +256,9 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
         for (size_t p = 0; p < count; p++) {
           const size_t at = (segment + s) * product.num_panels + panel + p;
           const Element* source = product.panels[at] + first * kPanelWidth;
-          const Element* next = product.next == nullptr ? source : product.next[at] + first * kPanelWidth;
           unpacked[s * count + p] = target;
+          if (product.next != nullptr) next[s * count + p] = product.next[at] + first * kPanelWidth;
           for (size_t k = 0; k < inputs; k += Op::kInputs) {
-            __builtin_prefetch(next + k * kPanelWidth);
             for (size_t factor = 0; factor < Op::kFactors; factor++, target += kPanelWidth) {
               store(target, Op::load_panel(source + k * kPanelWidth, factor));
             }
@@ -254,9 +267,9 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
       }
       const float* a = product.a + segment * product.inputs + first;
       float* c = product.c + panel * kPanelWidth;
-      tile_panels<float>({product.rows, a, product.a_stride, unpacked, count, segments, inputs, c, product.c_stride,
-                          add_to_c, nullptr},
-                         0, count);
+      tile_panels<float, Element>({product.rows, a, product.a_stride, unpacked, count, segments, inputs, c,
+                                   product.c_stride, add_to_c, product.next == nullptr ? nullptr : next},
+                                  0, count);
       add_to_c = true;
     }
   }
@@ -268,12 +281,12 @@ void multiply(const Product<Element>& product) {
     const size_t left = product.num_panels - panel;
     const size_t count = left < kTilePanels ? left : kTilePanels;
     if constexpr (sizeof(ActivationOf<Element>) > sizeof(Element)) {
-      if (product.rows >= kUnpackRows && product.inputs > 0) {
+      if (unpacks<Element>(product.rows) && product.inputs > 0) {
         tile_unpacked<Element>(product, panel, count);
         continue;
       }
     }
-    tile_panels<Element>(product, panel, count);
+    tile_panels<Element, Element>(product, panel, count);
   }
 }
 
