@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -94,18 +94,28 @@ def library_path() -> Path:
         KernelError: No compiler and no library, no folder to write to, or a source does not compile.
     """
     folder = _cache_folder()
-    sources = _fingerprint_of_sources()
     try:
         compiler = find_compiler()
     except KernelError:
-        if built := sorted(folder.glob(f"libllm_serving_{sources}_*.so")):
+        if built := _built(folder):
             return built[0]
         raise
-    path = folder / f"libllm_serving_{sources}_{_digest(repr(compiler).encode())}.so"
+    path = folder / f"libllm_serving_{_fingerprint_of_sources()}_{_digest(repr(compiler).encode())}.so"
     with _locked(folder / "build.lock"):
         if not path.exists():
             _build(compiler, path)
     return path
+
+
+def map_if_built() -> None:
+    """Maps the library into this process if it is there; to be called before MindSpore is imported.
+
+    Whenever it infers the shape of an operator of ours, MindSpore asks the system for the library by its name, which is
+    compared with those of all libraries in the order in which they came, MindSpore's own hundreds included.
+    """
+    with suppress(KernelError, OSError):
+        for path in _built(_cache_folder()):
+            ctypes.CDLL(str(path))
 
 
 def last_error() -> str:
@@ -239,6 +249,11 @@ def _cache_folder() -> Path:
     raise KernelError(
         f"no folder to keep the operator library in (tried {', '.join(map(str, candidates))}); set LLM_SERVING_CACHE"
     )
+
+
+def _built(folder: Path) -> list[Path]:
+    """Libraries of these sources, of any compiler."""
+    return sorted(folder.glob(f"libllm_serving_{_fingerprint_of_sources()}_*.so"))
 
 
 def _fingerprint_of_sources() -> str:
