@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
 from llm_serving.errors import WorkerError
 
+_SWAP_OUT, _SWAP_IN = int(BlockMove.SWAP_OUT), int(BlockMove.SWAP_IN)  # compared with in a loop
+
 
 class _Tags(NamedTuple):
     """What is known of each block of a memory."""
@@ -45,8 +47,8 @@ class BlockGuard:
             WorkerError: A move would take what is not its owner's.
         """
         for move in map(Move._make, block_moves.tolist()):
-            self._check_source(self._host if move.kind == BlockMove.SWAP_IN else self._cache, move)
-            target = self._host if move.kind == BlockMove.SWAP_OUT else self._cache
+            self._check_source(self._host if move.kind == _SWAP_IN else self._cache, move)
+            target = self._host if move.kind == _SWAP_OUT else self._cache
             target.epochs[move.target] = move.target_epoch
             target.num_written[move.target] = move.num_tokens
 
@@ -72,11 +74,13 @@ class BlockGuard:
         self._cache.num_written[blocks] = np.minimum(context_lens - first_tokens, self._block_size)[writes]
 
     def _check_source(self, source: _Tags, move: Move) -> None:
-        kind, epoch = BlockMove(move.kind).name, source.epochs[move.source]
-        if source.num_written[move.source] < move.num_tokens:
-            raise WorkerError(f"{kind} would take more of block {move.source} than was written")
-        if epoch != move.source_epoch:
-            raise WorkerError(f"{kind} would take block {move.source}, which somebody else has written")
+        block_id = move.source
+        if source.num_written.item(block_id) < move.num_tokens:
+            raise WorkerError(f"{BlockMove(move.kind).name} would take more of block {block_id} than was written")
+        if source.epochs.item(block_id) != move.source_epoch:
+            raise WorkerError(
+                f"{BlockMove(move.kind).name} would take block {block_id}, which somebody else has written"
+            )
 
     def _check_read(self, step: StepInput, num_read: Int32Array) -> None:
         """`num_read` [B, W]: tokens each row reads of each of its blocks, as far as it is above 0."""
