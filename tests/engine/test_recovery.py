@@ -121,6 +121,26 @@ def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:
     harness.assert_exact(request)
 
 
+@pytest.mark.parametrize("error", [StepFailedError("poison"), WorkerDiedError("poison")])
+def test_nobody_ends_for_what_others_are_found_to_have_done(error: Exception) -> None:
+    """One poisoned request after the other shares each step of a prompt, which so never gets further."""
+    harness = FragileHarness(max_num_seqs=2)
+    innocent = create_request(6, max_tokens=5)
+    poisons = [create_request(5, max_tokens=6, seed=i) for i in range(MAX_LOST_STEPS + 1)]
+
+    def spoil(step: StepInput) -> None:
+        if poisoned(step):
+            raise error
+
+    harness.executor.spoil = spoil
+    for poison in poisons:
+        poison.prompt_token_ids[2] = 666
+    harness.submit(innocent, *poisons)
+    harness.run()
+    harness.assert_exact(innocent)
+    assert {harness.last(poison.request_id).finish_reason for poison in poisons} == {FinishReason.ERROR}
+
+
 def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
     harness = FragileHarness()
     requests = [create_request(4, max_tokens=3) for _ in range(3)]

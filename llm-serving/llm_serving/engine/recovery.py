@@ -81,11 +81,15 @@ class Recovery:
         self._metrics.worker_restarted()
 
     def _guilty(self, suspects: Sequence[Request]) -> list[Request]:
-        """Those that make a step fail again, or were lost too often; the cache must be lost already."""
+        """Those that make a step fail again, or else were lost too often; the cache must be lost already."""
         if not suspects:
             return []
         guilty = find_culprits(suspects, lambda group: _passes(group, self._scheduler, self._executor))
-        return guilty + [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS and each not in guilty]
+        if not guilty:
+            return [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS]
+        for each in suspects:  # what the others lost is explained; each explanation ends a request, so this ends too
+            each.num_lost_steps = 0
+        return guilty
 
 
 def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
