@@ -32,8 +32,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-_FINISHED: Final = RequestStatus.FINISHED
-"""By a name of its own: in Python 3.11 to look a member up in its class takes five times as long as to compare it."""
+RUNNING: Final = RequestStatus.RUNNING
+FINISHED: Final = RequestStatus.FINISHED
+"""By names of their own: in Python 3.11 to look a member up in its class takes five times as long as to compare it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -152,7 +153,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is _FINISHED
+        return self.status is FINISHED
 
     @property
     def reached_max_tokens(self) -> bool:
