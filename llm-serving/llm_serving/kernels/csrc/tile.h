@@ -115,6 +115,8 @@ constexpr size_t kRowMultiple = kTileRows;
 // consist of in memory, where `Element` is what they were widened to.
 template <class Element, class Packed = Element>
 struct Product {
+  static constexpr bool kWidened = !std::is_same<Element, Packed>::value;
+
   size_t rows;
   const ActivationOf<Element>* a;
   size_t a_stride;
@@ -132,7 +134,7 @@ struct Product {
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
-  constexpr bool kWidened = !std::is_same<Element, Packed>::value;
+  constexpr bool kWidened = Product<Element, Packed>::kWidened;
   float* c = product.c + row * product.c_stride + panel * kPanelWidth;
   Floats sum[kRows][kPanels];
 #pragma GCC unroll 8
@@ -201,7 +203,7 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
 // were widened, each of the first tiles prefetches one panel, so that reading memory takes as long as multiplying.
 template <class Element, class Packed, size_t kPanels>
 void tile_rows(const Product<Element, Packed>& product, size_t panel) {
-  constexpr size_t kAhead = std::is_same<Element, Packed>::value ? kPanels : 1;
+  constexpr size_t kAhead = Product<Element, Packed>::kWidened ? 1 : kPanels;
   const size_t num_prefetching = product.next == nullptr ? 0 : kPanels / kAhead;
   const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
   for (size_t i = 0, row = 0; i < tiles; i++) {
@@ -229,8 +231,11 @@ void tile_panels(const Product<Element, Packed>& product, size_t panel, size_t c
 constexpr size_t kUnpackRows = 24;
 
 template <class Element>
+constexpr bool kWidens = sizeof(ActivationOf<Element>) > sizeof(Element);
+
+template <class Element>
 constexpr bool unpacks(size_t rows) {
-  return sizeof(ActivationOf<Element>) > sizeof(Element) && rows >= kUnpackRows;
+  return kWidens<Element> && rows >= kUnpackRows;
 }
 
 // Inputs of four panels whose float32 values fill 32 KB.
@@ -280,7 +285,7 @@ void multiply(const Product<Element>& product) {
   for (size_t panel = 0; panel < product.num_panels; panel += kTilePanels) {
     const size_t left = product.num_panels - panel;
     const size_t count = left < kTilePanels ? left : kTilePanels;
-    if constexpr (sizeof(ActivationOf<Element>) > sizeof(Element)) {
+    if constexpr (kWidens<Element>) {
       if (unpacks<Element>(product.rows) && product.inputs > 0) {
         tile_unpacked<Element>(product, panel, count);
         continue;
