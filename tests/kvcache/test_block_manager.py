@@ -110,22 +110,23 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_it_begins_in() -> None:
     blocks.check_writable("b", 9, 10)
 
 
-def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_since() -> None:
+def fork_after_a_block_was_given_away(index: int) -> BlockManager:
     blocks = BlockManager(num_blocks=8, block_size=4)
     parent = create_request(10, request_id="a")
     admit(blocks, parent)
-    blocks.pool._epochs[blocks.block_table("a")[0]] += 1000
+    blocks.pool._epochs[blocks.block_table("a")[index]] += 1000
     blocks.admit(replace(parent, request_id="b"), 10, parent)
+    return blocks
+
+
+def test_a_fork_names_the_epochs_of_its_parent_even_if_a_block_was_given_away_since() -> None:
+    blocks = fork_after_a_block_was_given_away(0)
     assert blocks.table("b").ids[:2] == blocks.table("a").ids[:2]
     assert blocks.table("b").epochs[:2] == blocks.table("a").epochs[:2]
 
 
 def test_a_copy_names_the_epoch_of_the_parent_even_if_the_block_was_given_away_since() -> None:
-    blocks = BlockManager(num_blocks=8, block_size=4)
-    parent = create_request(10, request_id="a")
-    admit(blocks, parent)
-    blocks.pool._epochs[blocks.block_table("a")[2]] += 1000
-    blocks.admit(replace(parent, request_id="b"), 10, parent)
+    blocks = fork_after_a_block_was_given_away(2)
     (move,) = blocks.take_moves()
     assert (move.source_epoch, move.target_epoch) == (blocks.table("a").epochs[2], blocks.table("b").epochs[2])
 
