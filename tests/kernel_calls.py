@@ -22,6 +22,9 @@ SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
 FLOAT_TYPES = tuple(ROUNDING_UNIT)
 
+FIXED_POINT_ISA = "avx512_vnni"
+"""The instruction set that multiplies packed bfloat16 weights in 16-bit integers."""
+
 
 @dataclass(frozen=True)
 class Typed:
@@ -112,3 +115,45 @@ def assert_close(result: Typed, expected: Array, bound: Array | float) -> None:
     limit = bound * (1 + unit) + unit * np.abs(expected) + SMALLEST[result.dtype]
     difference = np.abs(result.values.astype(np.float64) - expected)
     assert np.all(difference <= limit), f"off by up to {np.max(difference / limit):.2f} times what rounding explains"
+
+
+def float32_sum_bound(x: Typed, weight: Typed) -> Array:
+    """K products and K sums, each rounded once; products and sums below 2^-126 may be taken as zero."""
+    num_inputs = x.array.shape[1]
+    magnitude = np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
+    return 2 * num_inputs * (FLOAT32_UNIT * magnitude + 2.0**-126)
+
+
+def fixed_point_bound(x: Typed, weight: Typed) -> Array:
+    """How far a product in 16-bit integers (csrc/fixed_point.h) may be from the exact one.
+
+    A number, which must be finite, is off by at most half its unit, and by nothing where it is a multiple of it. Sums
+    of a block are exact; each is rounded to float32 once, as is each addition of blocks.
+    """
+    inputs, weights = x.values.astype(np.float64), weight.values.astype(np.float64)
+    weight_units = 2.0 ** (_exponents(weights) - 14)
+    blocks = range(0, max(1, weights.shape[1]), 128)
+    norms = [np.linalg.norm(np.rint(weights / weight_units)[:, k : k + 128], axis=1).max(initial=1) for k in blocks]
+    # What rounding of norms to float32 may take away is far below 1e-5.
+    most_norm = 2.0**31 * 0.999 / max(norms) * (1 - 1e-5) - 6
+    input_units = np.empty_like(inputs)
+    for k in blocks:
+        scaled = inputs[:, k : k + 128] / 2.0 ** _exponents(inputs[:, k : k + 128])
+        norm = np.maximum(np.linalg.norm(scaled, axis=1, keepdims=True), 2.0**-126)
+        per_one = 2.0 ** np.minimum(14, np.floor(np.log2(most_norm / norm)))
+        input_units[:, k : k + 128] = 2.0 ** _exponents(inputs[:, k : k + 128]) / per_one
+    input_errors, weight_errors = _distance(inputs, input_units), _distance(weights, weight_units)
+    magnitude = np.abs(inputs) @ np.abs(weights).T
+    from_units = (np.abs(inputs) + input_errors) @ (np.abs(weights) + weight_errors).T - magnitude
+    bound: Array = from_units + (len(blocks) + 1) * FLOAT32_UNIT * (magnitude + from_units) + 2.0**-126
+    return bound
+
+
+def _exponents(values: Array) -> Array:
+    """Exponent of the largest magnitude of each row [rows, 1], at least -90."""
+    return np.floor(np.log2(np.abs(values).max(axis=1, initial=2.0**-90, keepdims=True)))
+
+
+def _distance(values: Array, units: Array) -> Array:
+    """Of each value from the nearest multiple of its unit, at most."""
+    return np.where(values % units == 0, 0, np.minimum(np.abs(values), units / 2))

@@ -3,12 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_calls import (
-    FLOAT32_UNIT,
+    FIXED_POINT_ISA,
     FLOAT_TYPES,
     Typed,
     assert_close,
     call,
     empty,
+    fixed_point_bound,
+    float32_sum_bound,
     integers,
     linear,
     packed,
@@ -26,11 +28,11 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def sum_bound(x: Typed, weight: Typed) -> np.ndarray:
-    """K products and K sums, each rounded once; products and sums below 2^-126 may be taken as zero."""
-    num_inputs = x.array.shape[1]
-    magnitude = np.abs(x.values.astype(np.float64)) @ np.abs(weight.values.astype(np.float64)).T
-    return 2 * num_inputs * (FLOAT32_UNIT * magnitude + 2.0**-126)
+def sum_bound(isa: str, x: Typed, weight: Typed) -> np.ndarray:
+    """How far the sums of an instruction set may be from the exact ones."""
+    if isa == FIXED_POINT_ISA and x.dtype == "bfloat16":
+        return fixed_point_bound(x, weight)
+    return float32_sum_bound(x, weight)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -40,7 +42,7 @@ def test_product_is_the_reference_up_to_rounding(isa: str, dtype: str, result: s
     for m, n, k in SHAPES:
         x, weight = typed(normal(rng, m, k), dtype), typed(normal(rng, n, k), dtype)
         y = linear(x, packed(weight), result)
-        assert_close(y, reference.linear(x.values, weight.values), sum_bound(x, weight))
+        assert_close(y, reference.linear(x.values, weight.values), sum_bound(isa, x, weight))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -85,6 +87,8 @@ def test_small_integers_are_exact_on_every_instruction_set(isa: str, dtype: str)
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_infinity_and_nan_stay_in_their_row_and_column(isa: str, dtype: str) -> None:
+    if (isa, dtype) == (FIXED_POINT_ISA, "bfloat16"):
+        pytest.skip("they have no units: see test_fixed_point.py")
     rng = np.random.default_rng(4)
     clean_x, clean_weight = normal(rng, 9, 70), normal(rng, 40, 70)
     x, weight = clean_x.copy(), clean_weight.copy()
@@ -113,7 +117,7 @@ def test_extreme_magnitudes(isa: str, dtype: str, magnitude: float) -> None:
     expected = reference.linear(x.values, weight.values)
     # Subnormal inputs may count as zero: what they would have contributed.
     lost = np.where(np.abs(x.values) < 2.0**-126, np.abs(x.values), 0).astype(np.float64)
-    bound = sum_bound(x, weight) + lost @ np.abs(weight.values.astype(np.float64)).T
+    bound = sum_bound(isa, x, weight) + lost @ np.abs(weight.values.astype(np.float64)).T
     assert_close(linear(x, packed(weight), "float32"), expected, bound)
 
 
@@ -142,7 +146,9 @@ def test_rows_of_a_packed_weight_are_looked_up(dtype: str, n: int, k: int) -> No
     weight = typed(normal(rng, n, k), dtype)
     rows = rng.integers(0, n, 9)
     y = empty((9, k), dtype)
-    call("Gather", packed(weight), integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
+    with library.isa_in_use("plain"):  # which keeps weights as they are
+        table = packed(weight)
+    call("Gather", table, integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
     assert np.array_equal(y.bits, weight.bits[rows])
 
 

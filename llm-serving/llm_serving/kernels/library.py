@@ -6,7 +6,8 @@ instruction set and chooses when it is loaded, so the folder may be shared betwe
 Environment:
     CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
     LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
-    LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512, avx2 or plain.
+    LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512_vnni, avx512, avx2 or
+        plain.
     LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
 """
 
@@ -51,6 +52,7 @@ _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLLM_AMX"),
     "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     "plain": (),

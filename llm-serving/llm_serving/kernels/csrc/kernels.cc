@@ -22,6 +22,9 @@ extern const Kernels kKernels;
 namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
+namespace avx512_vnni {
+extern const Kernels kKernels;
+}
 namespace avx512 {
 extern const Kernels kKernels;
 }
@@ -63,6 +66,7 @@ struct Supported {
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (bf16 && has_amx()) sets[count++] = &amx::kKernels;
     if (bf16) sets[count++] = &avx512_bf16::kKernels;
+    if (avx512 && __builtin_cpu_supports("avx512vnni")) sets[count++] = &avx512_vnni::kKernels;
     if (avx512) sets[count++] = &avx512::kKernels;
     if (avx2) sets[count++] = &avx2::kKernels;
 #endif

@@ -9,6 +9,12 @@ namespace llm {
 // Columns of a packed panel: one AVX-512 register of float32, one AMX tile.
 constexpr size_t kPanelWidth = 16;
 
+// Of a packed bfloat16 weight that is kept as multiples of units (fixed_point.h).
+struct WeightUnits {
+  const float* unit;      // [columns of whole panels], times 2^14
+  float activation_norm;  // norm of a block of activations, in their units, up to which sums stay in 32 bits
+};
+
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32.
 struct LinearArgs {
@@ -18,6 +24,7 @@ struct LinearArgs {
   DType dtype;
   DType y_dtype;
   size_t m, n, k;
+  const WeightUnits* units = nullptr;  // null: the weight is kept as it is
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
@@ -82,6 +89,9 @@ struct AttentionArgs {
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
+  // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightUnits has; false if it
+  // has no units and stays as it is. Null where products are in floating point.
+  bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
@@ -92,6 +102,10 @@ struct Kernels {
 
 // The kernels in use: the best this CPU runs, or what LLM_SERVING_ISA names.
 const Kernels& kernels();
+
+// Whether the kernels in use can read the weight: one kept as multiples serves those only that multiply in integers.
+inline bool can_multiply(const WeightUnits* units) { return units == nullptr || kernels().to_fixed_point != nullptr; }
+constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
 
 // Selects by name; false when the name is unknown or this CPU cannot run it.
 bool select_kernels(const char* isa);

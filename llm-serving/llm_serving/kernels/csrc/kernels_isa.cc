@@ -1,6 +1,7 @@
 // The kernels of one instruction set: compiled once for each, with LLM_ISA its name and the compiler flags it needs.
 #include "attention.h"
 #include "elementwise.h"
+#include "fixed_point.h"
 #include "linear.h"
 #include "sampling.h"
 
@@ -33,9 +34,17 @@ void add(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
 }
 
+#if defined(__AVX512VNNI__)
+constexpr auto kLinear = fixed_point_linear;
+constexpr auto kToFixedPoint = weight_to_fixed_point;
+#else
+constexpr auto kLinear = linear;
+constexpr std::nullptr_t kToFixedPoint = nullptr;
+#endif
+
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {LLM_TEXT(LLM_ISA), linear, rms_norm, rotary, swiglu, add, attention, sample};
+const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, kToFixedPoint, rms_norm, rotary, swiglu, add, attention, sample};
 
 }  // namespace llm::LLM_ISA

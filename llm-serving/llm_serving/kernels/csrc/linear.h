@@ -137,8 +137,8 @@ struct Units {
 
 // Sums of a block of rows with a few whole panels, in passes over the inputs.
 template <class Element>
-void sum_products(const Activations<Element>& x, size_t row, size_t rows, const Element* const* panels, size_t count,
-                  float* sums, size_t sums_stride) {
+void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows, size_t,
+                  const Element* const* panels, size_t count, float* sums, size_t sums_stride) {
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
@@ -152,8 +152,8 @@ void sum_products(const Activations<Element>& x, size_t row, size_t rows, const 
   }
 }
 
-template <class Element, class Result>
-void linear_unit(const LinearArgs& args, const Activations<Element>& x, const Units& units, size_t unit) {
+template <class Element, class Result, class Prepared>
+void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, size_t unit) {
   const size_t first = unit % units.panel_groups * units.panels;
   const size_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth - first;
   const size_t count = num_panels < units.panels ? num_panels : units.panels;
@@ -166,29 +166,33 @@ void linear_unit(const LinearArgs& args, const Activations<Element>& x, const Un
   const size_t row = unit / units.panel_groups * units.rows;
   const size_t rows = args.m - row < units.rows ? args.m - row : units.rows;
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * width * sizeof(float)));
-  sum_products<Element>(x, row, rows, panels, count, sums, width);
+  sum_products(args, x, row, rows, first, panels, count, sums, width);
   const size_t column = first * kPanelWidth;
   const size_t columns = args.n - column < width ? args.n - column : width;
   write_rows<Element>(sums, width, rows, columns, static_cast<Result*>(args.y) + row * args.n + column, args.n);
 }
 
-template <class Element, class Result>
-void linear_into(const LinearArgs& args) {
-  const Activations<Element> x = prepare_activations<Element>(args);
+template <class Element, class Result, class Prepared>
+void linear_into(const LinearArgs& args, const Prepared& x) {
   const Units units(args.m, args.n);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
+}
+
+template <class Element, class Prepared>
+void linear_with(const LinearArgs& args, const Prepared& x) {
+  if (args.y_dtype == DType::kFloat32) {
+    linear_into<Element, float>(args, x);
+  } else {
+    linear_into<Element, Element>(args, x);
+  }
 }
 
 inline void linear(const LinearArgs& args) {
   if (args.m == 0 || args.n == 0) return;
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    if (args.y_dtype == DType::kFloat32) {
-      linear_into<Element, float>(args);
-    } else {
-      linear_into<Element, Element>(args);
-    }
+    linear_with<Element>(args, prepare_activations<Element>(args));
   });
 }
 

@@ -46,12 +46,13 @@ LLM_OPERATOR(Gather) {
   }
   const char* table = call.data<const char>(0);
   char* y = call.data<char>(4);
-  const bool packed = call.rank(0) == 2 && is_packed(table, call.dtype(0), rows, call.dim(0, 1));
+  const PackedWeight weight(table, call.dtype(0), rows, call.rank(0) == 2 ? call.dim(0, 1) : 0);
+  const bool packed = call.rank(0) == 2 && weight.is_packed();
   if (packed && axis != 0) return call.fail("a packed weight is gathered by rows only");
   for_copies(outer * count, inner, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(1, i % count));
     if (packed) {
-      unpack_row(table, y + i * inner, call.dtype(0), rows, call.dim(0, 1), row);
+      weight.unpack_row(table, y + i * inner, call.dtype(0), rows, call.dim(0, 1), row);
     } else {
       std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
     }

@@ -53,12 +53,15 @@ LLM_OPERATOR(MatMul) {
     return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", m, k, call.dim(1, 0), call.dim(1, 1));
   }
   if (call.dtype(4) != dtype && call.dtype(4) != DType::kFloat32) return call.fail("the result has another type");
-  const LinearArgs args = {call.data<void>(0), call.data<void>(1), call.data<void>(4), dtype, call.dtype(4), m, n, k};
-  if (!is_packed(args.weight, dtype, call.dim(1, 0), call.dim(1, 1))) {
+  LinearArgs args = {call.data<void>(0), call.data<void>(1), call.data<void>(4), dtype, call.dtype(4), m, n, k};
+  const PackedWeight weight(args.weight, dtype, call.dim(1, 0), call.dim(1, 1));
+  if (!weight.is_packed()) {
     multiply_unpacked(args, call.element_bytes(0), transpose_a, transpose_b);
     return 0;
   }
   if (transpose_a || !transpose_b) return call.fail("a packed weight is multiplied as x * weight^T only");
+  args.units = weight.units();
+  if (!can_multiply(args.units)) return call.fail("%s", kOtherKernels);
   kernels().linear(args);
   return 0;
 }

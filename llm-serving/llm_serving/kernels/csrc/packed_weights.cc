@@ -1,9 +1,13 @@
 #include "packed_weights.h"
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "thread_pool.h"
@@ -11,15 +15,20 @@
 namespace llm {
 namespace {
 
+// WeightUnits::unit is this much larger than the unit.
+constexpr float kUnitOfOne = 0x1p-14f;
+
 struct Packed {
   DType dtype;
   size_t n, k;
+  std::vector<float> column_units;  // none where the weight is kept as it is
+  WeightUnits units;
 };
 
 std::shared_mutex registry_mutex;
 
-std::unordered_map<const void*, Packed>& registry() {
-  static auto* const instance = new std::unordered_map<const void*, Packed>;
+std::unordered_map<const void*, std::unique_ptr<Packed>>& registry() {
+  static auto* const instance = new std::unordered_map<const void*, std::unique_ptr<Packed>>;
   return *instance;
 }
 
@@ -78,17 +87,21 @@ void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t
   }
 }
 
-void unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) {
-  if (dtype == DType::kFloat32) {
-    unpack<uint32_t>(packed, target, n, k, row, false);
-  } else {
-    unpack<uint16_t>(packed, target, n, k, row, dtype == DType::kBFloat16);
+void register_packed(void* data, DType dtype, size_t n, size_t k) {
+  auto packed = std::make_unique<Packed>();
+  packed->dtype = dtype;
+  packed->n = n;
+  packed->k = k;
+  const auto to_fixed_point = kernels().to_fixed_point;
+  if (to_fixed_point != nullptr && dtype == DType::kBFloat16) {
+    std::vector<float> units((n + kPanelWidth - 1) / kPanelWidth * kPanelWidth);
+    if (to_fixed_point(data, n, k, units.data(), &packed->units.activation_norm)) {
+      packed->column_units = std::move(units);
+      packed->units.unit = packed->column_units.data();
+    }
   }
-}
-
-void register_packed(const void* data, DType dtype, size_t n, size_t k) {
   const std::unique_lock<std::shared_mutex> lock(registry_mutex);
-  registry()[data] = {dtype, n, k};
+  registry()[data] = std::move(packed);
 }
 
 void release_packed(const void* data) {
@@ -96,10 +109,27 @@ void release_packed(const void* data) {
   registry().erase(data);
 }
 
-bool is_packed(const void* data, DType dtype, size_t n, size_t k) {
+PackedWeight::PackedWeight(const void* data, DType dtype, size_t n, size_t k) {
   const std::shared_lock<std::shared_mutex> lock(registry_mutex);
   const auto found = registry().find(data);
-  return found != registry().end() && found->second.dtype == dtype && found->second.n == n && found->second.k == k;
+  if (found == registry().end()) return;
+  const Packed& packed = *found->second;
+  is_packed_ = packed.dtype == dtype && packed.n == n && packed.k == k;
+  if (is_packed_ && !packed.column_units.empty()) units_ = &packed.units;
+}
+
+void PackedWeight::unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) const {
+  if (dtype == DType::kFloat32) return unpack<uint32_t>(packed, target, n, k, row, false);
+  unpack<uint16_t>(packed, target, n, k, row, dtype == DType::kBFloat16);
+  if (units_ == nullptr) return;
+  // A product of a power of two and of an integer that eight bits could tell: nothing is lost.
+  const float unit = units_->unit[row] * kUnitOfOne;
+  for (size_t i = 0; i < k; i++) {
+    int16_t multiple;
+    std::memcpy(&multiple, static_cast<char*>(target) + i * sizeof(multiple), sizeof(multiple));
+    const float value = static_cast<float>(multiple) * unit;
+    std::memcpy(static_cast<char*>(target) + i * sizeof(multiple), reinterpret_cast<const char*>(&value) + 2, 2);
+  }
 }
 
 }  // namespace llm

@@ -7,19 +7,33 @@
 // pairs, so a packed weight takes exactly the n * k elements of the original.
 #pragma once
 
-#include "dtype.h"
+#include "kernels.h"
 
 namespace llm {
 
 // Packs `source` (row-major) into `target`, which must not overlap it.
 void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t k);
 
-// Reads feature `row` of a packed weight back as k contiguous elements.
-void unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row);
-
-// Which tensors are packed: MindSpore hands the kernels a pointer and a shape only.
-void register_packed(const void* data, DType dtype, size_t n, size_t k);
+// Remembers that a tensor is packed: MindSpore hands the kernels a pointer and a shape only. Where the kernels in use
+// multiply in integers, bfloat16 elements become multiples of units (fixed_point.h), which other kernels cannot read.
+void register_packed(void* data, DType dtype, size_t n, size_t k);
 void release_packed(const void* data);
-bool is_packed(const void* data, DType dtype, size_t n, size_t k);
+
+// What is known of a tensor [n, k].
+class PackedWeight {
+ public:
+  PackedWeight(const void* data, DType dtype, size_t n, size_t k);
+
+  bool is_packed() const { return is_packed_; }
+  // Of a weight that is kept as multiples, otherwise null.
+  const WeightUnits* units() const { return units_; }
+
+  // Reads feature `row` back as k contiguous elements.
+  void unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) const;
+
+ private:
+  bool is_packed_ = false;
+  const WeightUnits* units_ = nullptr;
+};
 
 }  // namespace llm

@@ -11,7 +11,7 @@
 namespace llm {
 namespace {
 
-// What one thread does in `rounds` rounds, in floating-point operations.
+// What one thread does in `rounds` rounds, in multiplications and additions.
 using Rounds = double (*)(size_t rounds, float* result);
 
 constexpr size_t kTasksPerThread = 8;
@@ -48,6 +48,21 @@ __attribute__((target("avx512f,avx512bw,avx512bf16"))) double avx512_bf16(size_t
   }
   for (size_t i = 1; i < kSums512; i++) sums[0] = _mm512_add_ps(sums[0], sums[i]);
   *result = _mm512_cvtss_f32(sums[0]);
+  return 2.0 * 32 * kSums512 * static_cast<double>(rounds);
+}
+
+__attribute__((target("avx512f,avx512vnni"))) double avx512_vnni(size_t rounds, float* result) {
+  typedef int32_t Integers __attribute__((vector_size(64)));
+  const __m512i factor = _mm512_set1_epi16(0x3a7);
+  const __m512i term = _mm512_set1_epi16(-0x5d3);
+  Integers sums[kSums512];
+  for (size_t i = 0; i < kSums512; i++) sums[i] = Integers{} + static_cast<int32_t>(i);
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 24
+    for (size_t i = 0; i < kSums512; i++) sums[i] = (Integers)_mm512_dpwssd_epi32((__m512i)sums[i], factor, term);
+  }
+  for (size_t i = 1; i < kSums512; i++) sums[0] += sums[i];
+  *result = static_cast<float>(sums[0][0]);
   return 2.0 * 32 * kSums512 * static_cast<double>(rounds);
 }
 
@@ -117,6 +132,7 @@ Rounds rounds_of(const char* isa, DType dtype) {
 #if defined(__x86_64__)
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "amx") == 0) return amx;
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_bf16") == 0) return avx512_bf16;
+  if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_vnni") == 0) return avx512_vnni;
   if (std::strncmp(isa, "avx512", 6) == 0 || std::strcmp(isa, "amx") == 0) return avx512;
   if (std::strcmp(isa, "avx2") == 0) return avx2;
 #endif
@@ -129,7 +145,7 @@ Rounds rounds_of(const char* isa, DType dtype) {
 }  // namespace llm
 
 // Multiplies and adds with all threads of the kernels, in the instructions of a set that this CPU must have; returns
-// the number of floating-point operations done.
+// the number of multiplications and additions done.
 LLM_EXPORT double llm_multiply_add(const char* isa, const char* dtype, int64_t rounds) {
   using namespace llm;
   const Rounds run = rounds_of(isa, parse_dtype(dtype));

@@ -14,13 +14,24 @@
 
 namespace llm::LLM_ISA {
 
+// Sums in float32, which take up where those in memory ended.
+struct FloatSums {
+  using Sum = Floats;
+  static constexpr bool kSpreads = false;
+
+  static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
+  static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { store(c, sum); }
+};
+
 // How an element type is multiplied.
 //   Activation   what rows of activations consist of (see `to_activations`)
 //   kInputs      inputs that are neighbours in a packed panel
 //   kFactors     factors they are multiplied as, one after the other
 //   kMultiple    number of inputs is a multiple of this
+//   Sum          what sixteen sums are kept in, from `begin` to `end`
+//   kSpreads     products are so quick that reading the next panels must be spread over all tiles of these
 template <class Element>
-struct Operand {
+struct Operand : FloatSums {
   using Activation = float;
   using Factor = Floats;
   static constexpr size_t kInputs = 1;
@@ -36,7 +47,7 @@ struct Operand {
 // vdpbf16ps adds the product of the odd inputs, then that of the even ones, to the accumulator; each sum is rounded to
 // nearest even, and subnormal inputs, sums and results count as zero.
 template <>
-struct Operand<BFloat16> {
+struct Operand<BFloat16> : FloatSums {
   using Activation = BFloat16;
   static constexpr size_t kInputs = 2;
 #if defined(LLM_AMX)
@@ -67,7 +78,7 @@ struct Operand<BFloat16> {
 #else
 // The even inputs of a panel's pairs, then the odd ones: four panels of each fit the registers beside the sums.
 template <>
-struct Operand<BFloat16> {
+struct Operand<BFloat16> : FloatSums {
   using Activation = float;
   using Factor = Floats;
   static constexpr size_t kInputs = 2;
@@ -116,6 +127,8 @@ constexpr size_t kRowMultiple = kTileRows;
 template <class Element, class Packed = Element>
 struct Product {
   static constexpr bool kWidened = !std::is_same<Element, Packed>::value;
+  // Memory is idle while widened panels are multiplied, so that reading the next ones is spread as well.
+  static constexpr bool kSpreads = kWidened || Operand<Element>::kSpreads;
 
   size_t rows;
   const ActivationOf<Element>* a;
@@ -127,21 +140,23 @@ struct Product {
   size_t c_stride;
   bool add_to_c;
   const Packed* const* next;  // as panels: what is read after them, to be prefetched meanwhile; null for nothing
+  const float* row_scales = nullptr;  // [rows], where Operand::end wants them
 };
 
 // The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
-// where panels were widened, memory is idle during the product, so the activations of the rows after these are as well.
+// where reading is spread, so are the activations of the rows after these.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
-  constexpr bool kWidened = Product<Element, Packed>::kWidened;
+  constexpr bool kSpreads = Product<Element, Packed>::kSpreads;
+  constexpr int kLocality = kSpreads && kAhead == 1 ? 2 : 3;
   float* c = product.c + row * product.c_stride + panel * kPanelWidth;
-  Floats sum[kRows][kPanels];
+  typename Op::Sum sum[kRows][kPanels];
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      sum[r][p] = product.add_to_c ? load(c + r * product.c_stride + p * kPanelWidth) : zeros();
+      sum[r][p] = Op::begin(c + r * product.c_stride + p * kPanelWidth, product.add_to_c);
     }
   }
   const ActivationOf<Element>* a = product.a + row * product.a_stride;
@@ -152,9 +167,9 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
-      if (kWidened) __builtin_prefetch(a + kRows * (product.a_stride + k));
+      if (kSpreads) __builtin_prefetch(a + kRows * (product.a_stride + k));
 #pragma GCC unroll 8
-      for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kWidened ? 2 : 3);
+      for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kLocality);
 #pragma GCC unroll 2
       for (size_t factor = 0; factor < Op::kFactors; factor++) {
         typename Op::Factor values[kPanels];
@@ -175,7 +190,10 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
-    for (size_t p = 0; p < kPanels; p++) store(c + r * product.c_stride + p * kPanelWidth, sum[r][p]);
+    for (size_t p = 0; p < kPanels; p++) {
+      float* target = c + r * product.c_stride + p * kPanelWidth;
+      Op::end(sum[r][p], target, product.add_to_c, product.row_scales + row + r);
+    }
   }
 }
 
@@ -199,19 +217,26 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
   }
 }
 
-// All rows of a few panels, in tiles of nearly equal height. The first tile prefetches what comes next; where panels
-// were widened, each of the first tiles prefetches one panel, so that reading memory takes as long as multiplying.
+template <class Element, class Packed = Element>
+constexpr bool spreads_prefetches(size_t rows, size_t panels = kTilePanels) {
+  return Product<Element, Packed>::kSpreads && (rows + kTileRows - 1) / kTileRows >= panels;
+}
+
+// All rows of a few panels, in tiles of nearly equal height. The first tile prefetches what comes next, or the first
+// tiles a panel each, so that reading memory takes as long as multiplying.
 template <class Element, class Packed, size_t kPanels>
 void tile_rows(const Product<Element, Packed>& product, size_t panel) {
-  constexpr size_t kAhead = Product<Element, Packed>::kWidened ? 1 : kPanels;
-  const size_t num_prefetching = product.next == nullptr ? 0 : kPanels / kAhead;
   const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
+  const bool one_each = spreads_prefetches<Element, Packed>(product.rows, kPanels);
+  const size_t num_prefetching = product.next == nullptr ? 0 : one_each ? kPanels : 1;
   for (size_t i = 0, row = 0; i < tiles; i++) {
     const size_t height = (product.rows - row + tiles - i - 1) / (tiles - i);
-    if (i < num_prefetching) {
-      tile_of<Element, Packed, kPanels, kAhead>(height, product, row, panel, panel + i);
-    } else {
+    if (i >= num_prefetching) {
       tile_of<Element, Packed, kPanels, 0>(height, product, row, panel, 0);
+    } else if (one_each) {
+      tile_of<Element, Packed, kPanels, 1>(height, product, row, panel, panel + i);
+    } else {
+      tile_of<Element, Packed, kPanels, kPanels>(height, product, row, panel, panel);
     }
     row += height;
   }

@@ -1,0 +1,296 @@
+// bfloat16 products in 16-bit integers (vpdpwssd), which do twice the work of float32 on CPUs without bfloat16 units.
+//
+// A bfloat16 has eight significant bits. Numbers that are multiples of one power of two, their unit, keep all of them
+// in 16 bits unless they are much smaller than the largest; those are rounded to a whole number of units:
+//   weights      share a unit along a column: 2^-14 of the power of two of the largest, so that weights down to 2^-7 of
+//                that keep every bit; they are kept as multiples, in the place and order of the bfloat16
+//   activations  share one within a row and a block of 128 inputs: the smallest for which no sum of a block can leave
+//   32
+//                bits. By Cauchy and Schwarz such a sum is at most the norm of the activations times that of the
+//                weights; the largest norm of any column and block is measured once for a weight
+// Sums of a block are exact, whatever their order; blocks are added in float32, in ascending order. That fixes the bits
+// of a row whatever is computed beside it. A row that holds infinity or NaN becomes NaN; a weight that does stays as it
+// is and is multiplied in float32. kernels/fixed_point.py says the same in NumPy, bit by bit.
+#pragma once
+
+#include "linear.h"
+
+#if defined(__AVX512VNNI__)
+namespace llm::LLM_ISA {
+
+constexpr size_t kBlockInputs = 128;
+constexpr int kUnitBits = 14;
+// Exponent of the largest number of a column, or of a row's block, from which on none is smaller.
+constexpr int kLeastExponent = -90;
+// Of the norms that are allowed, what rounding may add: half a unit to each of 128 activations, and a little more.
+constexpr float kRoundingNorm = 6.0f;
+
+// A multiple of a unit.
+struct Fixed16 {
+  int16_t multiple;
+};
+
+// Sums of products in integers, brought to float32 by the unit of their row.
+template <>
+struct Operand<Fixed16> {
+  using Activation = Fixed16;
+  using Factor = __m512i;
+  using Sum = NativeInt;
+  static constexpr size_t kInputs = 2;
+  static constexpr size_t kFactors = 1;
+  static constexpr size_t kMultiple = kInputs;
+  static constexpr bool kSpreads = true;
+
+  static LLM_INLINE Factor load_panel(const Fixed16* panel, size_t) { return _mm512_loadu_si512(panel); }
+
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) {
+    int32_t pair;
+    __builtin_memcpy(&pair, a, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+
+  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) { return (Sum)_mm512_dpwssd_epi32((__m512i)sum, a, b); }
+
+  static LLM_INLINE Sum begin(const float*, bool) { return Sum{}; }
+
+  static LLM_INLINE void end(Sum sum, float* c, bool add_to_c, const float* row_unit) {
+    const Floats before = add_to_c ? load(c) : zeros();
+    store(c, multiply_add({{_mm512_cvtepi32_ps((__m512i)sum)}}, broadcast(*row_unit), before));
+  }
+};
+
+LLM_INLINE float power_of_two(int exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// The largest power of two that is not above a positive normal number.
+LLM_INLINE float floor_to_power_of_two(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  bits &= 0x7f800000;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// The larger magnitude of each pair of bfloat16, as bits.
+LLM_INLINE __m512i larger_of_pairs(__m512i pairs) {
+  const __m512i magnitudes = _mm512_and_si512(pairs, _mm512_set1_epi16(0x7fff));
+  return _mm512_max_epu32(_mm512_srli_epi32(magnitudes, 16), _mm512_and_si512(magnitudes, _mm512_set1_epi32(0xffff)));
+}
+
+constexpr uint32_t kInfinityBits = 0x7f80;
+
+LLM_INLINE int exponent_of(uint32_t magnitude_bits) {
+  const int exponent = static_cast<int>(magnitude_bits >> 7) - 127;
+  return exponent > kLeastExponent ? exponent : kLeastExponent;
+}
+
+// ---- Weights -------------------------------------------------------------------------------------------------------
+
+// Undoes `whole_panel`: writes a panel of 16 columns and an even number of inputs over the packed one.
+inline void restore_panel(const LinearArgs& args, size_t panel, const BFloat16* padded) {
+  const size_t first = panel * kPanelWidth;
+  const size_t width = args.n - first < kPanelWidth ? args.n - first : kPanelWidth;
+  BFloat16* packed = static_cast<BFloat16*>(const_cast<void*>(args.weight)) + first * args.k;
+  const size_t paired = args.k / 2 * 2;
+  for (size_t k = 0; k < paired; k += 2) {
+    __builtin_memcpy(packed + k * width, padded + k * kPanelWidth, width * 2 * sizeof(BFloat16));
+  }
+  if (paired == args.k) return;
+  for (size_t column = 0; column < width; column++) {
+    packed[paired * width + column] = padded[paired * kPanelWidth + column * 2];
+  }
+}
+
+// Calls body(panel, inputs) with a whole panel of a packed weight, and puts what it leaves there back into the weight.
+template <class Body>
+void change_panel(const LinearArgs& args, size_t panel, Body body) {
+  const size_t inputs = (args.k + 1) / 2 * 2;
+  const size_t bytes = inputs * kPanelWidth * sizeof(BFloat16) + 1;
+  auto* padded = static_cast<BFloat16*>(scratch(Scratch::kPanel, bytes));
+  const BFloat16* whole = whole_panel(args, panel, inputs, padded);
+  body(const_cast<BFloat16*>(whole), inputs);
+  if (whole == padded) restore_panel(args, panel, padded);
+}
+
+// Reciprocals of the units of a panel's columns; false if a column holds infinity or NaN.
+inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit, float* units_per_one) {
+  __m512i largest = _mm512_setzero_si512();
+  for (size_t k = 0; k < inputs; k += 2) {
+    largest = _mm512_max_epu32(largest, larger_of_pairs(_mm512_loadu_si512(panel + k * kPanelWidth)));
+  }
+  alignas(64) uint32_t magnitudes[kPanelWidth];
+  _mm512_store_si512(magnitudes, largest);
+  bool finite = true;
+  for (size_t column = 0; column < kPanelWidth; column++) {
+    const int exponent = exponent_of(magnitudes[column]);
+    unit[column] = power_of_two(exponent);
+    units_per_one[column] = power_of_two(kUnitBits - exponent);
+    finite = finite && magnitudes[column] < kInfinityBits;
+  }
+  return finite;
+}
+
+// Turns a panel into multiples of its columns' units; returns the largest square of a norm of a column's block.
+inline uint64_t to_multiples(BFloat16* panel, size_t inputs, const float* units_per_one) {
+  const __m512 units = _mm512_loadu_ps(units_per_one);
+  __m512i largest = _mm512_setzero_si512();
+  for (size_t first = 0; first < inputs; first += kBlockInputs) {
+    const size_t last = first + kBlockInputs < inputs ? first + kBlockInputs : inputs;
+    __m512i low = _mm512_setzero_si512();
+    __m512i high = _mm512_setzero_si512();
+    for (size_t k = first; k < last; k += 2) {
+      const __m512i pairs = _mm512_loadu_si512(panel + k * kPanelWidth);
+      const __m512 even = (__m512)_mm512_slli_epi32(pairs, 16);
+      const __m512 odd = (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+      const __m512i even_units = _mm512_cvtps_epi32(_mm512_mul_ps(even, units));
+      const __m512i odd_units = _mm512_cvtps_epi32(_mm512_mul_ps(odd, units));
+      const __m512i multiples = _mm512_mask_blend_epi16(0xaaaaaaaa, even_units, _mm512_slli_epi32(odd_units, 16));
+      _mm512_storeu_si512(panel + k * kPanelWidth, multiples);
+      const __m512i squares = _mm512_dpwssd_epi32(_mm512_setzero_si512(), multiples, multiples);
+      low = _mm512_add_epi64(low, _mm512_cvtepu32_epi64(_mm512_castsi512_si256(squares)));
+      high = _mm512_add_epi64(high, _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64(squares, 1)));
+    }
+    largest = _mm512_max_epu64(largest, _mm512_max_epu64(low, high));
+  }
+  return _mm512_reduce_max_epu64(largest);
+}
+
+// `Kernels::to_fixed_point`
+inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit, float* activation_norm) {
+  const LinearArgs args = {nullptr, packed, nullptr, DType::kBFloat16, DType::kBFloat16, 0, n, k};
+  const size_t panels = (n + kPanelWidth - 1) / kPanelWidth;
+  bool finite = true;
+  auto measure = [&](size_t panel) {
+    change_panel(args, panel, [&](const BFloat16* columns, size_t inputs) {
+      float units_per_one[kPanelWidth];
+      if (!measure_columns(columns, inputs, unit + panel * kPanelWidth, units_per_one)) {
+        __atomic_store_n(&finite, false, __ATOMIC_RELAXED);
+      }
+    });
+  };
+  parallel_for(panels, measure);
+  if (!finite) return false;
+  uint64_t largest = 1;
+  auto convert = [&](size_t panel) {
+    change_panel(args, panel, [&](BFloat16* columns, size_t inputs) {
+      float units_per_one[kPanelWidth];
+      measure_columns(columns, inputs, unit + panel * kPanelWidth, units_per_one);
+      const uint64_t norm = to_multiples(columns, inputs, units_per_one);
+      uint64_t seen = __atomic_load_n(&largest, __ATOMIC_RELAXED);
+      while (seen < norm &&
+             !__atomic_compare_exchange_n(&largest, &seen, norm, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+      }
+    });
+  };
+  parallel_for(panels, convert);
+  *activation_norm = static_cast<float>(0x1p31 * 0.999 / __builtin_sqrt(static_cast<double>(largest)));
+  return true;
+}
+
+// ---- Activations ---------------------------------------------------------------------------------------------------
+
+// Activations as multiples: `pass` inputs of every row, then the next inputs of every row.
+struct FixedActivations {
+  const Fixed16* data;
+  const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
+  size_t rows, inputs, pass;
+
+  const Fixed16* at(size_t row, size_t block) const { return data + (block * rows + row) * pass; }
+};
+
+// A block of a row as multiples, zeros behind it up to an even number; returns the unit, NaN where there is none.
+inline float to_multiples(const BFloat16* x, size_t count, float most_norm, Fixed16* target) {
+  __m512i largest = _mm512_setzero_si512();
+  for (size_t k = 0; k < count; k += 32) {
+    const __mmask32 present = count - k < 32 ? (1u << (count - k)) - 1 : 0xffffffff;
+    largest = _mm512_max_epu32(largest, larger_of_pairs(_mm512_maskz_loadu_epi16(present, x + k)));
+  }
+  const uint32_t magnitude = _mm512_reduce_max_epu32(largest);
+  const int exponent = exponent_of(magnitude);
+  // Two factors: the reciprocal of the largest powers of two is subnormal.
+  const Floats half_way = broadcast(power_of_two(-(exponent / 2)));
+  const Floats rest = broadcast(power_of_two(exponent / 2 - exponent));
+  Floats squares = zeros();
+  for (size_t k = 0; k < count; k += kLanes) {
+    const Floats value = load_first(x + k, count - k) * half_way * rest;
+    squares = multiply_add(value, value, squares);
+  }
+  const float allowed = (most_norm - kRoundingNorm) / __builtin_sqrtf(sum_lanes(squares));
+  const float most = power_of_two(kUnitBits);
+  const float units_per_one = allowed < most ? floor_to_power_of_two(allowed) : most;
+  for (size_t k = 0; k < count; k += kLanes) {
+    const Floats value = load_first(x + k, count - k) * half_way * rest * broadcast(units_per_one);
+    const __m256i multiples = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(value.part[0]));
+    const size_t left = count - k + count % 2;
+    _mm256_mask_storeu_epi16(target + k, left < kLanes ? first_lanes(left) : 0xffff, multiples);
+  }
+  if (magnitude >= kInfinityBits) return __builtin_nanf("");
+  return power_of_two(exponent - kUnitBits) / units_per_one;
+}
+
+inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
+  const size_t inputs = (args.k + 1) / 2 * 2;
+  const size_t pass = inputs < kBlockInputs ? inputs : kBlockInputs;
+  const size_t blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
+  const size_t units_at = args.m * blocks * pass * sizeof(Fixed16);
+  char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
+  auto* data = reinterpret_cast<Fixed16*>(memory);
+  auto* unit = reinterpret_cast<float*>(memory + units_at);
+  auto convert = [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) {
+      for (size_t block = 0; block < blocks; block++) {
+        const size_t k = block * kBlockInputs;
+        const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
+        const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * args.k + k;
+        const size_t at = block * args.m + row;
+        unit[at] = to_multiples(x, count, args.units->activation_norm, data + at * pass);
+      }
+    }
+  };
+  if (args.m * args.k < 65536) {
+    convert(0, args.m);
+  } else {
+    for_row_ranges(args.m, args.k, convert);
+  }
+  return {data, unit, args.m, inputs, pass};
+}
+
+// ---- Products ------------------------------------------------------------------------------------------------------
+
+// Sums of a block of rows with a few whole panels, of which `first` is the first of the weight.
+inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows, size_t first,
+                         const BFloat16* const* panels, size_t count, float* sums, size_t sums_stride) {
+  if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
+  for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
+    const size_t block = k / kBlockInputs;
+    const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
+    const Fixed16* now[kMostPanels];
+    const Fixed16* ahead[kMostPanels];
+    for (size_t p = 0; p < count; p++) {
+      now[p] = reinterpret_cast<const Fixed16*>(panels[p]) + k * kPanelWidth;
+      ahead[p] = now[p] + (spreads_prefetches<Fixed16>(rows) ? inputs * kPanelWidth : kBytesAhead / sizeof(Fixed16));
+    }
+    multiply<Fixed16>({rows, x.at(row, block), x.pass, now, count, 1, inputs, sums, sums_stride, k > 0, ahead,
+                       x.unit + block * x.rows + row});
+  }
+  const float* unit = args.units->unit + first * kPanelWidth;
+  for (size_t r = 0; r < rows; r++) {
+    for (size_t i = 0; i < count * kPanelWidth; i += kLanes) {
+      float* target = sums + r * sums_stride + i;
+      store(target, load(target) * load(unit + i));
+    }
+  }
+}
+
+inline void fixed_point_linear(const LinearArgs& args) {
+  if (args.units == nullptr || args.m == 0 || args.n == 0) return linear(args);
+  linear_with<BFloat16>(args, prepare_fixed_activations(args));
+}
+
+}  // namespace llm::LLM_ISA
+#endif
