@@ -121,7 +121,7 @@ class DecoderLayer(nn.Cell):
             return rng.standard_normal(shape, dtype=np.float32)
 
         self.table = backend.table(normal(50, 64), "table")
-        self.gamma = backend.vector(normal(64), "gamma")
+        self.gamma = backend.vector(normal(64), name="gamma")
         self.qkv_weight = backend.linear_weight(normal(128, 64), "qkv")
         self.gate_up_weight = backend.linear_weight(normal(192, 64), "gate_up")
         self.down_weight = backend.linear_weight(normal(64, 96), "down")

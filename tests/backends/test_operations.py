@@ -6,10 +6,10 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from kernel_calls import ROUNDING_UNIT, typed
+from kernel_calls import FIXED_POINT_ISA, ROUNDING_UNIT, fixed_point_bound, typed
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
-from llm_serving.kernels import reference
+from llm_serving.kernels import library, reference
 from mindspore import nn
 
 pytestmark = pytest.mark.mindspore
@@ -101,7 +101,10 @@ def test_embedding(backend: Backend, stored: str) -> None:
     graph = Graph(Bound(backend.embedding(), getattr(backend, stored)(table)))
     for count in TOKENS:
         token_ids = np.random.default_rng(count).integers(0, 50, count)
-        assert np.array_equal(graph(integers(token_ids))[0], table[token_ids])
+        rows = table[token_ids]
+        # Weights may be kept as multiples of 2^-14 of the power of two of the largest of their row.
+        half_units = 2.0**-15 * np.abs(rows).max(axis=1, keepdims=True) if stored == "linear_weight" else 0
+        assert np.all(np.abs(graph(integers(token_ids))[0] - rows) <= half_units)
 
 
 def test_rms_norm(backend: Backend) -> None:
@@ -145,7 +148,13 @@ def test_logits_are_float32_sums(backend: Backend) -> None:
     weight, x = values(backend, 1, 50, 48), values(backend, 2, 3, 48)
     y = Bound(backend.logits(), backend.linear_weight(weight))(tensor(backend, x))
     assert y.dtype == ms.float32
-    np.testing.assert_allclose(y.asnumpy(), reference.linear(x, weight), rtol=1e-5, atol=1e-5)
+    expected = reference.linear(x, weight)
+    limit = 1e-5 + 1e-5 * np.abs(expected)
+    if (backend.name, backend.dtype, library.load().llm_isa()) == ("cpu", "bfloat16", FIXED_POINT_ISA.encode()):
+        limit = fixed_point_bound(typed(x, "bfloat16"), typed(weight, "bfloat16"))
+    assert np.all(np.abs(y.asnumpy() - expected) <= limit)
+    if backend.dtype != "float32":
+        assert np.any(np.abs(typed(expected, backend.dtype).values - expected) > limit), "a rounded result would pass"
 
 
 def test_swiglu(backend: Backend) -> None:
@@ -174,6 +183,8 @@ class Attention(nn.Cell):
 
 
 def test_attention_over_mixed_steps(backend: Backend) -> None:
+    if (backend.name, backend.dtype) == ("cpu", "float32"):
+        pytest.skip("Ascend's primitives of attention take no float32; whole layers do")
     graph = Graph(Attention(backend, 12))
     key_cache, value_cache = np.zeros((2, 12, 16, NUM_KV_HEADS, HEAD_DIM))
     q_size, kv_size = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
@@ -203,7 +214,7 @@ def test_attention_over_mixed_steps(backend: Backend) -> None:
         assert_near(backend, result, expected, 4.0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_slot_outside_the_cache_raises(dtype: str) -> None:
     backend = create_backend("cpu", dtype)
     qkv = tensor(backend, values(backend, 1, 1, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM))

@@ -1,5 +1,3 @@
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from kernel_calls import (
@@ -9,68 +7,13 @@ from kernel_calls import (
     Array,
     Typed,
     assert_close,
-    call,
     empty,
     integers,
-    scalar,
     status_of,
     typed,
 )
+from kernels_cache import SCALE, Cache, filled, rows
 from llm_serving.kernels import library, reference
-
-SCALE = 0.2
-
-
-@dataclass
-class Cache:
-    """A cache of the library and the same content as the reference holds it."""
-
-    dtype: str
-    num_blocks: int = 24
-    block_size: int = 16
-    num_kv_heads: int = 2
-    head_dim: int = 32
-
-    def __post_init__(self) -> None:
-        shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        self.key, self.value = (typed(np.zeros(shape), self.dtype), typed(np.zeros(shape), self.dtype))
-        self.expected_key, self.expected_value = np.zeros(shape), np.zeros(shape)
-
-    def slots(self, blocks: list[int], first: int, last: int) -> list[int]:
-        return [blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(first, last)]
-
-    def store(self, k: Typed, v: Typed, slots: list[int]) -> None:
-        call("ReshapeAndCache", k, v, self.key, self.value, integers(slots), empty(k.array.shape, self.dtype))
-        reference.store_kv(k.values, v.values, self.expected_key, self.expected_value, np.array(slots))
-
-    def attend(self, q: Typed, tables: list[list[int]], query_lens: list[int], context_lens: list[int]) -> Typed:
-        y = empty(q.array.shape, self.dtype)
-        assert self.status(q, tables, query_lens, context_lens, y) == 0, library.last_error()
-        return y
-
-    def status(
-        self, q: Typed, tables: list[list[int]], query_lens: list[int] | None, context_lens: list[int], y: Typed
-    ) -> int:
-        num_heads = q.array.shape[1] // self.head_dim
-        width = max(map(len, tables))
-        padded = integers([table + [0] * (width - len(table)) for table in tables])
-        modes = [scalar(0, "int64")] * 3
-        return status_of(
-            "PagedAttention",
-            *(q, self.key, self.value, padded, integers(context_lens), None, None, None),
-            *(None if query_lens is None else integers(query_lens), None),
-            *(scalar(num_heads, "int64"), scalar(SCALE, "float32"), scalar(self.num_kv_heads, "int64"), *modes, y),
-        )
-
-
-def rows(rng: np.random.Generator, count: int, width: int, dtype: str) -> Typed:
-    return typed(rng.standard_normal((count, width)), dtype)
-
-
-def filled(rng: np.random.Generator, cache: Cache, blocks: list[int], length: int) -> None:
-    width = cache.num_kv_heads * cache.head_dim
-    k, v = rows(rng, length, width, cache.dtype), rows(rng, length, width, cache.dtype)
-    cache.store(k, v, cache.slots(blocks, 0, length))
 
 
 def bound(cache: Cache, q: Typed, tables: Array, query_lens: list[int], context_lens: list[int]) -> Array:
@@ -264,58 +207,3 @@ def test_requests_without_rows_are_passed_over() -> None:
     q = rows(rng, 1, 128, "bfloat16")
     y = cache.attend(q, [[0], [1], [0]], [0, 1, 0], [0, 9, 5])
     assert np.array_equal(y.bits, cache.attend(q, [[1]], [1], [9]).bits)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_TYPES)
-@pytest.mark.parametrize("head_dim", [16, 48, 64])
-def test_attention_of_qkv_has_the_bits_of_its_four_parts(isa: str, dtype: str, head_dim: int) -> None:
-    rng = np.random.default_rng(9)
-    num_heads, num_kv_heads, lens, context_lens = 4, 2, [70, 1, 9], [70, 33, 20]
-    blocks, count = [[3, 1, 4, 7, 5], [9, 2, 6], [8, 0]], sum([70, 1, 9])
-    q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-    qkv = rows(rng, count, q_width + 2 * kv_width, dtype)
-    q, k, v = (
-        Typed(np.ascontiguousarray(part), dtype) for part in np.split(qkv.array, [q_width, q_width + kv_width], axis=1)
-    )
-    cos, sin = rows(rng, count, head_dim, dtype), rows(rng, count, head_dim, dtype)
-    apart, together = (Cache(dtype, head_dim=head_dim) for _ in range(2))
-    slots: list[int] = []
-    for table, length, context in zip(blocks, lens, context_lens, strict=True):
-        slots += apart.slots(table, context - length, context)
-        before = [rows(rng, context - length, kv_width, dtype) for _ in range(2)]
-        for cache in (apart, together) if context > length else ():
-            cache.store(*before, cache.slots(table, 0, context - length))
-    slots[3] = -1
-    turned_q, turned_k = empty(q.array.shape, dtype), empty(k.array.shape, dtype)
-    call("ApplyRotaryPosEmb", q, k, cos, sin, integers([1]), scalar(2, "int64"), turned_q, turned_k)
-    apart.store(turned_k, v, slots)
-    expected = apart.attend(turned_q, blocks, lens, context_lens)
-    y = empty(q.array.shape, dtype)
-    tables = integers([table + [0] * (5 - len(table)) for table in blocks])
-    parameters = (integers(slots), tables, integers(lens), integers(context_lens), typed([SCALE], "float32"), y)
-    for threads in (1, 2):
-        with library.threads_in_use(threads):
-            call("attention_of_qkv", qkv, cos, sin, together.key, together.value, *parameters)
-        assert np.array_equal(y.bits, expected.bits)
-        assert np.array_equal(together.key.bits, apart.key.bits)
-        assert np.array_equal(together.value.bits, apart.value.bits)
-
-
-def test_attention_of_qkv_refuses_what_does_not_fit_and_writes_nothing() -> None:
-    cache = Cache("bfloat16")
-    tables, length, context = integers([[0]]), integers([2]), integers([2])
-    cos = typed(np.ones((2, 32)), "bfloat16")
-
-    def refused(qkv_width: int, slots: list[int], cos: Typed, context: Typed) -> str:
-        qkv, y = typed(np.ones((2, qkv_width)), "bfloat16"), empty((2, 64), "bfloat16")
-        parameters = (integers(slots), tables, length, context, typed([SCALE], "float32"), y)
-        assert status_of("attention_of_qkv", qkv, cos, cos, cache.key, cache.value, *parameters) != 0
-        assert not cache.key.bits.any() and not cache.value.bits.any()
-        return library.last_error().removeprefix("attention_of_qkv: ")
-
-    assert refused(96, [0, 1], cos, context) == "qkv must have 2 rows of queries and of 64 keys and values"
-    assert refused(192, [0, 384], cos, context) == "slot_mapping[1] = 384 is outside the 384 slots of the cache"
-    wrong = typed(np.ones((2, 16)), "bfloat16")
-    message = "cos and sin must have 2 rows of 32 elements of the type of qkv"
-    assert refused(192, [0, 1], wrong, context) == message
-    assert refused(192, [0, 1], cos, integers([17])) == "request 0 needs 2 blocks, its table has 1"

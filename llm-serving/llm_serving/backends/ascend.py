@@ -67,6 +67,9 @@ class AscendBackend:
         stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
         return PromptAttentionOfQkv(stored, num_heads, scale, prompt_mask(self.activation_dtype))
 
+    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell | None:
+        return None
+
     def swiglu(self) -> nn.Cell:
         return Swiglu()
 
@@ -76,8 +79,8 @@ class AscendBackend:
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
-    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
+    def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)

@@ -64,6 +64,17 @@ class Backend(Protocol):
         `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
         """
 
+    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell | None:
+        """A whole layer as one operation; None where it is made of the others.
+
+        (hidden [T, H], vectors, qkv, out, gate_up, down, cos, sin, key_cache, value_cache, slot_mapping, block_tables,
+        query_lens, context_lens) -> hidden [T, H]
+
+        hidden += out(attention(qkv(norm(hidden)))), then hidden += down(swiglu(gate_up(norm(hidden)))), with the bits
+        that the operations give. qkv, out, gate_up and down are from `linear_weight`; `vectors` from `vector` has the
+        gains of both norms, then with `attention_bias` those of qkv and out, with `mlp_bias` those of gate_up and down.
+        """
+
     def swiglu(self) -> nn.Cell:
         """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
 
@@ -78,8 +89,8 @@ class Backend(Protocol):
             name: Parameter name; without it a Cell names the parameter after its attribute.
         """
 
-    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
-        """A vector [H] (the gain of a norm), copied."""
+    def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
+        """Vectors (the gain of a norm), copied, as one."""
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         """A table [V, H] whose rows are looked up, copied."""

@@ -55,7 +55,8 @@ def _require_dispatch() -> None:
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
-    Operations that Ascend needs several primitives for are one operator of the library.
+    A decoder layer is one operator of the library: MindSpore spends more on the eight it stands for than a small model
+    computes in them.
     """
 
     name = "cpu"
@@ -68,8 +69,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        return AttentionOfQkv(self.dtype, scale)
+    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell:
+        return DecoderLayer(self.dtype, scale, eps, attention_bias, mlp_bias)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -106,17 +107,22 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class AttentionOfQkv(nn.Cell):
-    """One operator: of a small model's step, what MindSpore spends around each operator is the larger part."""
+class DecoderLayer(nn.Cell):
+    """`Backend.decoder_layer`."""
 
-    def __init__(self, dtype: str, scale: float) -> None:
+    def __init__(self, dtype: str, scale: float, eps: float, attention_bias: bool, mlp_bias: bool) -> None:
         super().__init__()
-        self.attend = _custom("attention_of_qkv", "fffffiiiis", dtype)
-        self.scale = ms.Tensor(np.full(1, scale, dtype=np.float32))
+        self.run = _custom("decoder_layer", "ffffffffffiiiis", dtype)
+        self.constants = ms.Tensor(np.array([scale, eps, attention_bias, mlp_bias], dtype=np.float32))
 
     def construct(
         self,
+        hidden: ms.Tensor,
+        vectors: ms.Tensor,
         qkv: ms.Tensor,
+        out: ms.Tensor,
+        gate_up: ms.Tensor,
+        down: ms.Tensor,
         cos: ms.Tensor,
         sin: ms.Tensor,
         key_cache: ms.Tensor,
@@ -126,8 +132,9 @@ class AttentionOfQkv(nn.Cell):
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
     ) -> ms.Tensor:
-        caches = key_cache, value_cache
-        return self.attend(qkv, cos, sin, *caches, slot_mapping, block_tables, query_lens, context_lens, self.scale)
+        weights = vectors, qkv, out, gate_up, down
+        step = slot_mapping, block_tables, query_lens, context_lens
+        return self.run(hidden, *weights, cos, sin, key_cache, value_cache, *step, self.constants)
 
 
 def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:

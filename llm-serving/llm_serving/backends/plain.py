@@ -52,6 +52,9 @@ class PlainBackend:
         stored = RotateAndStore(split, Rotary(num_heads, num_kv_heads, head_dim), StoreKV())
         return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, head_dim, scale))
 
+    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell | None:
+        return None
+
     def swiglu(self) -> nn.Cell:
         return Swiglu()
 
@@ -61,8 +64,8 @@ class PlainBackend:
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
-    def vector(self, array: Array, name: str | None = None) -> ms.Parameter:
-        return self._copy(array, name)
+    def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
+        return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)

@@ -1,4 +1,6 @@
-// ReshapeAndCache, PagedAttention, and both as one operator with what comes before them.
+// ReshapeAndCache, PagedAttention, and both with what comes before them.
+#include "op_attention.h"
+
 #include <vector>
 
 #include "call.h"
@@ -143,7 +145,8 @@ struct AttentionParameters {
   size_t elements;
   size_t num_heads;
   DType dtype;
-  int key_cache, value_cache, block_tables, context_lens, query_lens, y;
+  int key_cache, value_cache, block_tables, context_lens, query_lens;
+  void* y;
 };
 
 // Attention after `prepare`, which may write what it reads; nothing is written where a parameter does not fit.
@@ -197,9 +200,9 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   }
   if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
   prepare();
-  kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), call.data<void>(at.y),
-                       tables.data(), queries.data(), contexts.data(), at.dtype, batch, table_width, block_size,
-                       num_heads, num_kv_heads, head_dim, scale});
+  kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), at.y, tables.data(),
+                       queries.data(), contexts.data(), at.dtype, batch, table_width, block_size, num_heads,
+                       num_kv_heads, head_dim, scale});
   return 0;
 }
 
@@ -215,52 +218,50 @@ LLM_OPERATOR(PagedAttention) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   const size_t num_heads = static_cast<size_t>(call.integer(10));
-  return paged_attention(call, {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8, 16},
-                         call.number(11), [] {});
+  return paged_attention(
+      call, {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8, call.data<void>(16)},
+      call.number(11), [] {});
 }
 
-// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], cos, sin, key_cache, value_cache, slot_mapping, block_tables,
-// query_lens, context_lens, scale float32[1] | y [T, num_heads * head_dim]. Rotates queries and keys, stores keys and
-// values, attends: what four operators do otherwise, with the same bits. A custom operator.
-LLM_OPERATOR(attention_of_qkv) {
-  using namespace llm;
-  if (call.count() < 11) return call.fail("expects 11 parameters, got %d", call.count());
-  const DType dtype = call.dtype(0);
-  const size_t tokens = call.elements(5);
-  if (!is_float(dtype) || !valid_cache(call, 3, dtype) || !valid_cache(call, 4, dtype) ||
-      call.elements(3) != call.elements(4)) {
+namespace llm {
+
+int attend_to_qkv(const Call& call, const QkvParameters& at) {
+  const DType dtype = at.dtype;
+  const size_t tokens = call.elements(at.slot_mapping);
+  if (!is_float(dtype) || !valid_cache(call, at.key_cache, dtype) || !valid_cache(call, at.value_cache, dtype) ||
+      call.elements(at.key_cache) != call.elements(at.value_cache)) {
     return call.fail("%s", kCacheRule);
   }
-  const size_t head_dim = call.dim(3, 3);
-  const size_t kv_width = call.dim(3, 2) * head_dim;
-  const size_t width = call.dim(0, -1);
-  if (head_dim == 0 || width < 2 * kv_width || width % head_dim != 0 || call.elements(0) != tokens * width) {
+  const size_t head_dim = call.dim(at.key_cache, 3);
+  const size_t kv_width = call.dim(at.key_cache, 2) * head_dim;
+  const size_t width = at.width;
+  if (head_dim == 0 || width < 2 * kv_width || width % head_dim != 0 || at.tokens != tokens) {
     return call.fail("qkv must have %zu rows of queries and of %zu keys and values", tokens, kv_width);
   }
-  if (call.dtype(1) != dtype || call.dtype(2) != dtype || call.elements(1) != tokens * head_dim ||
-      call.elements(2) != tokens * head_dim) {
+  if (call.dtype(at.cos) != dtype || call.dtype(at.sin) != dtype || call.elements(at.cos) != tokens * head_dim ||
+      call.elements(at.sin) != tokens * head_dim) {
     return call.fail("cos and sin must have %zu rows of %zu elements of the type of qkv", tokens, head_dim);
   }
-  if (const int status = check_slots(call, 3, 5)) return status;
+  if (const int status = check_slots(call, at.key_cache, at.slot_mapping)) return status;
   const size_t q_width = width - 2 * kv_width;
-  const size_t bytes = call.element_bytes(0);
-  const char* qkv = call.data<const char>(0);
+  const size_t bytes = element_size(dtype, nullptr);
+  const char* qkv = static_cast<const char*>(at.qkv);
   char* q = static_cast<char*>(scratch(Scratch::kActivations, tokens * (q_width + kv_width) * bytes + 1));
   char* k = q + tokens * q_width * bytes;
   auto rotate_and_store = [&] {
     auto rotate = [&](const char* x, char* y, size_t columns) {
-      kernels().rotary({x, width, call.data<void>(1), call.data<void>(2), y, nullptr, dtype, dtype, tokens,
+      kernels().rotary({x, width, call.data<void>(at.cos), call.data<void>(at.sin), y, nullptr, dtype, dtype, tokens,
                         columns / head_dim, head_dim});
     };
     rotate(qkv, q, q_width);
     rotate(qkv + q_width * bytes, k, kv_width);
-    store_rows(call, {k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, 3, 4, 5});
+    store_rows(call, {k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, at.key_cache, at.value_cache,
+                      at.slot_mapping});
   };
-  return paged_attention(call, {q, tokens * q_width, q_width / head_dim, dtype, 3, 4, 6, 8, 7, 10}, call.number(9),
-                         rotate_and_store);
+  return paged_attention(call,
+                         {q, tokens * q_width, q_width / head_dim, dtype, at.key_cache, at.value_cache, at.block_tables,
+                          at.context_lens, at.query_lens, at.y},
+                         at.scale, rotate_and_store);
 }
 
-// MindSpore asks for the shape of the result before each call whose shapes are dynamic.
-LLM_EXPORT std::vector<int64_t> attention_of_qkvInferShape(int*, int64_t** shapes, void*) {
-  return {shapes[0][0], shapes[0][1] < 0 ? -1 : shapes[0][1] - 2 * shapes[3][2] * shapes[3][3]};
-}
+}  // namespace llm

@@ -26,24 +26,33 @@ const OperatorClock* operator_clock(size_t i);
 
 extern std::atomic<bool> profiling;
 
-// Adds the time until its end to a clock.
+// Adds the time until its end to a clock, without the time of those that begin and end meanwhile in the same thread.
 class Timed {
  public:
   explicit Timed(OperatorClock& clock) : clock_(profiling.load(std::memory_order_relaxed) ? &clock : nullptr) {
-    if (clock_ != nullptr) start_ = std::chrono::steady_clock::now();
+    if (clock_ == nullptr) return;
+    before_ = inside;
+    inside = {};
+    start_ = std::chrono::steady_clock::now();
   }
   ~Timed() {
     if (clock_ == nullptr) return;
     const auto elapsed = std::chrono::steady_clock::now() - start_;
+    const auto own = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed - inside);
     clock_->calls.fetch_add(1, std::memory_order_relaxed);
-    clock_->nanoseconds.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
-                                  std::memory_order_relaxed);
+    clock_->nanoseconds.fetch_add(own.count(), std::memory_order_relaxed);
+    inside = before_ + elapsed;
   }
   Timed(const Timed&) = delete;
   Timed& operator=(const Timed&) = delete;
 
  private:
+  using Duration = std::chrono::steady_clock::duration;
+  // What the innermost of those that have not ended has to leave out.
+  static inline thread_local Duration inside{};
+
   OperatorClock* const clock_;
+  Duration before_{};
   std::chrono::steady_clock::time_point start_;
 };
 

@@ -20,7 +20,7 @@ void parallel_for(size_t count, Body& body) {
 
 // Uninitialised memory of this thread, aligned to 64 bytes, valid until the next request for the same slot. The
 // slots keep an operator's several buffers apart.
-enum class Scratch { kActivations, kPanel, kTile, kScores, kItems, kCount };
+enum class Scratch { kActivations, kPanel, kTile, kScores, kItems, kLayer, kCount };
 void* scratch(Scratch slot, size_t bytes);
 
 }  // namespace llm
