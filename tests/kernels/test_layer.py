@@ -238,8 +238,10 @@ def refusal(**changes: Typed) -> str:
         ("out", (46, 64), "bfloat16", "weight 1 must be packed, [45, 64], of the type of hidden"),
         ("gate_up", (100, 45), "bfloat16", "weight 2 must be packed, [200, 45], of the type of hidden"),
         ("down", (44, 100), "bfloat16", "weight 3 must be packed, [45, 100], of the type of hidden"),
-        ("qkv", (48, 45), "bfloat16", "qkv must have 2 rows of queries and of 32 keys and values"),
-        ("qkv", (120, 45), "bfloat16", "qkv must have 2 rows of queries and of 32 keys and values"),
+        ("qkv", (48, 45), "bfloat16", "qkv must have 2 rows of 64 queries and of 32 keys and values"),
+        ("qkv", (120, 45), "bfloat16", "qkv must have 2 rows of 64 queries and of 32 keys and values"),
+        ("out", (45, 48), "bfloat16", "qkv must have 2 rows of 48 queries and of 32 keys and values"),
+        ("out", (45, 384), "bfloat16", "qkv must have 2 rows of 384 queries and of 32 keys and values"),
     ],
 )
 def test_weights_of_another_shape_or_type_are_refused(
@@ -288,16 +290,17 @@ def test_vectors_must_hold_gains_and_biases(changes: dict[str, Typed], num_eleme
         {"hidden": integers(np.ones((2, HIDDEN)))},
         {"hidden": floats(2 * HIDDEN)},
         {"constants": typed([SCALE, EPS, 0], "float32")},
+        {"constants": integers([1, 1, 0, 0])},
     ],
 )
 def test_hidden_must_be_rows_of_floats_and_constants_four(changes: dict[str, Typed]) -> None:
-    assert refusal(**changes) == "hidden must be floats [T, H], and the last input four constants"
+    assert refusal(**changes) == "hidden must be floats [T, H], and the last input four constants of float32"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slot_mapping": integers([0])}, "qkv must have 1 rows of queries and of 32 keys and values"),
+        ({"slot_mapping": integers([0])}, "qkv must have 1 rows of 64 queries and of 32 keys and values"),
         ({"slot_mapping": integers([0, 384])}, "slot_mapping[1] = 384 is outside the 384 slots of the cache"),
         ({"slot_mapping": integers([-2, 1])}, "slot_mapping[0] = -2 is outside the 384 slots of the cache"),
         ({"slot_mapping": floats(2)}, "slot_mapping must be int32 or int64"),
@@ -306,6 +309,7 @@ def test_hidden_must_be_rows_of_floats_and_constants_four(changes: dict[str, Typ
         ({"value_cache": floats(23, 16, 2, 16)}, CACHE_RULE),
         ({"context_lens": integers([17])}, "request 0 needs 2 blocks, its table has 1"),
         ({"block_tables": integers([[24]])}, "block 24 of request 0 is outside the 24 blocks of the cache"),
+        ({"query_lens": floats(1, dtype="float32")}, "query_lens [B] must be int32 or int64"),
         ({"query_lens": integers([1])}, "query_lens add up to 1, q has 2 rows"),
     ],
 )

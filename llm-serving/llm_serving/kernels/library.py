@@ -225,12 +225,16 @@ def profiling() -> Iterator[None]:
 
 
 def operator_times() -> list[OperatorTime]:
-    """Every operator that was called, the longest first."""
+    """Every operator that was called, the longest first; an operator inside another counts as itself only."""
     calls, nanoseconds = ctypes.c_int64(), ctypes.c_int64()
-    times: list[OperatorTime] = []
-    while (name := load().llm_profile(len(times), ctypes.byref(calls), ctypes.byref(nanoseconds))) is not None:
-        times.append(OperatorTime(name.decode(), calls.value, nanoseconds.value / 1e9))
-    return sorted(times, key=lambda time: time.seconds, reverse=True)
+    times: dict[str, OperatorTime] = {}
+    index = 0
+    while (clock := load().llm_profile(index, ctypes.byref(calls), ctypes.byref(nanoseconds))) is not None:
+        name = clock.decode()
+        before = times.get(name, OperatorTime(name, 0, 0.0))
+        times[name] = OperatorTime(name, before.calls + calls.value, before.seconds + nanoseconds.value / 1e9)
+        index += 1
+    return sorted(times.values(), key=lambda time: time.seconds, reverse=True)
 
 
 def _isas() -> list[str]:

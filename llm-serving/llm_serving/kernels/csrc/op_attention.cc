@@ -174,7 +174,10 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   const std::vector<int64_t> tables = integers(call, at.block_tables);
   const std::vector<int64_t> contexts = integers(call, at.context_lens);
   std::vector<int64_t> queries(batch, 1);
-  if (at.query_lens >= 0 && call.present(at.query_lens)) queries = integers(call, at.query_lens);
+  if (at.query_lens >= 0 && call.present(at.query_lens)) {
+    if (!call.is_integer(at.query_lens)) return call.fail("query_lens [B] must be int32 or int64");
+    queries = integers(call, at.query_lens);
+  }
   if (call.dim(at.block_tables, 0) != batch || queries.size() != batch) {
     return call.fail("block_tables, query_lens and context_lens must have one entry a request");
   }
@@ -235,15 +238,15 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
   const size_t head_dim = call.dim(at.key_cache, 3);
   const size_t kv_width = call.dim(at.key_cache, 2) * head_dim;
   const size_t width = at.width;
-  if (head_dim == 0 || width < 2 * kv_width || width % head_dim != 0 || at.tokens != tokens) {
-    return call.fail("qkv must have %zu rows of queries and of %zu keys and values", tokens, kv_width);
+  const size_t q_width = at.q_width;
+  if (head_dim == 0 || width != q_width + 2 * kv_width || width % head_dim != 0 || at.tokens != tokens) {
+    return call.fail("qkv must have %zu rows of %zu queries and of %zu keys and values", tokens, q_width, kv_width);
   }
   if (call.dtype(at.cos) != dtype || call.dtype(at.sin) != dtype || call.elements(at.cos) != tokens * head_dim ||
       call.elements(at.sin) != tokens * head_dim) {
     return call.fail("cos and sin must have %zu rows of %zu elements of the type of qkv", tokens, head_dim);
   }
   if (const int status = check_slots(call, at.key_cache, at.slot_mapping)) return status;
-  const size_t q_width = width - 2 * kv_width;
   const size_t bytes = element_size(dtype, nullptr);
   const char* qkv = static_cast<const char*>(at.qkv);
   char* q = static_cast<char*>(scratch(Scratch::kActivations, tokens * (q_width + kv_width) * bytes + 1));

@@ -5,10 +5,11 @@
 
 namespace llm {
 
-// Rows of query, key and value, `width` elements each, and the parameters of a call that go with them.
+// Rows of query, key and value, `width` elements each and `q_width` of them queries, and the parameters of a call that
+// go with them.
 struct QkvParameters {
   const void* qkv;
-  size_t tokens, width;
+  size_t tokens, width, q_width;
   DType dtype;
   int cos, sin, key_cache, value_cache, slot_mapping, block_tables, query_lens, context_lens;
   float scale;

@@ -101,7 +101,7 @@ class LayerStep {
   int attend(const void* qkv, void* y) const {
     static OperatorClock clock("Attention");
     const Timed timed(clock);
-    return attend_to_qkv(call_, {qkv, sizes_.tokens, sizes_.qkv, dtype_, kCos, kSin, kKeyCache, kValueCache,
+    return attend_to_qkv(call_, {qkv, sizes_.tokens, sizes_.qkv, sizes_.q, dtype_, kCos, kSin, kKeyCache, kValueCache,
                                  kSlotMapping, kBlockTables, kQueryLens, kContextLens, constants_.scale, y});
   }
 
@@ -112,7 +112,7 @@ class LayerStep {
   }
 
   void add(const void* a, const void* b, void* y) const {
-    static OperatorClock clock("Add");
+    static OperatorClock clock("AddExt");
     const Timed timed(clock);
     kernels().add({a, b, y, dtype_, sizes_.tokens * sizes_.hidden});
   }
@@ -156,8 +156,9 @@ int check(const Call& call, const PackedWeight* weights, const Sizes& sizes, con
 LLM_OPERATOR(decoder_layer) {
   using namespace llm;
   if (call.count() < kNumParameters) return call.fail("expects %d parameters, got %d", kNumParameters, call.count());
-  if (!is_float(call.dtype(kHidden)) || call.rank(kHidden) != 2 || call.elements(kConstants) != kNumConstants) {
-    return call.fail("hidden must be floats [T, H], and the last input four constants");
+  if (!is_float(call.dtype(kHidden)) || call.rank(kHidden) != 2 || call.dtype(kConstants) != DType::kFloat32 ||
+      call.elements(kConstants) != kNumConstants) {
+    return call.fail("hidden must be floats [T, H], and the last input four constants of float32");
   }
   for (const int weight : {kQkv, kOut, kGateUp, kDown}) {
     if (call.rank(weight) != 2) return call.fail("weights must have two dimensions");
