@@ -46,6 +46,8 @@ class AttentionTile {
     sums_ = take<float>(memory, rows_ * dim_);
     max_ = take<float>(memory, rows_);
     total_ = take<float>(memory, rows_);
+    reference_ = take<float>(memory, rows_);
+    factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
   }
 
@@ -56,7 +58,7 @@ class AttentionTile {
       num_groups_ = find_groups(args_.key_cache, chunk, keys_);
       find_groups(args_.value_cache, chunk, values_);
       compute_scores(first_row);
-      for (size_t row = first_row; row < rows_; row++) soften(chunk, row);
+      soften(chunk, first_row);
       add_values(chunk, first_row);
     }
     store_result();
@@ -72,8 +74,8 @@ class AttentionTile {
 
   size_t bytes() const {
     return rows_ * (dim_ * (sizeof(Activation) + sizeof(float)) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
-                    2 * sizeof(float)) +
-           kGroupTokens * dim_ * sizeof(Element) + 7 * 64;
+                    4 * sizeof(float)) +
+           kGroupTokens * dim_ * sizeof(Element) + 9 * 64;
   }
 
   // Rows are ordered by position, so those that see a token are the last ones.
@@ -119,34 +121,66 @@ class AttentionTile {
                        scores_ + first_row * kChunkTokens, kChunkTokens, false, values_});
   }
 
-  // Turns the scores of a row into weights relative to its largest score so far, and rescales what is summed already.
-  void soften(size_t chunk, size_t row) {
+  // Turns the scores of rows into weights relative to their largest scores so far, and rescales what is summed already.
+  // Rows go through each part together, so that none waits for the sums and maxima over lanes of another.
+  void soften(size_t chunk, size_t first_row) {
+    for (size_t row = first_row; row < rows_; row++) {
+      const size_t seen = seen_in(chunk, row);
+      if (seen == kChunkTokens) {
+        scale_scores<true>(row, seen);
+      } else {
+        scale_scores<false>(row, seen);
+      }
+    }
+    for (size_t row = first_row; row < rows_; row += kLanes) {
+      const size_t count = rows_ - row;
+      store_first(factor_ + row, exp(load_first(factor_ + row, count)), count);
+    }
+    for (size_t row = first_row; row < rows_; row++) {
+      weigh(row, (seen_in(chunk, row) + kLanes - 1) / kLanes);
+      if (factor_[row] == 1.0f) continue;
+      float* sums = sums_ + row * dim_;
+      for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor_[row]));
+    }
+  }
+
+  // Tokens of a chunk that a row sees.
+  size_t seen_in(size_t chunk, size_t row) const {
     const size_t seen = seen_by(row) + 1 - chunk * kChunkTokens;
-    const size_t lanes = seen < kChunkTokens ? seen : kChunkTokens;
-    const float* scores = scores_ + row * kChunkTokens;
-    Activation* weights = weights_ + row * kChunkTokens;
-    Floats scaled[kChunkGroups];
+    return seen < kChunkTokens ? seen : kChunkTokens;
+  }
+
+  // Scales the scores of a row, -inf for tokens it does not see; leaves the largest so far, and in `factor_` the
+  // exponent of what it makes of weights relative to the largest before.
+  template <bool kAll>
+  void scale_scores(size_t row, size_t seen) {
+    float* scores = scores_ + row * kChunkTokens;
     Floats largest = broadcast(-__builtin_inff());
-    for (size_t g = 0; g * kLanes < lanes; g++) {
-      scaled[g] = keep_first(load(scores + g * kLanes) * broadcast(args_.scale), lanes - g * kLanes, -__builtin_inff());
-      largest = maximum(largest, scaled[g]);
+#pragma GCC unroll 4
+    for (size_t i = 0; i < (kAll ? kChunkTokens : seen); i += kLanes) {
+      Floats scaled = load(scores + i) * broadcast(args_.scale);
+      if (!kAll) scaled = keep_first(scaled, seen - i, -__builtin_inff());
+      store(scores + i, scaled);
+      largest = maximum(largest, scaled);
     }
     const float found = max_lane(largest);
     const float next = found > max_[row] ? found : max_[row];
     // A row of nothing but -inf so far: any finite reference makes all its weights zero.
-    const float reference = next == -__builtin_inff() ? 0.0f : next;
-    const float factor = max_[row] == reference ? 1.0f : exp(broadcast(max_[row] - reference)).part[0][0];
-    Floats sum = zeros();
-    for (size_t g = 0; g * kLanes < lanes; g++) {
-      store(weights + g * kLanes, exp(scaled[g] - broadcast(reference)));
-      sum = sum + load(weights + g * kLanes);
-    }
-    total_[row] = total_[row] * factor + sum_lanes(sum);
+    reference_[row] = next == -__builtin_inff() ? 0.0f : next;
+    factor_[row] = max_[row] - reference_[row];
     max_[row] = next;
-    if (factor != 1.0f) {
-      float* sums = sums_ + row * dim_;
-      for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor));
+  }
+
+  void weigh(size_t row, size_t groups) {
+    const float* scores = scores_ + row * kChunkTokens;
+    Activation* weights = weights_ + row * kChunkTokens;
+    const Floats reference = broadcast(reference_[row]);
+    Floats sum = zeros();
+    for (size_t i = 0; i < groups * kLanes; i += kLanes) {
+      store(weights + i, exp(load(scores + i) - reference));
+      sum = sum + load(weights + i);
     }
+    total_[row] = total_[row] * factor_[row] + sum_lanes(sum);
   }
 
   void add_values(size_t chunk, size_t first_row) {
@@ -235,6 +269,8 @@ class AttentionTile {
   float* sums_;                        // [rows, dim]
   float* max_;                         // [rows]
   float* total_;                       // [rows]
+  float* reference_;                   // [rows], what the weights of the chunk at hand are relative to
+  float* factor_;                      // [rows], of what is summed already
   Element* cleaned_;                   // [kGroupTokens, dim]
   const Element* keys_[kChunkGroups];  // of the chunk at hand
   const Element* values_[kChunkGroups];

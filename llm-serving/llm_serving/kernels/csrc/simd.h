@@ -276,14 +276,18 @@ LLM_INLINE void store_first(Element* target, Floats value, size_t count) {
 
 // ---- Exponential ---------------------------------------------------------------------------------------------------
 
-// e^x within 2 units in the last place; exactly 1 at 0, 0 below -87.3, infinity above 88.7, NaN for NaN.
+// e^x within 2 units in the last place; exactly 1 at 0, 0 below -87.3, infinity above 88.73, NaN for NaN.
 // x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7 (remainder below 2^-27).
 LLM_INLINE NativeFloat native_exp(NativeFloat x) {
   const NativeFloat round = native_broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const NativeFloat low = native_broadcast(-87.3f);
-  const NativeFloat high = native_broadcast(88.7f);
+  const NativeFloat high = native_broadcast(89.0f);
+#if defined(__AVX512F__)
+  const NativeFloat bounded = _mm512_min_ps(high, x);  // x where it is NaN
+#else
   NativeFloat bounded = x > low ? x : low;
   bounded = bounded < high ? bounded : high;
+#endif
   const NativeFloat n = native_multiply_add(bounded, native_broadcast(1.44269504f), round) - round;
   NativeFloat r = native_multiply_add(n, native_broadcast(-0.693359375f), bounded);
   r = native_multiply_add(n, native_broadcast(2.12194440e-4f), r);
@@ -295,14 +299,16 @@ LLM_INLINE NativeFloat native_exp(NativeFloat x) {
   p = native_multiply_add(p, r, native_broadcast(0.5f));
   p = native_multiply_add(p, r, native_broadcast(1.0f));
   p = native_multiply_add(p, r, native_broadcast(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, n);
+#else
   // n reaches 128 where 2^n alone would overflow: two factors.
   const NativeInt whole = __builtin_convertvector(n, NativeInt);
   const NativeInt part = whole >> 1;
   const NativeFloat scaled = p * (NativeFloat)((part + 127) << 23) * (NativeFloat)((whole - part + 127) << 23);
-  const NativeFloat infinity = native_broadcast(__builtin_inff());
-  NativeFloat result = x < low ? NativeFloat{} : scaled;
-  result = x > high ? infinity : result;
+  const NativeFloat result = x < low ? NativeFloat{} : scaled;
   return x == x ? result : x;
+#endif
 }
 
 LLM_INLINE Floats exp(Floats x) {
