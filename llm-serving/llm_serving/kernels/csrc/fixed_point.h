@@ -117,8 +117,8 @@ void change_panel(const LinearArgs& args, size_t panel, Body body) {
   if (whole == padded) restore_panel(args, panel, padded);
 }
 
-// Reciprocals of the units of a panel's columns; false if a column holds infinity or NaN.
-inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit, float* units_per_one) {
+// Units of a panel's columns, times 2^14; false if a column holds infinity or NaN.
+inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit) {
   __m512i largest = _mm512_setzero_si512();
   for (size_t k = 0; k < inputs; k += 2) {
     largest = _mm512_max_epu32(largest, larger_of_pairs(_mm512_loadu_si512(panel + k * kPanelWidth)));
@@ -127,17 +127,15 @@ inline bool measure_columns(const BFloat16* panel, size_t inputs, float* unit, f
   _mm512_store_si512(magnitudes, largest);
   bool finite = true;
   for (size_t column = 0; column < kPanelWidth; column++) {
-    const int exponent = exponent_of(magnitudes[column]);
-    unit[column] = power_of_two(exponent);
-    units_per_one[column] = power_of_two(kUnitBits - exponent);
+    unit[column] = power_of_two(exponent_of(magnitudes[column]));
     finite = finite && magnitudes[column] < kInfinityBits;
   }
   return finite;
 }
 
 // Turns a panel into multiples of its columns' units; returns the largest square of a norm of a column's block.
-inline uint64_t to_multiples(BFloat16* panel, size_t inputs, const float* units_per_one) {
-  const __m512 units = _mm512_loadu_ps(units_per_one);
+inline uint64_t to_multiples(BFloat16* panel, size_t inputs, const float* unit) {
+  const __m512 units = _mm512_div_ps(_mm512_set1_ps(power_of_two(kUnitBits)), _mm512_loadu_ps(unit));
   __m512i largest = _mm512_setzero_si512();
   for (size_t first = 0; first < inputs; first += kBlockInputs) {
     const size_t last = first + kBlockInputs < inputs ? first + kBlockInputs : inputs;
@@ -167,8 +165,7 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
   bool finite = true;
   auto measure = [&](size_t panel) {
     change_panel(args, panel, [&](const BFloat16* columns, size_t inputs) {
-      float units_per_one[kPanelWidth];
-      if (!measure_columns(columns, inputs, unit + panel * kPanelWidth, units_per_one)) {
+      if (!measure_columns(columns, inputs, unit + panel * kPanelWidth)) {
         __atomic_store_n(&finite, false, __ATOMIC_RELAXED);
       }
     });
@@ -178,9 +175,7 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
   uint64_t largest = 1;
   auto convert = [&](size_t panel) {
     change_panel(args, panel, [&](BFloat16* columns, size_t inputs) {
-      float units_per_one[kPanelWidth];
-      measure_columns(columns, inputs, unit + panel * kPanelWidth, units_per_one);
-      const uint64_t norm = to_multiples(columns, inputs, units_per_one);
+      const uint64_t norm = to_multiples(columns, inputs, unit + panel * kPanelWidth);
       uint64_t seen = __atomic_load_n(&largest, __ATOMIC_RELAXED);
       while (seen < norm &&
              !__atomic_compare_exchange_n(&largest, &seen, norm, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
