@@ -1,8 +1,8 @@
 // The product at the heart of linear layers and attention: a few rows of activations times a few packed panels.
 //
 // Every element of the result is one accumulator that takes the inputs in ascending order, whatever the number of rows
-// and panels computed beside it. That fixes its bits: tiles of any shape, and sums continued from memory, agree. Sums in
-// integers are exact within a product, and float32 from one to the next.
+// and panels computed beside it. That fixes its bits: tiles of any shape, and sums continued from memory, agree. Sums
+// in integers are exact within a product, and float32 from one to the next.
 #pragma once
 
 #include <type_traits>
