@@ -19,7 +19,7 @@ namespace llm {
 namespace {
 
 // Longer than the gap between two operators of a step, shorter than anything a waiting process would notice.
-constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::microseconds kSpin{100};
 constexpr uint32_t kOpen = 1u << 31;
 
 thread_local bool inside_loop = false;
