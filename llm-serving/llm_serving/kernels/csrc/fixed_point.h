@@ -4,9 +4,8 @@
 // in 16 bits unless they are much smaller than the largest; those are rounded to a whole number of units:
 //   weights      share a unit along a column: 2^-14 of the power of two of the largest, so that weights down to 2^-7 of
 //                that keep every bit; they are kept as multiples, in the place and order of the bfloat16
-//   activations  share one within a row and a block of 128 inputs: the smallest for which no sum of a block can leave
-//   32
-//                bits. By Cauchy and Schwarz such a sum is at most the norm of the activations times that of the
+//   activations  share one within a row and a block of 128 inputs: the smallest for which any sum of a block fits in
+//                32 bits. By Cauchy and Schwarz such a sum is at most the norm of the activations times that of the
 //                weights; the largest norm of any column and block is measured once for a weight
 // Sums of a block are exact, whatever their order; blocks are added in float32, in ascending order. That fixes the bits
 // of a row whatever is computed beside it. A row that holds infinity or NaN becomes NaN; a weight that does stays as it
@@ -91,21 +90,6 @@ LLM_INLINE int exponent_of(uint32_t magnitude_bits) {
 
 // ---- Weights -------------------------------------------------------------------------------------------------------
 
-// Undoes `whole_panel`: writes a panel of 16 columns and an even number of inputs over the packed one.
-inline void restore_panel(const LinearArgs& args, size_t panel, const BFloat16* padded) {
-  const size_t first = panel * kPanelWidth;
-  const size_t width = args.n - first < kPanelWidth ? args.n - first : kPanelWidth;
-  BFloat16* packed = static_cast<BFloat16*>(const_cast<void*>(args.weight)) + first * args.k;
-  const size_t paired = args.k / 2 * 2;
-  for (size_t k = 0; k < paired; k += 2) {
-    __builtin_memcpy(packed + k * width, padded + k * kPanelWidth, width * 2 * sizeof(BFloat16));
-  }
-  if (paired == args.k) return;
-  for (size_t column = 0; column < width; column++) {
-    packed[paired * width + column] = padded[paired * kPanelWidth + column * 2];
-  }
-}
-
 // Calls body(panel, inputs) with a whole panel of a packed weight, and puts what it leaves there back into the weight.
 template <class Body>
 void change_panel(const LinearArgs& args, size_t panel, Body body) {
@@ -114,7 +98,11 @@ void change_panel(const LinearArgs& args, size_t panel, Body body) {
   auto* padded = static_cast<BFloat16*>(scratch(Scratch::kPanel, bytes));
   const BFloat16* whole = whole_panel(args, panel, inputs, padded);
   body(const_cast<BFloat16*>(whole), inputs);
-  if (whole == padded) restore_panel(args, panel, padded);
+  if (whole != padded) return;
+  auto* packed = static_cast<BFloat16*>(const_cast<void*>(args.weight)) + panel * kPanelWidth * args.k;
+  for_panel_runs<BFloat16>(args, panel, [&](size_t at, size_t packed_at, size_t count) {
+    __builtin_memcpy(packed + packed_at, padded + at, count * sizeof(BFloat16));
+  });
 }
 
 // Units of a panel's columns, times 2^14; false if a column holds infinity or NaN.
@@ -236,22 +224,15 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
   auto* data = reinterpret_cast<Fixed16*>(memory);
   auto* unit = reinterpret_cast<float*>(memory + units_at);
-  auto convert = [&](size_t first, size_t last) {
-    for (size_t row = first; row < last; row++) {
-      for (size_t block = 0; block < blocks; block++) {
-        const size_t k = block * kBlockInputs;
-        const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
-        const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * args.k + k;
-        const size_t at = block * args.m + row;
-        unit[at] = to_multiples(x, count, args.units->activation_norm, data + at * pass);
-      }
+  for_rows_of_x(args, [&](size_t row) {
+    for (size_t block = 0; block < blocks; block++) {
+      const size_t k = block * kBlockInputs;
+      const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
+      const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * args.k + k;
+      const size_t at = block * args.m + row;
+      unit[at] = to_multiples(x, count, args.units->activation_norm, data + at * pass);
     }
-  };
-  if (args.m * args.k < 65536) {
-    convert(0, args.m);
-  } else {
-    for_row_ranges(args.m, args.k, convert);
-  }
+  });
   return {data, unit, args.m, inputs, pass};
 }
 

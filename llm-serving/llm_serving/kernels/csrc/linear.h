@@ -38,6 +38,19 @@ struct Activations {
   }
 };
 
+// Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
+template <class Convert>
+void for_rows_of_x(const LinearArgs& args, Convert convert) {
+  auto convert_range = [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) convert(row);
+  };
+  if (args.m * args.k < 65536) {
+    convert_range(0, args.m);
+  } else {
+    for_row_ranges(args.m, args.k, convert_range);
+  }
+}
+
 template <class Element>
 Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
@@ -57,7 +70,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   const size_t passes = pass == 0 ? 0 : (inputs + pass - 1) / pass;
   auto* data =
       static_cast<Activation*>(scratch(Scratch::kActivations, passes * args.m * pass * sizeof(Activation) + 1));
-  auto convert = [&](size_t row) {
+  for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * args.k;
     for (size_t k = 0; k < inputs; k += pass) {
       Activation* target = data + (k / pass * args.m + row) * pass;
@@ -65,36 +78,34 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
       to_activations(x + k, count, target);
       for (size_t i = count; i < pass && k + i < inputs; i++) target[i] = Activation{};
     }
-  };
-  if (args.m * args.k < 65536) {
-    for (size_t row = 0; row < args.m; row++) convert(row);
-  } else {
-    for_row_ranges(args.m, args.k, [&](size_t first, size_t last) {
-      for (size_t row = first; row < last; row++) convert(row);
-    });
-  }
+  });
   return {data, inputs, pass, pass, args.m * pass};
+}
+
+// Calls body(at, packed_at, count) for elements that lie together in a packed panel as in one of 16 columns and a
+// multiple of kInputs inputs.
+template <class Element, class Body>
+void for_panel_runs(const LinearArgs& args, size_t panel, Body body) {
+  constexpr size_t kInputs = Operand<Element>::kInputs;
+  const size_t left = args.n - panel * kPanelWidth;
+  const size_t width = left < kPanelWidth ? left : kPanelWidth;
+  const size_t paired = args.k / kInputs * kInputs;
+  for (size_t k = 0; k < paired; k += kInputs) body(k * kPanelWidth, k * width, width * kInputs);
+  for (size_t column = 0; paired < args.k && column < width; column++) {
+    body(paired * kPanelWidth + column * kInputs, paired * width + column, 1);
+  }
 }
 
 // A panel of 16 columns and `inputs` inputs, padded with zeros where the packed one is smaller.
 template <class Element>
 const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, Element* padded) {
   const size_t first = panel * kPanelWidth;
-  const size_t width = args.n - first < kPanelWidth ? args.n - first : kPanelWidth;
   const Element* packed = static_cast<const Element*>(args.weight) + first * args.k;
-  if (width == kPanelWidth && inputs == args.k) return packed;
-  constexpr size_t kInputs = Operand<Element>::kInputs;
+  if (args.n - first >= kPanelWidth && inputs == args.k) return packed;
   __builtin_memset(static_cast<void*>(padded), 0, inputs * kPanelWidth * sizeof(Element));
-  const size_t paired = args.k / kInputs * kInputs;
-  for (size_t k = 0; k < paired; k += kInputs) {
-    __builtin_memcpy(static_cast<void*>(padded + k * kPanelWidth), packed + k * width,
-                     width * kInputs * sizeof(Element));
-  }
-  if (paired < args.k) {
-    for (size_t column = 0; column < width; column++) {
-      padded[paired * kPanelWidth + column * kInputs] = packed[paired * width + column];
-    }
-  }
+  for_panel_runs<Element>(args, panel, [&](size_t at, size_t packed_at, size_t count) {
+    __builtin_memcpy(static_cast<void*>(padded + at), packed + packed_at, count * sizeof(Element));
+  });
   return padded;
 }
 

@@ -52,7 +52,7 @@ LLM_OPERATOR(Gather) {
   for_copies(outer * count, inner, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(1, i % count));
     if (packed) {
-      weight.unpack_row(table, y + i * inner, call.dtype(0), rows, call.dim(0, 1), row);
+      weight.unpack_row(row, y + i * inner);
     } else {
       std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
     }

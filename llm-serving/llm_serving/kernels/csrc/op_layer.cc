@@ -76,12 +76,14 @@ class LayerStep {
 
   void norm(const void* x, const void* gain, void* y) const {
     static OperatorClock clock("RmsNorm");
-    norm_rows({x, nullptr, nullptr, gain, y, nullptr, dtype_, sizes_.tokens, sizes_.hidden, constants_.eps}, clock);
+    const Timed timed(clock);
+    kernels().rms_norm({x, nullptr, nullptr, gain, y, nullptr, dtype_, sizes_.tokens, sizes_.hidden, constants_.eps});
   }
 
   void add_and_norm(const void* x, const void* added, const void* gain, void* sum, void* y) const {
     static OperatorClock clock("AddRmsNorm");
-    norm_rows({x, added, sum, gain, y, nullptr, dtype_, sizes_.tokens, sizes_.hidden, constants_.eps}, clock);
+    const Timed timed(clock);
+    kernels().rms_norm({x, added, sum, gain, y, nullptr, dtype_, sizes_.tokens, sizes_.hidden, constants_.eps});
   }
 
   void multiply(const void* x, int weight, const char* bias, char* y) const {
@@ -118,11 +120,6 @@ class LayerStep {
   }
 
  private:
-  static void norm_rows(const RmsNormArgs& args, OperatorClock& clock) {
-    const Timed timed(clock);
-    kernels().rms_norm(args);
-  }
-
   const Call& call_;
   const PackedWeight* const weights_;
   const Sizes& sizes_;

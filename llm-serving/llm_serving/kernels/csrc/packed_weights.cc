@@ -109,7 +109,8 @@ void release_packed(const void* data) {
   registry().erase(data);
 }
 
-PackedWeight::PackedWeight(const void* data, DType dtype, size_t n, size_t k) {
+PackedWeight::PackedWeight(const void* data, DType dtype, size_t n, size_t k)
+    : data_(data), dtype_(dtype), n_(n), k_(k) {
   const std::shared_lock<std::shared_mutex> lock(registry_mutex);
   const auto found = registry().find(data);
   if (found == registry().end()) return;
@@ -118,13 +119,13 @@ PackedWeight::PackedWeight(const void* data, DType dtype, size_t n, size_t k) {
   if (is_packed_ && !packed.column_units.empty()) units_ = &packed.units;
 }
 
-void PackedWeight::unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) const {
-  if (dtype == DType::kFloat32) return unpack<uint32_t>(packed, target, n, k, row, false);
-  unpack<uint16_t>(packed, target, n, k, row, dtype == DType::kBFloat16);
+void PackedWeight::unpack_row(size_t row, void* target) const {
+  if (dtype_ == DType::kFloat32) return unpack<uint32_t>(data_, target, n_, k_, row, false);
+  unpack<uint16_t>(data_, target, n_, k_, row, dtype_ == DType::kBFloat16);
   if (units_ == nullptr) return;
   // A product of a power of two and of an integer that eight bits could tell: nothing is lost.
   const float unit = units_->unit[row] * kUnitOfOne;
-  for (size_t i = 0; i < k; i++) {
+  for (size_t i = 0; i < k_; i++) {
     int16_t multiple;
     std::memcpy(&multiple, static_cast<char*>(target) + i * sizeof(multiple), sizeof(multiple));
     const float value = static_cast<float>(multiple) * unit;

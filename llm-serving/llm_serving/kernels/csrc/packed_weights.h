@@ -28,10 +28,13 @@ class PackedWeight {
   // Of a weight that is kept as multiples, otherwise null.
   const WeightUnits* units() const { return units_; }
 
-  // Reads feature `row` back as k contiguous elements.
-  void unpack_row(const void* packed, void* target, DType dtype, size_t n, size_t k, size_t row) const;
+  // Reads feature `row` of a packed tensor back as k contiguous elements.
+  void unpack_row(size_t row, void* target) const;
 
  private:
+  const void* const data_;
+  const DType dtype_;
+  const size_t n_, k_;
   bool is_packed_ = false;
   const WeightUnits* units_ = nullptr;
 };
