@@ -55,8 +55,8 @@ def _require_dispatch() -> None:
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
-    A decoder layer is one operator of the library: MindSpore spends more on the eight it stands for than a small model
-    computes in them.
+    All decoder layers are one operator of the library: MindSpore spends more on the eight operators of a layer than a
+    small model computes in them.
     """
 
     name = "cpu"
@@ -69,8 +69,10 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell:
-        return DecoderLayer(self.dtype, scale, eps, attention_bias, mlp_bias)
+    def decoder_layers(
+        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
+    ) -> nn.Cell:
+        return DecoderLayers(self.dtype, num_layers, scale, eps, attention_bias, mlp_bias)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -107,34 +109,30 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class DecoderLayer(nn.Cell):
-    """`Backend.decoder_layer`."""
+class DecoderLayers(nn.Cell):
+    """`Backend.decoder_layers`."""
 
-    def __init__(self, dtype: str, scale: float, eps: float, attention_bias: bool, mlp_bias: bool) -> None:
+    def __init__(
+        self, dtype: str, num_layers: int, scale: float, eps: float, attention_bias: bool, mlp_bias: bool
+    ) -> None:
         super().__init__()
-        self.run = _custom("decoder_layer", "ffffffffffiiiis", dtype)
+        self.run = _custom("decoder_layers", "fffiiiiis" + "fffffff" * num_layers, dtype)
         self.constants = ms.Tensor(np.array([scale, eps, attention_bias, mlp_bias], dtype=np.float32))
 
     def construct(
         self,
         hidden: ms.Tensor,
-        vectors: ms.Tensor,
-        qkv: ms.Tensor,
-        out: ms.Tensor,
-        gate_up: ms.Tensor,
-        down: ms.Tensor,
         cos: ms.Tensor,
         sin: ms.Tensor,
-        key_cache: ms.Tensor,
-        value_cache: ms.Tensor,
         slot_mapping: ms.Tensor,
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
+        *layers: ms.Tensor,
     ) -> ms.Tensor:
-        weights = vectors, qkv, out, gate_up, down
-        step = slot_mapping, block_tables, query_lens, context_lens
-        return self.run(hidden, *weights, cos, sin, key_cache, value_cache, *step, self.constants)
+        step = slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        return self.run(hidden, cos, sin, *step, self.constants, *layers)
 
 
 def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
@@ -145,13 +143,15 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
         inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always.
         dtype: The model dtype, which is that of the result.
     """
-    register = CustomRegOp(function)
+    # MindSpore keeps the first registration of a name.
+    register = CustomRegOp(f"{function}_{dtype}_{len(inputs)}")
     for index in range(len(inputs)):
         register = register.input(index, f"x{index}")
     register = register.output(0, "y").target("CPU")
-    # Every model dtype: MindSpore keeps the first registration of a name.
-    for floats in (DataType.F32_Default, DataType.BF16_Default, DataType.F16_Default):
-        types = {"f": floats, "i": DataType.I32_Default, "s": DataType.F32_Default}
-        register = register.dtype_format(*(types[letter] for letter in inputs), floats)
+    floats = {"float32": DataType.F32_Default, "bfloat16": DataType.BF16_Default, "float16": DataType.F16_Default}[
+        dtype
+    ]
+    types = {"f": floats, "i": DataType.I32_Default, "s": DataType.F32_Default}
+    register = register.dtype_format(*(types[letter] for letter in inputs), floats)
     path = f"{library.library_path()}:{function}"
     return ops.Custom(path, None, MODEL_DTYPES[dtype], "aot", reg_info=register.get_op_info())

@@ -52,7 +52,9 @@ class PlainBackend:
         stored = RotateAndStore(split, Rotary(num_heads, num_kv_heads, head_dim), StoreKV())
         return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, head_dim, scale))
 
-    def decoder_layer(self, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell | None:
+    def decoder_layers(
+        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
+    ) -> nn.Cell | None:
         return None
 
     def swiglu(self) -> nn.Cell:

@@ -11,15 +11,15 @@ from llm_serving.layers.linear import Linear
 
 
 class PagedSelfAttention(nn.Cell):
-    """x [T, H] -> [T, H]; writes keys and values of its rows to their slots, then reads whole contexts by block table.
+    """x [T, H] -> [T, num_attention_heads * head_dim], before the projection back to H.
 
-    Prompts, chunks of prompts and decode rows mix freely: a row sees what is in the cache up to itself.
+    Writes keys and values of its rows to their slots, then reads whole contexts by block table. Prompts, chunks of
+    prompts and decode rows mix freely: a row sees what is in the cache up to itself.
 
     Args:
         backend: Makes the operations.
         spec: The model.
         qkv: H -> (num_attention_heads + 2 * num_key_value_heads) * head_dim: query, key, value.
-        out: num_attention_heads * head_dim -> H.
         kv_cache: Key and value cache of this layer, from `Backend.kv_cache`.
     """
 
@@ -28,13 +28,11 @@ class PagedSelfAttention(nn.Cell):
         backend: Backend,
         spec: ModelSpec,
         qkv: Linear,
-        out: Linear,
         kv_cache: tuple[ms.Parameter, ms.Parameter],
     ) -> None:
         super().__init__()
         self.qkv = qkv
         self.attention = backend.attention(*head_sizes(spec))
-        self.out = out
         self.key_cache, self.value_cache = kv_cache
 
     def construct(
@@ -49,7 +47,7 @@ class PagedSelfAttention(nn.Cell):
     ) -> ms.Tensor:
         caches = self.key_cache, self.value_cache
         step = slot_mapping, block_tables, query_lens, context_lens
-        return self.out(self.attention(self.qkv(x), cos, sin, *caches, *step))
+        return self.attention(self.qkv(x), cos, sin, *caches, *step)
 
 
 def head_sizes(spec: ModelSpec) -> tuple[int, int, int, float]:

@@ -11,7 +11,7 @@ from mindspore import nn
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Backend
 from llm_serving.core.model_spec import ModelSpec
-from llm_serving.layers.embedding import Embedding, SampledLogits
+from llm_serving.layers.embedding import Embedding
 from llm_serving.layers.rotary import RotaryTables
 from llm_serving.models.base import KVCaches
 from llm_serving.models.llama_layers import llama_layers
@@ -34,12 +34,12 @@ class LlamaForCausalLM(nn.Cell):
         self.rotary_tables = RotaryTables(backend, spec, max_positions)
         self.layers = llama_layers(spec, backend, weights, kv_caches)
         if spec.tie_word_embeddings:
-            head = table
+            self.head = table
             if "lm_head.weight" in weights:  # some exporters write the table twice
                 weights.take("lm_head.weight", table_shape)
         else:
-            head = backend.linear_weight(weights.take("lm_head.weight", table_shape))
-        self.logits = SampledLogits(backend, head)
+            self.head = backend.linear_weight(weights.take("lm_head.weight", table_shape))
+        self.logits = backend.logits()
         weights.check_all_taken()
 
     def use_whole_prompts(self, backend: AscendBackend) -> None:
@@ -61,5 +61,5 @@ class LlamaForCausalLM(nn.Cell):
     ) -> ms.Tensor:
         hidden = self.embedding(token_ids)
         cos, sin = self.rotary_tables(positions)
-        normed = self.layers(hidden, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
-        return self.logits(normed, sample_indices)
+        step = slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        return self.logits(self.layers(hidden, cos, sin, *step), self.head)

@@ -1,4 +1,4 @@
-"""The layers of the Llama family: made of the operations of a backend, or each as one operation where it has that."""
+"""The layers of the Llama family: made of the operations of a backend, or all as one where it has that."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from llm_serving.layers.attention import PagedSelfAttention, head_sizes
 from llm_serving.layers.linear import Linear
 from llm_serving.layers.mlp import GatedMlp
 from llm_serving.layers.norm import AddRmsNorm, RmsNorm
+from llm_serving.layers.selection import EveryRow, SampledRows
 from llm_serving.models.base import KVCaches
 from llm_serving.models.weights import WeightReader
 
@@ -41,7 +42,10 @@ class LayerWeights:
 def llama_layers(spec: ModelSpec, backend: Backend, weights: WeightReader, kv_caches: KVCaches) -> nn.Cell:
     """All layers and the norm after them.
 
-    (hidden [T, H], cos, sin, slot_mapping, block_tables, query_lens, context_lens) -> normed [T, H]
+    (hidden [T, H], cos, sin, slot_mapping, block_tables, query_lens, context_lens, sample_indices int32[S])
+    -> normed [S, H] of the rows that sample
+
+    Of a row that does not, only keys and values are ever read again: the last layer leaves it out behind attention.
     """
     names = [f"model.layers.{index}" for index in range(spec.num_hidden_layers)]
     gains = [
@@ -51,9 +55,10 @@ def llama_layers(spec: ModelSpec, backend: Backend, weights: WeightReader, kv_ca
     # Taken one after the other: a stacked weight takes memory until it is packed.
     layers = (_read_layer(spec, weights, name) for name in names)
     scale, eps = spec.head_dim**-0.5, spec.rms_norm_eps
-    whole = backend.decoder_layer(scale, eps, attention_bias=spec.attention_bias, mlp_bias=spec.mlp_bias)
-    if whole is not None:
-        return WholeLayers(backend, whole, gains, layers, kv_caches, eps)
+    biases = {"attention_bias": spec.attention_bias, "mlp_bias": spec.mlp_bias}
+    together = backend.decoder_layers(len(names), scale, eps, **biases)
+    if together is not None:
+        return LayersTogether(backend, together, gains, layers, kv_caches, eps)
     return LayersOfOperations(spec, backend, gains, layers, kv_caches)
 
 
@@ -76,12 +81,12 @@ def _read_layer(spec: ModelSpec, weights: WeightReader, name: str) -> LayerWeigh
     )
 
 
-class WholeLayers(nn.Cell):
-    """Layers as one operation each.
+class LayersTogether(nn.Cell):
+    """Layers as one operation.
 
     Args:
         backend: Makes Parameters.
-        operation: From `Backend.decoder_layer`.
+        operation: From `Backend.decoder_layers`.
         gains: Of the first norm of each layer, and of the norm after the last.
         layers: The other weights of each layer.
         kv_caches: One pair for each layer.
@@ -98,8 +103,11 @@ class WholeLayers(nn.Cell):
         eps: float,
     ) -> None:
         super().__init__()
-        parts = zip(gains[:-1], layers, kv_caches, strict=True)
-        self.layers = nn.CellList([WholeLayer(backend, operation, *part) for part in parts])
+        parameters: list[ms.Parameter] = []
+        for index, (gain, weights, kv_cache) in enumerate(zip(gains[:-1], layers, kv_caches, strict=True)):
+            parameters += [*_as_parameters(backend, f"layers.{index}", gain, weights), *kv_cache]
+        self.parameters = ms.ParameterTuple(parameters)
+        self.operation = operation
         self.norm = RmsNorm(backend, gains[-1], eps)
 
     def construct(
@@ -111,48 +119,24 @@ class WholeLayers(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
     ) -> ms.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
-        return self.norm(hidden)
+        step = slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        return self.norm(self.operation(hidden, cos, sin, *step, *self.parameters))
 
 
-class WholeLayer(nn.Cell):
-    """hidden [T, H] -> hidden [T, H]"""
-
-    def __init__(
-        self,
-        backend: Backend,
-        operation: nn.Cell,
-        gain: Array,
-        weights: LayerWeights,
-        kv_cache: tuple[ms.Parameter, ms.Parameter],
-    ) -> None:
-        super().__init__()
-        projections = weights.qkv, weights.out, weights.gate_up, weights.down
-        biases = [projection.bias for projection in projections if projection.bias is not None]
-        self.vectors = backend.vector(gain, weights.mlp_gain, *biases)
-        self.qkv, self.out, self.gate_up, self.down = (backend.linear_weight(each.weight) for each in projections)
-        self.key_cache, self.value_cache = kv_cache
-        self.operation = operation
-
-    def construct(
-        self,
-        hidden: ms.Tensor,
-        cos: ms.Tensor,
-        sin: ms.Tensor,
-        slot_mapping: ms.Tensor,
-        block_tables: ms.Tensor,
-        query_lens: ms.Tensor,
-        context_lens: ms.Tensor,
-    ) -> ms.Tensor:
-        weights = self.vectors, self.qkv, self.out, self.gate_up, self.down
-        step = slot_mapping, block_tables, query_lens, context_lens
-        return self.operation(hidden, *weights, cos, sin, self.key_cache, self.value_cache, *step)
+def _as_parameters(backend: Backend, name: str, gain: Array, weights: LayerWeights) -> list[ms.Parameter]:
+    """What `Backend.decoder_layers` takes of a layer before its caches."""
+    projections = {field: getattr(weights, field) for field in ("qkv", "out", "gate_up", "down")}
+    biases = [projection.bias for projection in projections.values() if projection.bias is not None]
+    return [
+        backend.vector(gain, weights.mlp_gain, *biases, name=f"{name}.vectors"),
+        *(backend.linear_weight(each.weight, f"{name}.{field}") for field, each in projections.items()),
+    ]
 
 
 class LayersOfOperations(nn.Cell):
-    """Layers made of operations; arguments as those of `WholeLayers`.
+    """Layers made of operations; arguments as those of `LayersTogether`.
 
     A residual and the norm after it are one operation, so each layer also owns the norm that follows it.
     """
@@ -168,7 +152,8 @@ class LayersOfOperations(nn.Cell):
         super().__init__()
         self.head_sizes = head_sizes(spec)
         self.norm = RmsNorm(backend, gains[0], spec.rms_norm_eps)
-        parts = zip(layers, gains[1:], kv_caches, strict=True)
+        selections = [EveryRow()] * (spec.num_hidden_layers - 1) + [SampledRows(backend)]
+        parts = zip(layers, gains[1:], kv_caches, selections, strict=True)
         self.layers = nn.CellList([LlamaLayer(spec, backend, *part) for part in parts])
 
     def use_whole_prompts(self, backend: AscendBackend) -> None:
@@ -185,10 +170,12 @@ class LayersOfOperations(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
     ) -> ms.Tensor:
+        step = slot_mapping, block_tables, query_lens, context_lens, sample_indices
         normed = self.norm(hidden)
         for layer in self.layers:
-            normed, hidden = layer(normed, hidden, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
+            normed, hidden = layer(normed, hidden, cos, sin, *step)
         return normed
 
 
@@ -201,6 +188,7 @@ class LlamaLayer(nn.Cell):
         weights: Those of the layer.
         next_gain: Gain of the norm that follows this layer.
         kv_cache: Key and value cache of this layer.
+        selection: Of the rows that are computed after attention: (x, sample_indices) -> x.
     """
 
     def __init__(
@@ -210,13 +198,16 @@ class LlamaLayer(nn.Cell):
         weights: LayerWeights,
         next_gain: Array,
         kv_cache: tuple[ms.Parameter, ms.Parameter],
+        selection: nn.Cell,
     ) -> None:
         super().__init__()
 
         def linear(projection: Projection) -> Linear:
             return Linear(backend, projection.weight, projection.bias)
 
-        self.attention = PagedSelfAttention(backend, spec, linear(weights.qkv), linear(weights.out), kv_cache)
+        self.attention = PagedSelfAttention(backend, spec, linear(weights.qkv), kv_cache)
+        self.selection = selection
+        self.out = linear(weights.out)
         self.mlp_norm = AddRmsNorm(backend, weights.mlp_gain, spec.rms_norm_eps)
         self.mlp = GatedMlp(backend, linear(weights.gate_up), linear(weights.down))
         self.next_norm = AddRmsNorm(backend, next_gain, spec.rms_norm_eps)
@@ -231,8 +222,11 @@ class LlamaLayer(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
     ) -> tuple[ms.Tensor, ms.Tensor]:
         attended = self.attention(normed, cos, sin, slot_mapping, block_tables, query_lens, context_lens)
-        normed, hidden = self.mlp_norm(attended, hidden)
+        attended = self.selection(attended, sample_indices)
+        hidden = self.selection(hidden, sample_indices)
+        normed, hidden = self.mlp_norm(self.out(attended), hidden)
         normed, hidden = self.next_norm(self.mlp(normed), hidden)
         return normed, hidden

@@ -31,7 +31,7 @@ CACHE_RULE = (
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights [N, K], packed, and vectors [N]; biases are None where the layer has none."""
+    """Weights [N, K], packed, and vectors [N]; biases are None where the layer has none. Each goes with a cache."""
 
     gain: Typed
     mlp_gain: Typed
@@ -66,18 +66,28 @@ class Step:
     tables: list[list[int]]
     query_lens: list[int]
     context_lens: list[int]
+    samples: list[int]
 
     def part(self, request: int, first: int, last: int) -> "Step":
-        """Rows `first` to `last` of one request as a step of their own."""
+        """Rows `first` to `last` of one request as a step of their own, of which every row samples."""
         start = sum(self.query_lens[:request])
         index = slice(start + first, start + last)
         context_len = self.context_lens[request] - self.query_lens[request] + last
         hidden, cos, sin = (tensor.rows(index) for tensor in (self.hidden, self.cos, self.sin))
-        return Step(hidden, cos, sin, self.slots[index], [self.tables[request]], [last - first], [context_len])
+        return Step(
+            hidden,
+            cos,
+            sin,
+            self.slots[index],
+            [self.tables[request]],
+            [last - first],
+            [context_len],
+            list(range(last - first)),
+        )
 
 
-def create_layer(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool) -> Layer:
-    rng = np.random.default_rng(1)
+def create_layer(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool, seed: int = 1) -> Layer:
+    rng = np.random.default_rng(seed)
     q_width = NUM_HEADS * head_dim
     qkv_width = q_width + 2 * NUM_KV_HEADS * head_dim
 
@@ -94,23 +104,32 @@ def create_layer(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: b
     return Layer(*gains, *attention_biases, *mlp_biases, *(weight(*shape) for shape in shapes))
 
 
-def mixed_step(dtype: str, head_dim: int) -> tuple[Step, Cache]:
-    """A whole prompt, a decode row and a chunk, one of whose keys is not stored; the cache has what lies before."""
+def create_layers(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool) -> list[Layer]:
+    biases = {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
+    return [create_layer(dtype, head_dim, **biases, seed=seed) for seed in (1, 2, 3)]
+
+
+def mixed_step(dtype: str, head_dim: int) -> tuple[Step, list[Cache]]:
+    """A whole prompt, a decode row and a chunk, one of whose keys is not stored; caches have what lies before.
+
+    Rows sample in another order than theirs, one of them twice.
+    """
     rng = np.random.default_rng(2)
     tables, query_lens, context_lens = [[3, 1, 4, 7, 5], [9, 2, 6], [8, 0]], [70, 1, 9], [70, 33, 20]
-    cache = Cache(dtype, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim)
+    caches = [Cache(dtype, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim) for _ in range(3)]
     slots: list[int] = []
     for table, query_len, context_len in zip(tables, query_lens, context_lens, strict=True):
-        filled(rng, cache, table, context_len - query_len)
-        slots += cache.slots(table, context_len - query_len, context_len)
+        for cache in caches:
+            filled(rng, cache, table, context_len - query_len)
+        slots += caches[0].slots(table, context_len - query_len, context_len)
     slots[75] = -1
     count = sum(query_lens)
     hidden, cos, sin = (rows(rng, count, width, dtype) for width in (HIDDEN, head_dim, head_dim))
-    return Step(hidden, cos, sin, slots, tables, query_lens, context_lens), cache
+    return Step(hidden, cos, sin, slots, tables, query_lens, context_lens, [79, 70, 3, 70]), caches
 
 
 def by_operators(layer: Layer, step: Step, cache: Cache) -> Typed:
-    """A layer as the operators that `decoder_layer` stands for."""
+    """Every row of a layer, by the operators that `decoder_layers` stands for."""
     dtype, count = step.hidden.dtype, len(step.hidden.array)
     eps, rstd = scalar(EPS, "float32"), empty((count, 1), "float32")
     normed, middle, result = (empty(step.hidden.array.shape, dtype) for _ in range(3))
@@ -140,33 +159,36 @@ def by_operators(layer: Layer, step: Step, cache: Cache) -> Typed:
     return result
 
 
-def parameters(layer: Layer, step: Step, cache: Cache) -> dict[str, Typed]:
-    """Of `decoder_layer`, in its order."""
-    return {
+def parameters(layers: list[Layer], step: Step, caches: list[Cache]) -> dict[str, Typed]:
+    """Of `decoder_layers`, in its order; those of a layer under their name and, from the second on, its number."""
+    given = {
         "hidden": step.hidden,
-        "vectors": layer.vectors,
-        "qkv": layer.qkv,
-        "out": layer.out,
-        "gate_up": layer.gate_up,
-        "down": layer.down,
         "cos": step.cos,
         "sin": step.sin,
-        "key_cache": cache.key,
-        "value_cache": cache.value,
         "slot_mapping": integers(step.slots),
         "block_tables": padded(step.tables),
         "query_lens": integers(step.query_lens),
         "context_lens": integers(step.context_lens),
-        "constants": layer.constants,
-        "result": empty(step.hidden.array.shape, step.hidden.dtype),
+        "sample_indices": integers(step.samples),
+        "constants": layers[0].constants,
     }
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        of_layer = {"vectors": layer.vectors, "qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up}
+        of_layer |= {"down": layer.down, "key_cache": cache.key, "value_cache": cache.value}
+        given |= {f"{name}{number or ''}": value for name, value in of_layer.items()}
+    return given | {"result": empty((len(step.samples), HIDDEN), step.hidden.dtype)}
 
 
-def in_one(layer: Layer, step: Step, cache: Cache) -> Typed:
-    """A layer as one operator."""
-    given = parameters(layer, step, cache)
-    call("decoder_layer", *given.values())
+def in_one(layers: list[Layer], step: Step, caches: list[Cache]) -> Typed:
+    """Layers as one operator."""
+    given = parameters(layers, step, caches)
+    call("decoder_layers", *given.values())
     return given["result"]
+
+
+def same_bits(caches: list[Cache], others: list[Cache]) -> bool:
+    pairs = zip(caches, others, strict=True)
+    return all(np.array_equal(a.key.bits, b.key.bits) and np.array_equal(a.value.bits, b.value.bits) for a, b in pairs)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -176,57 +198,66 @@ def in_one(layer: Layer, step: Step, cache: Cache) -> Typed:
 def test_bits_are_those_of_the_operators_it_stands_for(
     isa: str, dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool
 ) -> None:
-    layer = create_layer(dtype, head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias)
+    layers = create_layers(dtype, head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias)
     step, apart = mixed_step(dtype, head_dim)
-    expected = by_operators(layer, step, apart)
+    expected = step.hidden
+    for layer, cache in zip(layers, apart, strict=True):
+        expected = by_operators(layer, replace(step, hidden=expected), cache)
     assert np.all(np.isfinite(expected.values))
     for threads in (1, 2):
         _, together = mixed_step(dtype, head_dim)
         with library.threads_in_use(threads):
-            result = in_one(layer, step, together)
-        assert np.array_equal(result.bits, expected.bits), threads
-        assert np.array_equal(together.key.bits, apart.key.bits), threads
-        assert np.array_equal(together.value.bits, apart.value.bits), threads
+            result = in_one(layers, step, together)
+        assert np.array_equal(result.bits, expected.bits[step.samples]), threads
+        assert same_bits(together, apart), threads
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str) -> None:
-    layer = create_layer(dtype, 16, attention_bias=True, mlp_bias=True)
+    layers = create_layers(dtype, 16, attention_bias=True, mlp_bias=True)
     step, together = mixed_step(dtype, 16)
-    whole = in_one(layer, step, together).bits
+    step = replace(step, samples=list(range(len(step.slots))))
+    whole = in_one(layers, step, together).bits
     for threads in (1, 2):
-        _, cache = mixed_step(dtype, 16)
+        _, caches = mixed_step(dtype, 16)
         chunks = [(2, 0, 9), (0, 0, 1), (0, 1, 33), (1, 0, 1), (0, 33, 70)]
         with library.threads_in_use(threads):
-            results = {chunk: in_one(layer, step.part(*chunk), cache).bits for chunk in chunks}
+            results = {chunk: in_one(layers, step.part(*chunk), caches).bits for chunk in chunks}
         assert np.array_equal(np.concatenate([results[chunk] for chunk in sorted(chunks)]), whole), threads
-        assert np.array_equal(cache.key.bits, together.key.bits), threads
-        assert np.array_equal(cache.value.bits, together.value.bits), threads
+        assert same_bits(caches, together), threads
+
+
+@pytest.mark.parametrize("samples", [[], [2, 0] * 8])
+def test_fewer_and_more_rows_may_sample_than_there_are(isa: str, samples: list[int]) -> None:
+    layers = create_layers("bfloat16", 16, attention_bias=True, mlp_bias=True)
+    whole, caches = mixed_step("bfloat16", 16)
+    step = whole.part(2, 0, 9)
+    every = in_one(layers, step, caches).bits
+    assert np.array_equal(in_one(layers, replace(step, samples=samples), caches).bits, every[samples])
 
 
 def test_a_step_without_rows_writes_nothing(isa: str) -> None:
-    layer = create_layer("bfloat16", 16, attention_bias=True, mlp_bias=True)
-    step, cache = mixed_step("bfloat16", 16)
-    before = cache.key.bits.copy(), cache.value.bits.copy()
-    in_one(layer, replace(step.part(1, 0, 0), context_lens=[0]), cache)
-    assert np.array_equal(cache.key.bits, before[0]) and np.array_equal(cache.value.bits, before[1])
+    layers = create_layers("bfloat16", 16, attention_bias=True, mlp_bias=True)
+    step, caches = mixed_step("bfloat16", 16)
+    in_one(layers, replace(step.part(1, 0, 0), context_lens=[0]), caches)
+    assert same_bits(caches, mixed_step("bfloat16", 16)[1])
 
 
 def floats(*shape: int, dtype: str = "bfloat16") -> Typed:
     return typed(np.ones(shape), dtype)
 
 
-def refusal(**changes: Typed) -> str:
-    """What `decoder_layer` says of parameters of which some are changed; it must have written nothing."""
-    layer = create_layer("bfloat16", 16, attention_bias=False, mlp_bias=False)
-    cache = Cache("bfloat16", num_kv_heads=NUM_KV_HEADS, head_dim=16)
-    step = Step(floats(2, HIDDEN), floats(2, 16), floats(2, 16), [0, 1], [[0]], [2], [2])
-    given = parameters(layer, step, cache)
+def refusal(num_layers: int = 1, **changes: Typed) -> str:
+    """What `decoder_layers` says of parameters of which some are changed; it must have written nothing."""
+    layers = [create_layer("bfloat16", 16, attention_bias=False, mlp_bias=False) for _ in range(num_layers)]
+    caches = [Cache("bfloat16", num_kv_heads=NUM_KV_HEADS, head_dim=16) for _ in range(num_layers)]
+    step = Step(floats(2, HIDDEN), floats(2, 16), floats(2, 16), [0, 1], [[0]], [2], [2], [1])
+    given = parameters(layers, step, caches)
     before = given["result"].bits.copy()
-    assert status_of("decoder_layer", *(given | changes).values()) != 0
-    assert not cache.key.bits.any() and not cache.value.bits.any()
+    assert status_of("decoder_layers", *(given | changes).values()) != 0
+    assert not any(cache.key.bits.any() or cache.value.bits.any() for cache in caches)
     assert np.array_equal(given["result"].bits, before)
-    return library.last_error().removeprefix("decoder_layer: ")
+    return library.last_error().removeprefix("decoder_layers: ")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +280,19 @@ def test_weights_of_another_shape_or_type_are_refused(
 ) -> None:
     weight = floats(*shape, dtype=dtype)
     assert refusal(**{name: packed(weight) if len(shape) == 2 else weight}) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("qkv1", packed(floats(160, 45)), "weight 0 must be packed, [128, 45], of the type of hidden"),
+        ("down1", packed(floats(45, 101)), "weight 3 must be packed, [45, 100], of the type of hidden"),
+        ("qkv1", floats(128 * HIDDEN), "weights must have two dimensions"),
+        ("vectors1", floats(91), "vectors must have 90 elements of the type of hidden"),
+    ],
+)
+def test_a_layer_unlike_the_first_is_refused(name: str, changed: Typed, message: str) -> None:
+    assert refusal(num_layers=2, **{name: changed}) == message
 
 
 @pytest.mark.parametrize(("name", "position"), [("qkv", 0), ("out", 1), ("gate_up", 2), ("down", 3)])
@@ -294,7 +338,7 @@ def test_vectors_must_hold_gains_and_biases(changes: dict[str, Typed], num_eleme
     ],
 )
 def test_hidden_must_be_rows_of_floats_and_constants_four(changes: dict[str, Typed]) -> None:
-    assert refusal(**changes) == "hidden must be floats [T, H], and the last input four constants of float32"
+    assert refusal(**changes) == "hidden must be floats [T, H], and constants four of float32"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +355,9 @@ def test_hidden_must_be_rows_of_floats_and_constants_four(changes: dict[str, Typ
         ({"block_tables": integers([[24]])}, "block 24 of request 0 is outside the 24 blocks of the cache"),
         ({"query_lens": floats(1, dtype="float32")}, "query_lens [B] must be int32 or int64"),
         ({"query_lens": integers([1])}, "query_lens add up to 1, q has 2 rows"),
+        ({"sample_indices": integers([1, 2])}, "sample_indices[1] = 2 is outside the 2 rows"),
+        ({"sample_indices": integers([-1])}, "sample_indices[0] = -1 is outside the 2 rows"),
+        ({"sample_indices": floats(1)}, "sample_indices [S] must be int32 or int64"),
     ],
 )
 def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:
@@ -320,3 +367,12 @@ def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: s
 def test_heads_that_do_not_share_those_of_the_cache_evenly_are_refused() -> None:
     weights = {"qkv": packed(floats(3 * 16 + 2 * 32, HIDDEN)), "out": packed(floats(HIDDEN, 3 * 16))}
     assert refusal(**weights) == "rows of q must hold 3 heads of 16 elements, shared by 2 heads of the cache"
+
+
+@pytest.mark.parametrize("num_parameters", [10, 16, 18, 23])
+def test_parameters_of_whole_layers_are_expected(num_parameters: int) -> None:
+    layers = [create_layer("bfloat16", 16, attention_bias=False, mlp_bias=False) for _ in range(2)]
+    step, caches = mixed_step("bfloat16", 16)
+    given = list(parameters(layers, step, caches[:2]).values())
+    assert status_of("decoder_layers", *given[:num_parameters]) != 0
+    assert library.last_error().endswith(f"expects 9 parameters, 7 for each layer, and a result, got {num_parameters}")
