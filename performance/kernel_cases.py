@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from llm_serving.backends.parameters import zeroed_array
 from llm_serving.kernels import library
 from machine_limits import ELEMENT_BYTES
 
@@ -70,7 +71,7 @@ def products(weights: Sequence[tuple[int, int]], all_rows: Sequence[int], dtype:
     kernels, size = library.load(), ELEMENT_BYTES[dtype]
     for n, k in weights:
         source = _random((n, k), dtype)
-        copies = [np.empty_like(source) for _ in range(_num_copies(source))]
+        copies = [zeroed_array((n, k), dtype) for _ in range(_num_copies(source))]
         for copy in copies:
             kernels.llm_pack_weight(source.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
         for rows in all_rows:
@@ -190,10 +191,8 @@ def _dtype_name(array: Array | None) -> str:
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> Array:
-    """Normal numbers, on the boundary of a cache line as MindSpore's own memory is."""
-    storage = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}[dtype]
-    raw = np.empty(int(np.prod(shape)) * np.dtype(storage).itemsize + 64, np.uint8)
-    array: Array = raw[-raw.ctypes.data % 64 :][: raw.size - 64].view(storage).reshape(shape)
+    """Normal numbers, in memory like that of weights and caches: a line of the cache that spans two costs twice."""
+    array: Array = zeroed_array(shape, dtype)
     values = np.random.default_rng(1).standard_normal(min(array.size, 1 << 20), np.float32)
     if dtype == "bfloat16":
         values = (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -18,6 +18,8 @@ def check_block_moves(block_moves: Int32Array, num_blocks: int, num_swap_blocks:
     """
     if block_moves.ndim != 2 or block_moves.shape[1] != len(Move._fields):
         raise WorkerError(f"block_moves must be [N, {len(Move._fields)}]. Given: {list(block_moves.shape)}")
+    if not len(block_moves):
+        return
     kinds = block_moves[:, 0]
     if (unknown := ~np.isin(kinds, list(BlockMove))).any():
         known = ", ".join(f"{kind.value} {kind.name}" for kind in BlockMove)
