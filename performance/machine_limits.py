@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -38,6 +38,11 @@ class Limits:
         kernels = library.load()
         isa, num_threads = kernels.llm_isa().decode(), int(kernels.llm_num_threads())
         return cls(isa, num_threads, dtype, read_bandwidth(), arithmetic_peak(dtype))
+
+    def better_of(self, other: Limits) -> Limits:
+        """The higher of each limit. A virtual machine loses half of either to its neighbours for minutes at a time."""
+        read = max(self.read_bytes_per_s, other.read_bytes_per_s)
+        return replace(self, read_bytes_per_s=read, flop_per_s=max(self.flop_per_s, other.flop_per_s))
 
     def seconds(self, num_bytes: float, flop: float) -> float:
         """The least time for reading so much and computing so much at once."""
@@ -86,7 +91,7 @@ class StepCost:
         return size * parameters + self.spec.kv_bytes_per_token(size) * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
-        """Operations of a step.
+        """Operations of a step. Of a token that does not sample the last layer needs keys and values alone.
 
         Args:
             num_tokens: Tokens the step computes.
@@ -96,7 +101,8 @@ class StepCost:
         spec = self.spec
         head = spec.vocab_size * spec.hidden_size
         attention = 2 * spec.q_size * spec.num_hidden_layers
-        return 2.0 * (self._layer_parameters * num_tokens + head * num_samples + attention * num_pairs)
+        spared = spec.hidden_size * (2 * spec.q_size + 3 * spec.intermediate_size) * (num_tokens - num_samples)
+        return 2.0 * (self._layer_parameters * num_tokens - spared + head * num_samples + attention * num_pairs)
 
     @property
     def _layer_parameters(self) -> int:

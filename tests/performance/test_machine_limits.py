@@ -34,9 +34,17 @@ def test_a_tied_table_is_read_once():
 
 
 def test_a_token_is_multiplied_with_every_weight_and_only_samples_with_the_head():
-    assert COST.flop(5, 0, 0) == 2 * 5 * LAYERS
-    assert COST.flop(5, 3, 0) - COST.flop(5, 0, 0) == 2 * 3 * HEAD
+    assert COST.flop(5, 5, 0) == 2 * 5 * (LAYERS + HEAD)
     assert COST.flop(0, 0, 7) == 2 * 2 * 8 * 7 * 2  # scores and sums of 8 elements, two layers
+
+
+def test_the_last_layer_needs_only_keys_and_values_of_a_token_that_does_not_sample():
+    query_out_mlp = 8 * 8 + 8 * 8 + 3 * 8 * 16
+    assert COST.flop(5, 3, 0) == 2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD)
+
+
+def test_the_higher_of_two_limits_counts():
+    assert limits(3.0, 5.0).better_of(limits(4.0, 2.0)) == limits(4.0, 5.0)
 
 
 def test_the_longer_of_reading_and_computing_counts():
