@@ -25,6 +25,7 @@ from llm_serving.kernels import library
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
+_FORMATS = {"float32": DataType.F32_Default, "bfloat16": DataType.BF16_Default, "float16": DataType.F16_Default}
 
 
 def load_plugin() -> None:
@@ -148,10 +149,7 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
     for index in range(len(inputs)):
         register = register.input(index, f"x{index}")
     register = register.output(0, "y").target("CPU")
-    floats = {"float32": DataType.F32_Default, "bfloat16": DataType.BF16_Default, "float16": DataType.F16_Default}[
-        dtype
-    ]
-    types = {"f": floats, "i": DataType.I32_Default, "s": DataType.F32_Default}
-    register = register.dtype_format(*(types[letter] for letter in inputs), floats)
+    types = {"f": _FORMATS[dtype], "i": DataType.I32_Default, "s": DataType.F32_Default}
+    register = register.dtype_format(*(types[letter] for letter in inputs), types["f"])
     path = f"{library.library_path()}:{function}"
     return ops.Custom(path, None, MODEL_DTYPES[dtype], "aot", reg_info=register.get_op_info())

@@ -65,6 +65,34 @@ struct Vectors {
   }
 };
 
+// Memory for the rows of a step on their way through the layers. `attended` lies behind the rows of query, key and
+// value in `wide`, which gate and up take afterwards.
+struct Rows {
+  char *normed, *change, *residual, *wide, *attended, *narrow;
+
+  Rows(const Sizes& sizes, size_t rows, size_t bytes) {
+    auto larger = [](size_t a, size_t b) { return a > b ? a : b; };
+    const size_t row = rows * sizes.hidden * bytes;
+    const size_t wide_bytes = rows * bytes * larger(larger(2 * sizes.inner, sizes.qkv + sizes.q), sizes.hidden);
+    const size_t narrow_bytes = rows * bytes * larger(sizes.inner, sizes.q);
+    normed = static_cast<char*>(scratch(Scratch::kLayer, 3 * row + wide_bytes + narrow_bytes + 1));
+    change = normed + row;
+    residual = change + row;
+    wide = residual + row;
+    attended = wide + rows * sizes.qkv * bytes;
+    narrow = wide + wide_bytes;
+  }
+};
+
+// Copies the rows that sample to `y`, and returns it.
+const char* select_rows(const Call& call, const void* x, size_t row_bytes, char* y) {
+  for (size_t i = 0; i < call.elements(kSampleIndices); i++) {
+    const size_t row = static_cast<size_t>(call.integer(kSampleIndices, i));
+    std::memcpy(y + i * row_bytes, static_cast<const char*>(x) + row * row_bytes, row_bytes);
+  }
+  return y;
+}
+
 // What a layer multiplies by. Each part is timed as the operator it stands for.
 class Layer {
  public:
@@ -76,8 +104,6 @@ class Layer {
         weights_{packed(kQkv), packed(kOut), packed(kGateUp), packed(kDown)},
         sizes_(sizes),
         vectors_(call.data<const char>(at(kVectors)), sizes, constants, call.element_bytes(kHidden)) {}
-
-  const Vectors& vectors() const { return vectors_; }
 
   int check() const {
     if (call_.dtype(at(kVectors)) != dtype_ || call_.elements(at(kVectors)) != vectors_.elements) {
@@ -95,6 +121,30 @@ class Layer {
     return 0;
   }
 
+  // Turns `hidden` [T, H] into `result`, which may be rows.residual as `hidden` may be: [T, H], or with `selects` only
+  // the rows that sample, as nothing but the keys and values of the others is read again.
+  int run(const Rows& rows, const void* hidden, bool selects, void* result) const {
+    size_t count = call_.dim(kHidden, 0);
+    norm(count, hidden, vectors_.gain, rows.normed);
+    multiply(count, rows.normed, kQkv, vectors_.qkv, rows.wide);
+    if (const int status = attend(rows.wide, rows.attended)) return status;
+    const void* attended = rows.attended;
+    if (selects) {
+      const size_t bytes = call_.element_bytes(kHidden);
+      attended = select_rows(call_, attended, sizes_.q * bytes, rows.narrow);
+      hidden = select_rows(call_, hidden, sizes_.hidden * bytes, rows.wide);
+      count = call_.elements(kSampleIndices);
+    }
+    multiply(count, attended, kOut, vectors_.out, rows.change);
+    add_and_norm(count, rows.change, hidden, vectors_.mlp_gain, rows.residual, rows.normed);
+    multiply(count, rows.normed, kGateUp, vectors_.gate_up, rows.wide);
+    gate(count, rows.wide, rows.narrow);
+    multiply(count, rows.narrow, kDown, vectors_.down, rows.change);
+    add(count, rows.change, rows.residual, result);
+    return 0;
+  }
+
+ private:
   void norm(size_t rows, const void* x, const char* gain, void* y) const {
     static OperatorClock clock("RmsNorm");
     const Timed timed(clock);
@@ -140,7 +190,6 @@ class Layer {
     kernels().add({a, b, y, dtype_, rows * sizes_.hidden});
   }
 
- private:
   int at(int parameter) const { return first_ + parameter; }
 
   PackedWeight packed(int weight) const {
@@ -156,60 +205,6 @@ class Layer {
   const Sizes& sizes_;
   const Vectors vectors_;
 };
-
-// Memory for the rows of a step on their way through the layers. `attended` lies behind the rows of query, key and
-// value in `wide`, which gate and up take afterwards.
-struct Rows {
-  char *normed, *change, *residual, *wide, *attended, *narrow;
-
-  Rows(const Sizes& sizes, size_t rows, size_t bytes) {
-    auto larger = [](size_t a, size_t b) { return a > b ? a : b; };
-    const size_t row = rows * sizes.hidden * bytes;
-    const size_t wide_bytes = rows * bytes * larger(larger(2 * sizes.inner, sizes.qkv + sizes.q), sizes.hidden);
-    const size_t narrow_bytes = rows * bytes * larger(sizes.inner, sizes.q);
-    normed = static_cast<char*>(scratch(Scratch::kLayer, 3 * row + wide_bytes + narrow_bytes + 1));
-    change = normed + row;
-    residual = change + row;
-    wide = residual + row;
-    attended = wide + rows * sizes.qkv * bytes;
-    narrow = wide + wide_bytes;
-  }
-};
-
-void select_rows(const Call& call, const void* x, size_t row_bytes, char* y) {
-  for (size_t i = 0; i < call.elements(kSampleIndices); i++) {
-    const size_t row = static_cast<size_t>(call.integer(kSampleIndices, i));
-    std::memcpy(y + i * row_bytes, static_cast<const char*>(x) + row * row_bytes, row_bytes);
-  }
-}
-
-// Turns `hidden` [T, H] into `result`, which may be rows.residual as `hidden` may be: [T, H], or with `selects` only
-// the rows that sample, as nothing but the keys and values of the others is read again.
-int run_layer(const Call& call, const Layer& layer, const Sizes& sizes, const Rows& rows, const void* hidden,
-              bool selects, void* result) {
-  const Vectors& vectors = layer.vectors();
-  const size_t tokens = call.dim(kHidden, 0);
-  layer.norm(tokens, hidden, vectors.gain, rows.normed);
-  layer.multiply(tokens, rows.normed, kQkv, vectors.qkv, rows.wide);
-  if (const int status = layer.attend(rows.wide, rows.attended)) return status;
-  const void* attended = rows.attended;
-  size_t count = tokens;
-  if (selects) {
-    const size_t bytes = call.element_bytes(kHidden);
-    select_rows(call, attended, sizes.q * bytes, rows.narrow);
-    select_rows(call, hidden, sizes.hidden * bytes, rows.wide);
-    attended = rows.narrow;
-    hidden = rows.wide;
-    count = call.elements(kSampleIndices);
-  }
-  layer.multiply(count, attended, kOut, vectors.out, rows.change);
-  layer.add_and_norm(count, rows.change, hidden, vectors.mlp_gain, rows.residual, rows.normed);
-  layer.multiply(count, rows.normed, kGateUp, vectors.gate_up, rows.wide);
-  layer.gate(count, rows.wide, rows.narrow);
-  layer.multiply(count, rows.narrow, kDown, vectors.down, rows.change);
-  layer.add(count, rows.change, rows.residual, result);
-  return 0;
-}
 
 int check_parameters(const Call& call, size_t num_layers) {
   if (!is_float(call.dtype(kHidden)) || call.rank(kHidden) != 2 || call.dtype(kConstants) != DType::kFloat32 ||
@@ -268,7 +263,7 @@ LLM_OPERATOR(decoder_layers) {
   for (size_t i = 0; i < num_layers; i++) {
     const bool last = i + 1 == num_layers;
     void* result = last ? call.data<void>(call.count() - 1) : rows.residual;
-    if (const int status = run_layer(call, layers[i], sizes, rows, hidden, last, result)) return status;
+    if (const int status = layers[i].run(rows, hidden, last, result)) return status;
     hidden = result;
   }
   return 0;
