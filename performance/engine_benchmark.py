@@ -27,7 +27,6 @@ from pathlib import Path
 
 from figures import Figure, greedy, random_prompts
 from llm_serving.config import load_config
-from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from load_benchmark import start_up
 from lost_cores import LostCoresMeter
@@ -49,30 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, overrides, arguments.model)
     figures: list[Figure] = []
 
-    def report(*new: Figure) -> None:
-        for figure in new:
-            print(figure, flush=True)
-        figures.extend(new)
+    limits_beside: dict[str, Limits] = {}
 
     def run(test: str, measure: Callable[[], Judge]) -> None:
         before, meter = Limits.measure(arguments.dtype), LostCoresMeter()
         judge = measure()
         lost = meter.read()
-        limits = before.better_of(Limits.measure(arguments.dtype))
-        report(
-            *judge(limits),
-            Figure(test, "read bandwidth", limits.read_bytes_per_s / 1e9, "GB/s"),
-            Figure(test, "arithmetic peak", limits.flop_per_s / 1e9, "GFLOP/s"),
-            Figure(test, "cores lost to other programs", lost.programs, "cores"),
-            Figure(test, "cores lost to the host", lost.host, "cores"),
+        limits = limits_beside[test] = before.better_of(Limits.measure(arguments.dtype))
+        print(limits)
+        for figure in judge(limits):
+            print(figure, flush=True)
+            figures.append(figure)
+        figures.append(Figure(test, "cores lost to other programs", lost.programs, "cores"))
+        figures.append(Figure(test, "cores lost to the host", lost.host, "cores"))
+        print(
+            f"     lost meanwhile: {lost.programs:.2f} cores to other programs, {lost.host:.2f} to the host", flush=True
         )
 
     if "L" in arguments.tests:
-        report(*start_up(config))
+        run("L", lambda: _without_limits(start_up(config)))
     if arguments.tests != ["L"]:
         llm = LLM(config)
         cost = StepCost(llm.model_spec, arguments.dtype)
-        print(f"{library.load().llm_isa().decode()}, {library.load().llm_num_threads()} threads, {arguments.dtype}")
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
             run("A", partial(single_stream, llm, arguments.runs, cost))
@@ -82,10 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "C" in arguments.tests:
             run("C", partial(prefill, llm, arguments.runs, cost))
         if "S" in arguments.tests:
-            report(*step_breakdown(llm, (1, *arguments.batch), PROMPT_LEN, OUTPUT_LEN))
+            counts = (1, *arguments.batch)
+            run("S", lambda: _without_limits(step_breakdown(llm, counts, PROMPT_LEN, OUTPUT_LEN)))
     if arguments.json is not None:
         document = {
             "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "limits": {test: asdict(limits) for test, limits in limits_beside.items()},
             "figures": [asdict(figure) | {"share": figure.share} for figure in figures],
         }
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
@@ -94,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 Judge = Callable[[Limits], list[Figure]]
 """Sets what was measured beside what the machine could do meanwhile."""
+
+
+def _without_limits(figures: list[Figure]) -> Judge:
+    return lambda _: figures
 
 
 def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
