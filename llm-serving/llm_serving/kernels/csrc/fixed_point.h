@@ -179,6 +179,8 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
 
 // Activations as multiples: `pass` inputs of every row, then the next inputs of every row.
 struct FixedActivations {
+  using Multiplied = Fixed16;
+
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
   size_t rows, inputs, pass;
@@ -242,16 +244,14 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
 inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows, size_t first,
                          const BFloat16* const* panels, size_t count, float* sums, size_t sums_stride) {
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
+  const Fixed16* multiples[kMostPanels];
+  for (size_t p = 0; p < count; p++) multiples[p] = reinterpret_cast<const Fixed16*>(panels[p]);
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
     const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
-    const Fixed16* now[kMostPanels];
-    const Fixed16* ahead[kMostPanels];
-    for (size_t p = 0; p < count; p++) {
-      now[p] = reinterpret_cast<const Fixed16*>(panels[p]) + k * kPanelWidth;
-      ahead[p] = now[p] + (spreads_prefetches<Fixed16>(rows) ? inputs * kPanelWidth : kBytesAhead / sizeof(Fixed16));
-    }
-    multiply<Fixed16>({rows, x.at(row, block), x.pass, now, count, 1, inputs, sums, sums_stride, k > 0, ahead,
+    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs,
+                                   spreads_prefetches<Fixed16>(rows));
+    multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next,
                        x.unit + block * x.rows + row});
   }
   const float* unit = args.units->unit + first * kPanelWidth;

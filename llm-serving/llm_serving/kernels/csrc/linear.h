@@ -11,9 +11,13 @@ namespace llm::LLM_ISA {
 
 // Panels of one unit of work, at most.
 constexpr size_t kMostPanels = 8;
-// Inputs of one pass over the rows: four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
+// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache;
+// where reading is spread they stay in the second (128 KB) beside those that are read meanwhile, as a tile then takes
+// its sums from memory and puts them back so much less often.
 template <class Element>
-constexpr size_t kPassInputs = 32768 / (4 * kPanelWidth * sizeof(ActivationOf<Element>));
+constexpr size_t kPassBytes = Operand<Element>::kSpreads ? 131072 : 32768;
+template <class Element>
+constexpr size_t kPassInputs = kPassBytes<Element> / (4 * kPanelWidth * sizeof(ActivationOf<Element>));
 
 // Rows of one unit of work: so many that their sums and the inputs of a pass stay in the second-level cache, and so few
 // that each thread has several units, as long as the panels are used often enough to be worth unpacking.
@@ -27,6 +31,8 @@ constexpr size_t kBytesAhead = 1024;
 // inputs is a multiple of Operand::kMultiple, with zeros as padding.
 template <class Element>
 struct Activations {
+  using Multiplied = Element;
+
   const ActivationOf<Element>* data;
   size_t inputs;
   size_t pass;
@@ -62,7 +68,8 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
   const bool in_place = args.m <= kTileHeight;
 #else
-  const bool in_place = true;
+  // The rows of a tile that are prefetched follow those of the tile before.
+  const bool in_place = !Operand<Element>::kSpreads || pass == inputs;
 #endif
   if (kSameType && in_place && inputs == args.k) {
     return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
@@ -123,11 +130,11 @@ struct Units {
   size_t rows, row_blocks;
   size_t panels, panel_groups;
 
-  Units(size_t m, size_t n) {
+  Units(size_t m, size_t n, size_t most_panels) {
     const size_t all_panels = (n + kPanelWidth - 1) / kPanelWidth;
     const size_t least_panels = m < kTileRows ? kTilePanels : 2;
     const size_t wanted = kUnitsPerThread * num_threads();
-    panels = kMostPanels;
+    panels = most_panels;
     set(m, all_panels, (m + kMostRows - 1) / kMostRows);
     while (count() < wanted && rows >= 2 * kLeastRows) set(m, all_panels, 2 * row_blocks);
     while (count() < wanted && panels > least_panels) {
@@ -146,20 +153,39 @@ struct Units {
   }
 };
 
-// Sums of a block of rows with a few whole panels, in passes over the inputs.
+// The panels of one pass over `inputs` inputs from `k` on, and what is prefetched meanwhile.
 template <class Element>
-void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows, size_t,
+struct PassPanels {
+  const Element* now[kMostPanels];
+  const Element* next[kMostPanels];
+
+  // `spreads`: the next pass is, or the first one of the unit that this thread is likely to take next, as threads take
+  // them in turns; otherwise it is what the same tile reads a little later.
+  PassPanels(const LinearArgs& args, const Element* const* panels, size_t first, size_t count, size_t k, size_t inputs,
+             size_t all_inputs, bool spreads) {
+    const size_t next_first = first + num_threads() * count;
+    const bool ends = k + inputs == all_inputs && (next_first + count) * kPanelWidth <= args.n;
+    const size_t pass = inputs * kPanelWidth;
+    const size_t unit = (next_first - first) * kPanelWidth * all_inputs;
+    for (size_t p = 0; p < count; p++) {
+      now[p] = panels[p] + k * kPanelWidth;
+      next[p] = !spreads ? now[p] + kBytesAhead / sizeof(Element) : ends ? panels[p] + unit : now[p] + pass;
+    }
+  }
+};
+
+// Sums of a block of rows with a few whole panels, of which `first` is the first of the weight, in passes over the
+// inputs.
+template <class Element>
+void sum_products(const LinearArgs& args, const Activations<Element>& x, size_t row, size_t rows, size_t first,
                   const Element* const* panels, size_t count, float* sums, size_t sums_stride) {
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
-    const Element* now[kMostPanels];
-    const Element* ahead[kMostPanels];
-    for (size_t p = 0; p < count; p++) {
-      now[p] = panels[p] + k * kPanelWidth;
-      ahead[p] = now[p] + (unpacks<Element>(rows) ? inputs * kPanelWidth : kBytesAhead / sizeof(Element));
-    }
-    multiply<Element>({rows, x.at(row, k), x.row_stride, now, count, 1, inputs, sums, sums_stride, k > 0, ahead});
+    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs,
+                                   unpacks<Element>(rows) || spreads_prefetches<Element>(rows));
+    multiply<Element>(
+        {rows, x.at(row, k), x.row_stride, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next});
   }
 }
 
@@ -185,7 +211,8 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args.m, args.n);
+  using Multiplied = typename Prepared::Multiplied;
+  const Units units(args.m, args.n, spreads_prefetches<Multiplied>(args.m) ? kTilePanels : kMostPanels);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

@@ -30,7 +30,7 @@ struct FloatSums {
 //   kFactors     factors they are multiplied as, one after the other
 //   kMultiple    number of inputs is a multiple of this
 //   Sum          what sixteen sums are kept in, from `begin` to `end`
-//   kSpreads     products are so quick that reading the next panels must be spread over all tiles of these
+//   kSpreads     products are so quick that reading the next panels must be spread over the tiles of these
 template <class Element>
 struct Operand : FloatSums {
   using Activation = float;
@@ -55,6 +55,7 @@ struct Operand<BFloat16> : FloatSums {
   static constexpr size_t kMultiple = kHalfStep;
 #else
   using Factor = __m512bh;
+  static constexpr bool kSpreads = true;
   static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
 
