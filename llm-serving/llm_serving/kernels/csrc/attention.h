@@ -25,6 +25,8 @@ struct AttentionItem {
   size_t first_row;   // row of q of the first position
   size_t first_seen;  // index of the last key that this position sees; the next sees one more
   size_t count;
+
+  size_t last_seen() const { return first_seen + count - 1; }
 };
 
 template <class Element>
@@ -32,13 +34,15 @@ class AttentionTile {
  public:
   using Activation = ActivationOf<Element>;
 
-  AttentionTile(const AttentionArgs& args, const AttentionItem& item)
+  // `following`: an item that this thread is likely to run next.
+  AttentionTile(const AttentionArgs& args, const AttentionItem& item, const AttentionItem& following)
       : args_(args),
         item_(item),
+        following_(following),
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
-        last_seen_(item.first_seen + item.count - 1) {
+        last_seen_(item.last_seen()) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
     q_ = take<Activation>(memory, rows_ * dim_);
     scores_ = take<float>(memory, rows_ * kChunkTokens);
@@ -55,8 +59,9 @@ class AttentionTile {
     load_queries();
     for (size_t chunk = 0; chunk * kChunkTokens <= last_seen_; chunk++) {
       const size_t first_row = first_row_seeing(chunk * kChunkTokens);
-      num_groups_ = find_groups(args_.key_cache, chunk, keys_);
-      find_groups(args_.value_cache, chunk, values_);
+      num_groups_ = find_groups(args_.key_cache, item_, chunk, keys_);
+      find_groups(args_.value_cache, item_, chunk, values_);
+      find_next_keys(chunk);
       compute_scores(first_row);
       soften(chunk, first_row);
       add_values(chunk, first_row);
@@ -90,10 +95,10 @@ class AttentionTile {
     return ((item_.first_row + row / shared_) * args_.num_heads + head) * dim_;
   }
 
-  const Element* group(const void* cache, size_t token) const {
-    const int64_t block = args_.block_tables[item_.request * args_.table_width + token / args_.block_size];
+  const Element* group(const void* cache, const AttentionItem& item, size_t token) const {
+    const int64_t block = args_.block_tables[item.request * args_.table_width + token / args_.block_size];
     return static_cast<const Element*>(cache) + group_offset(static_cast<size_t>(block),
-                                                             token % args_.block_size / kGroupTokens, item_.kv_head,
+                                                             token % args_.block_size / kGroupTokens, item.kv_head,
                                                              args_.block_size, args_.num_kv_heads, dim_);
   }
 
@@ -106,14 +111,22 @@ class AttentionTile {
     __builtin_memset(sums_, 0, rows_ * dim_ * sizeof(float));
   }
 
-  // Finds the groups of a chunk, and returns how many there are that any row of the tile sees. The blocks they belong
+  // Finds the groups of a chunk, and returns how many there are that any row of the item sees. The blocks they belong
   // to lie anywhere, so they are prefetched while other groups are read: the hardware cannot guess where.
-  size_t find_groups(const void* cache, size_t chunk, const Element** groups) const {
+  size_t find_groups(const void* cache, const AttentionItem& item, size_t chunk, const Element** groups) const {
     size_t count = 0;
-    for (size_t token = chunk * kChunkTokens; count < kChunkGroups && token <= last_seen_; token += kGroupTokens) {
-      groups[count++] = group(cache, token);
+    for (size_t token = chunk * kChunkTokens; count < kChunkGroups && token <= item.last_seen();
+         token += kGroupTokens) {
+      groups[count++] = group(cache, item, token);
     }
     return count;
+  }
+
+  // Of the next chunk, or of the first one of the item that follows; where it has fewer groups, the last one again.
+  void find_next_keys(size_t chunk) {
+    const bool ends = (chunk + 1) * kChunkTokens > last_seen_;
+    size_t count = find_groups(args_.key_cache, ends ? following_ : item_, ends ? 0 : chunk + 1, next_keys_);
+    for (; count < kChunkGroups; count++) next_keys_[count] = next_keys_[count - 1];
   }
 
   void compute_scores(size_t first_row) {
@@ -185,9 +198,7 @@ class AttentionTile {
 
   void add_values(size_t chunk, size_t first_row) {
     if (seen_by(first_row) + 1 >= (chunk + 1) * kChunkTokens) {
-      const Element* next[kChunkGroups];
-      const bool whole_chunk_follows = find_groups(args_.key_cache, chunk + 1, next) == kChunkGroups;
-      return add_groups(values_, kChunkGroups, 0, first_row, rows_, whole_chunk_follows ? next : nullptr);
+      return add_groups(values_, kChunkGroups, 0, first_row, rows_);
     }
     for (size_t g = 0; g < num_groups_; g++) add_partly_seen_group(values_[g], chunk, g, first_row);
   }
@@ -200,18 +211,17 @@ class AttentionTile {
     if (seen_by(row) < last_token && !all_finite(values)) {
       for (; row < rows_ && seen_by(row) < last_token; row++) {
         const Element* seen = clean(values, seen_by(row) + 1 - token);
-        add_groups(&seen, 1, g, row, row + 1, nullptr);
+        add_groups(&seen, 1, g, row, row + 1);
       }
     }
-    if (row < rows_) add_groups(&values, 1, g, row, rows_, nullptr);
+    if (row < rows_) add_groups(&values, 1, g, row, rows_);
   }
 
   // Adds `count` groups of values, weighted by the columns from group `g` on, to the rows from `first` to `last`;
-  // as many groups of `next` are prefetched.
-  void add_groups(const Element* const* groups, size_t count, size_t g, size_t first, size_t last,
-                  const Element* const* next) {
+  // as many groups of the next keys are prefetched.
+  void add_groups(const Element* const* groups, size_t count, size_t g, size_t first, size_t last) {
     const Element* panels[kChunkGroups * kPassPanels];
-    const Element* next_panels[kChunkGroups * kPassPanels];
+    const Element* next[kChunkGroups * kPassPanels];
     for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
       const size_t left = (dim_ - dim) / kPanelWidth;
       const size_t width = left < kPassPanels ? left : kPassPanels;
@@ -219,12 +229,11 @@ class AttentionTile {
         for (size_t p = 0; p < width; p++) {
           const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
           panels[i * width + p] = groups[i] + offset;
-          if (next != nullptr) next_panels[i * width + p] = next[i] + offset;
+          next[i * width + p] = next_keys_[g + i] + offset;
         }
       }
       multiply<Element>({last - first, weights_ + first * kChunkTokens + g * kGroupTokens, kChunkTokens, panels, width,
-                         count, kGroupTokens, sums_ + first * dim_ + dim, dim_, true,
-                         next == nullptr ? nullptr : next_panels});
+                         count, kGroupTokens, sums_ + first * dim_ + dim, dim_, true, next});
     }
   }
 
@@ -261,6 +270,7 @@ class AttentionTile {
 
   const AttentionArgs& args_;
   const AttentionItem& item_;
+  const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
   const size_t last_seen_;
   Activation* q_;                      // [rows, dim]
@@ -274,6 +284,7 @@ class AttentionTile {
   Element* cleaned_;                   // [kGroupTokens, dim]
   const Element* keys_[kChunkGroups];  // of the chunk at hand
   const Element* values_[kChunkGroups];
+  const Element* next_keys_[kChunkGroups];
   size_t num_groups_ = 0;
 };
 
@@ -305,7 +316,10 @@ inline void attention(const AttentionArgs& args) {
   list_items(args, items);
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    auto body = [&](size_t i) { AttentionTile<Element>(args, items[count - 1 - i]).run(); };
+    auto body = [&](size_t i) {
+      const size_t at = count - 1 - i;
+      AttentionTile<Element>(args, items[at], items[at < num_threads() ? 0 : at - num_threads()]).run();
+    };
     parallel_for(count, body);
   });
 }

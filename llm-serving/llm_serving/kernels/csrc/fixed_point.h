@@ -38,7 +38,7 @@ struct Operand<Fixed16> {
   static constexpr size_t kInputs = 2;
   static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
-  static constexpr bool kSpreads = true;
+  static constexpr bool kQuick = true;
 
   static LLM_INLINE Factor load_panel(const Fixed16* panel, size_t) { return _mm512_loadu_si512(panel); }
 
@@ -179,8 +179,6 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
 
 // Activations as multiples: `pass` inputs of every row, then the next inputs of every row.
 struct FixedActivations {
-  using Multiplied = Fixed16;
-
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
   size_t rows, inputs, pass;
@@ -249,8 +247,7 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
     const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
-    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs,
-                                   spreads_prefetches<Fixed16>(rows));
+    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs, spreads_prefetches(rows));
     multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next,
                        x.unit + block * x.rows + row});
   }

@@ -11,13 +11,15 @@ namespace llm::LLM_ISA {
 
 // Panels of one unit of work, at most.
 constexpr size_t kMostPanels = 8;
-// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache;
-// where reading is spread they stay in the second (128 KB) beside those that are read meanwhile, as a tile then takes
-// its sums from memory and puts them back so much less often.
+// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
+// Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
+// they are read into the second-level cache, which holds longer passes: sums are then put back and taken less often.
 template <class Element>
-constexpr size_t kPassBytes = Operand<Element>::kSpreads ? 131072 : 32768;
-template <class Element>
-constexpr size_t kPassInputs = kPassBytes<Element> / (4 * kPanelWidth * sizeof(ActivationOf<Element>));
+constexpr size_t pass_inputs(size_t rows) {
+  constexpr size_t kInput = kTilePanels * kPanelWidth * sizeof(ActivationOf<Element>);
+  if (!Operand<Element>::kQuick) return 32768 / kInput;
+  return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
+}
 
 // Rows of one unit of work: so many that their sums and the inputs of a pass stay in the second-level cache, and so few
 // that each thread has several units, as long as the panels are used often enough to be worth unpacking.
@@ -31,8 +33,6 @@ constexpr size_t kBytesAhead = 1024;
 // inputs is a multiple of Operand::kMultiple, with zeros as padding.
 template <class Element>
 struct Activations {
-  using Multiplied = Element;
-
   const ActivationOf<Element>* data;
   size_t inputs;
   size_t pass;
@@ -63,13 +63,14 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   constexpr bool kSameType = sizeof(Activation) == sizeof(Element);
   constexpr size_t kMultiple = Operand<Element>::kMultiple;
   const size_t inputs = (args.k + kMultiple - 1) / kMultiple * kMultiple;
-  const size_t pass = args.m <= kTileRows || inputs <= kPassInputs<Element> ? inputs : kPassInputs<Element>;
+  const size_t most = args.m <= kTileRows ? inputs : pass_inputs<Element>(args.m);
+  const size_t pass = inputs <= most ? inputs : most;
 #if defined(LLM_AMX)
   // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
   const bool in_place = args.m <= kTileHeight;
 #else
   // The rows of a tile that are prefetched follow those of the tile before.
-  const bool in_place = !Operand<Element>::kSpreads || pass == inputs;
+  const bool in_place = !Operand<Element>::kQuick || pass == inputs;
 #endif
   if (kSameType && in_place && inputs == args.k) {
     return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
@@ -182,8 +183,7 @@ void sum_products(const LinearArgs& args, const Activations<Element>& x, size_t 
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
-    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs,
-                                   unpacks<Element>(rows) || spreads_prefetches<Element>(rows));
+    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs, spreads_prefetches(rows));
     multiply<Element>(
         {rows, x.at(row, k), x.row_stride, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next});
   }
@@ -211,8 +211,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  using Multiplied = typename Prepared::Multiplied;
-  const Units units(args.m, args.n, spreads_prefetches<Multiplied>(args.m) ? kTilePanels : kMostPanels);
+  const Units units(args.m, args.n, spreads_prefetches(args.m) ? kTilePanels : kMostPanels);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

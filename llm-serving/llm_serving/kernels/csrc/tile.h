@@ -18,7 +18,7 @@ namespace llm::LLM_ISA {
 // Sums in float32, which take up where those in memory ended.
 struct FloatSums {
   using Sum = Floats;
-  static constexpr bool kSpreads = false;
+  static constexpr bool kQuick = false;
 
   static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
   static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { store(c, sum); }
@@ -30,7 +30,7 @@ struct FloatSums {
 //   kFactors     factors they are multiplied as, one after the other
 //   kMultiple    number of inputs is a multiple of this
 //   Sum          what sixteen sums are kept in, from `begin` to `end`
-//   kSpreads     products are so quick that reading the next panels must be spread over the tiles of these
+//   kQuick       products take less time than reading their panels, unless activations and long passes are read ahead
 template <class Element>
 struct Operand : FloatSums {
   using Activation = float;
@@ -55,7 +55,7 @@ struct Operand<BFloat16> : FloatSums {
   static constexpr size_t kMultiple = kHalfStep;
 #else
   using Factor = __m512bh;
-  static constexpr bool kSpreads = true;
+  static constexpr bool kQuick = true;
   static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
 
@@ -129,8 +129,8 @@ constexpr size_t kRowMultiple = kTileRows;
 template <class Element, class Packed = Element>
 struct Product {
   static constexpr bool kWidened = !std::is_same<Element, Packed>::value;
-  // Memory is idle while widened panels are multiplied, so that reading the next ones is spread as well.
-  static constexpr bool kSpreads = kWidened || Operand<Element>::kSpreads;
+  // Widened panels are in the first-level cache, so that they are as quick.
+  static constexpr bool kQuick = kWidened || Operand<Element>::kQuick;
 
   size_t rows;
   const ActivationOf<Element>* a;
@@ -146,12 +146,12 @@ struct Product {
 };
 
 // The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
-// where reading is spread, so are the activations of the rows after these.
+// of quick products, so are the activations of the rows after these.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
-  constexpr bool kSpreads = Product<Element, Packed>::kSpreads;
-  constexpr int kLocality = kSpreads && kAhead == 1 ? 2 : 3;
+  constexpr bool kQuick = Product<Element, Packed>::kQuick;
+  constexpr int kLocality = kQuick && kAhead == 1 ? 2 : 3;
   float* c = product.c + row * product.c_stride + panel * kPanelWidth;
   typename Op::Sum sum[kRows][kPanels];
 #pragma GCC unroll 8
@@ -169,7 +169,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
-      if (kSpreads) __builtin_prefetch(a + kRows * (product.a_stride + k));
+      if (kQuick) __builtin_prefetch(a + kRows * (product.a_stride + k));
 #pragma GCC unroll 8
       for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kLocality);
 #pragma GCC unroll 2
@@ -219,27 +219,30 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
   }
 }
 
-template <class Element, class Packed = Element>
-constexpr bool spreads_prefetches(size_t rows, size_t panels = kTilePanels) {
-  return Product<Element, Packed>::kSpreads && (rows + kTileRows - 1) / kTileRows >= panels;
-}
+// Whether what comes next is prefetched by several tiles, so that it must not be what the first of them reads itself.
+constexpr bool spreads_prefetches(size_t rows) { return rows > kTileRows; }
 
-// All rows of a few panels, in tiles of nearly equal height. The first tile prefetches what comes next, or the first
-// tiles a panel each, so that reading memory takes as long as multiplying.
+// All rows of a few panels, in tiles of nearly equal height. The first tiles prefetch what comes next, as few panels
+// each as they can, so that reading memory takes as long as multiplying: many requests at once would stop the tile.
 template <class Element, class Packed, size_t kPanels>
 void tile_rows(const Product<Element, Packed>& product, size_t panel) {
+  constexpr size_t kHalf = (kPanels + 1) / 2;
   const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
-  const bool one_each = spreads_prefetches<Element, Packed>(product.rows, kPanels);
-  const size_t num_prefetching = product.next == nullptr ? 0 : one_each ? kPanels : 1;
-  for (size_t i = 0, row = 0; i < tiles; i++) {
+  const size_t each = tiles >= kPanels ? 1 : tiles > 1 ? kHalf : kPanels;
+  for (size_t i = 0, row = 0, ahead = 0; i < tiles; i++) {
     const size_t height = (product.rows - row + tiles - i - 1) / (tiles - i);
-    if (i >= num_prefetching) {
+    const size_t left = product.next == nullptr ? 0 : kPanels - ahead;
+    const size_t count = left < each ? left : each;
+    if (count == 0) {
       tile_of<Element, Packed, kPanels, 0>(height, product, row, panel, 0);
-    } else if (one_each) {
-      tile_of<Element, Packed, kPanels, 1>(height, product, row, panel, panel + i);
+    } else if (count == 1) {
+      tile_of<Element, Packed, kPanels, 1>(height, product, row, panel, panel + ahead);
+    } else if (count == kHalf) {
+      tile_of<Element, Packed, kPanels, kHalf>(height, product, row, panel, panel + ahead);
     } else {
-      tile_of<Element, Packed, kPanels, kPanels>(height, product, row, panel, panel);
+      tile_of<Element, Packed, kPanels, kPanels>(height, product, row, panel, panel + ahead);
     }
+    ahead += count;
     row += height;
   }
 }
