@@ -42,7 +42,8 @@ class AttentionTile {
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
-        last_seen_(item.last_seen()) {
+        last_seen_(item.last_seen()),
+        scale_(args.scale * 1.44269504f) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
     q_ = take<Activation>(memory, rows_ * dim_);
     scores_ = take<float>(memory, rows_ * kChunkTokens);
@@ -140,17 +141,22 @@ class AttentionTile {
     for (size_t row = first_row; row < rows_; row++) {
       const size_t seen = seen_in(chunk, row);
       if (seen == kChunkTokens) {
-        scale_scores<true>(row, seen);
+        find_largest<true>(row, seen);
       } else {
-        scale_scores<false>(row, seen);
+        find_largest<false>(row, seen);
       }
     }
     for (size_t row = first_row; row < rows_; row += kLanes) {
       const size_t count = rows_ - row;
-      store_first(factor_ + row, exp(load_first(factor_ + row, count)), count);
+      store_first(factor_ + row, exp2(load_first(factor_ + row, count)), count);
     }
     for (size_t row = first_row; row < rows_; row++) {
-      weigh(row, (seen_in(chunk, row) + kLanes - 1) / kLanes);
+      const size_t seen = seen_in(chunk, row);
+      if (seen == kChunkTokens) {
+        weigh<true>(row, seen);
+      } else {
+        weigh<false>(row, seen);
+      }
       if (factor_[row] == 1.0f) continue;
       float* sums = sums_ + row * dim_;
       for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor_[row]));
@@ -163,17 +169,16 @@ class AttentionTile {
     return seen < kChunkTokens ? seen : kChunkTokens;
   }
 
-  // Scales the scores of a row, -inf for tokens it does not see; leaves the largest so far, and in `factor_` the
-  // exponent of what it makes of weights relative to the largest before.
+  // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
+  // largest before. Scores count in units of log 2, as weights are powers of two.
   template <bool kAll>
-  void scale_scores(size_t row, size_t seen) {
-    float* scores = scores_ + row * kChunkTokens;
+  void find_largest(size_t row, size_t seen) {
+    const float* scores = scores_ + row * kChunkTokens;
     Floats largest = broadcast(-__builtin_inff());
 #pragma GCC unroll 4
     for (size_t i = 0; i < (kAll ? kChunkTokens : seen); i += kLanes) {
-      Floats scaled = load(scores + i) * broadcast(args_.scale);
+      Floats scaled = load(scores + i) * broadcast(scale_);
       if (!kAll) scaled = keep_first(scaled, seen - i, -__builtin_inff());
-      store(scores + i, scaled);
       largest = maximum(largest, scaled);
     }
     const float found = max_lane(largest);
@@ -184,13 +189,18 @@ class AttentionTile {
     max_[row] = next;
   }
 
-  void weigh(size_t row, size_t groups) {
+  // Weights of a row; zero up to the end of a group for tokens it does not see.
+  template <bool kAll>
+  void weigh(size_t row, size_t seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
     const Floats reference = broadcast(reference_[row]);
     Floats sum = zeros();
-    for (size_t i = 0; i < groups * kLanes; i += kLanes) {
-      store(weights + i, exp(load(scores + i) - reference));
+#pragma GCC unroll 4
+    for (size_t i = 0; i < (kAll ? kChunkTokens : seen); i += kLanes) {
+      Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
+      if (!kAll) exponent = keep_first(exponent, seen - i, -__builtin_inff());
+      store(weights + i, exp2(exponent));
       sum = sum + load(weights + i);
     }
     total_[row] = total_[row] * factor_[row] + sum_lanes(sum);
@@ -273,6 +283,7 @@ class AttentionTile {
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
   const size_t last_seen_;
+  const float scale_;                  // of scores, in units of log 2
   Activation* q_;                      // [rows, dim]
   float* scores_;                      // [rows, kChunkTokens]
   Activation* weights_;                // [rows, kChunkTokens]
