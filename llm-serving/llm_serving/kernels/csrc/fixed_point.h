@@ -247,7 +247,8 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
     const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
-    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs, spreads_prefetches(rows));
+    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs,
+                                   spreads_prefetches<Fixed16>(rows));
     multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next,
                        x.unit + block * x.rows + row});
   }

@@ -16,7 +16,7 @@ constexpr size_t kMostPanels = 8;
 // they are read into the second-level cache, which holds longer passes: sums are then put back and taken less often.
 template <class Element>
 constexpr size_t pass_inputs(size_t rows) {
-  constexpr size_t kInput = kTilePanels * kPanelWidth * sizeof(ActivationOf<Element>);
+  constexpr size_t kInput = 4 * kPanelWidth * sizeof(ActivationOf<Element>);
   if (!Operand<Element>::kQuick) return 32768 / kInput;
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
@@ -183,7 +183,7 @@ void sum_products(const LinearArgs& args, const Activations<Element>& x, size_t 
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
-    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs, spreads_prefetches(rows));
+    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs, spreads_prefetches<Element>(rows));
     multiply<Element>(
         {rows, x.at(row, k), x.row_stride, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next});
   }
@@ -211,7 +211,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args.m, args.n, spreads_prefetches(args.m) ? kTilePanels : kMostPanels);
+  const Units units(args.m, args.n, spreads_prefetches<Element>(args.m) ? kTilePanels : kMostPanels);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

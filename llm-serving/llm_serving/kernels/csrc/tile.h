@@ -220,7 +220,13 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
 }
 
 // Whether what comes next is prefetched by several tiles, so that it must not be what the first of them reads itself.
-constexpr bool spreads_prefetches(size_t rows) { return rows > kTileRows; }
+template <class Element>
+constexpr bool spreads_prefetches(size_t rows) {
+#if defined(LLM_AMX)
+  if (std::is_same<Element, BFloat16>::value) return false;  // its tiles read a little ahead
+#endif
+  return rows > kTileRows;
+}
 
 // All rows of a few panels, in tiles of nearly equal height. The first tiles prefetch what comes next, as few panels
 // each as they can, so that reading memory takes as long as multiplying: many requests at once would stop the tile.
