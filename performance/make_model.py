@@ -1,7 +1,8 @@
 """Makes a Llama folder with random weights, for measuring speed: python performance/make_model.py SHAPE FOLDER
 
 The shapes are those the comparisons use: `1.1b` is TinyLlama's, `15m` that of llama2.c's stories15M. Weights are seeded
-normal numbers in bfloat16; the tokenizer is the demo model's, as benchmarks speak in token ids.
+normal numbers in bfloat16. The tokenizer is the demo model's with a word for each id that it lacks: a server sends an
+event when text is there, so that of tokens without a text a client would not see when they came.
 """
 
 from __future__ import annotations
@@ -68,8 +69,20 @@ def make_model(shape: dict[str, int], folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_safetensors(folder / "model.safetensors", list(_tensors(shape)))
-    for name in ("tokenizer.model", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
+    shutil.copy(DEMO_MODEL / "tokenizer_config.json", folder)
+    demo_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    words = b"".join(_piece(f"\u2581word{token_id}") for token_id in range(demo_size, VOCAB_SIZE))
+    (folder / "tokenizer.model").write_bytes((DEMO_MODEL / "tokenizer.model").read_bytes() + words)
+
+
+def _piece(text: str) -> bytes:
+    """A piece as protocol buffers have it: what follows a serialized `ModelProto` adds to its pieces (field 1).
+
+    Its own fields are the text (1) and a score (2), too low for any text to be cut into it.
+    """
+    encoded = text.encode()
+    message = b"\x0a" + bytes([len(encoded)]) + encoded + b"\x15" + struct.pack("<f", -1e9)
+    return b"\x0a" + bytes([len(message)]) + message
 
 
 def _tensors(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
