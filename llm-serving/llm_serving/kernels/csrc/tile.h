@@ -146,7 +146,7 @@ struct Product {
 };
 
 // The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
-// of quick products, so are the activations of the rows after these.
+// of quick products, so are the activations of the rows after these; a tile that prefetches all panels is the only one.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
@@ -169,7 +169,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
-      if (kQuick) __builtin_prefetch(a + kRows * (product.a_stride + k));
+      if (kQuick && kAhead < kPanels) __builtin_prefetch(a + kRows * (product.a_stride + k));
 #pragma GCC unroll 8
       for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kLocality);
 #pragma GCC unroll 2
