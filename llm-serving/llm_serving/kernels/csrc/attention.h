@@ -42,7 +42,6 @@ class AttentionTile {
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
-        last_seen_(item.last_seen()),
         scale_(args.scale * 1.44269504f) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
     q_ = take<Activation>(memory, rows_ * dim_);
@@ -58,7 +57,7 @@ class AttentionTile {
 
   void run() {
     load_queries();
-    for (size_t chunk = 0; chunk * kChunkTokens <= last_seen_; chunk++) {
+    for (size_t chunk = 0; chunk * kChunkTokens <= item_.last_seen(); chunk++) {
       const size_t first_row = first_row_seeing(chunk * kChunkTokens);
       num_groups_ = find_groups(args_.key_cache, item_, chunk, keys_);
       find_groups(args_.value_cache, item_, chunk, values_);
@@ -125,7 +124,7 @@ class AttentionTile {
 
   // Of the next chunk, or of the first one of the item that follows; where it has fewer groups, the last one again.
   void find_next_keys(size_t chunk) {
-    const bool ends = (chunk + 1) * kChunkTokens > last_seen_;
+    const bool ends = (chunk + 1) * kChunkTokens > item_.last_seen();
     size_t count = find_groups(args_.key_cache, ends ? following_ : item_, ends ? 0 : chunk + 1, next_keys_);
     for (; count < kChunkGroups; count++) next_keys_[count] = next_keys_[count - 1];
   }
@@ -282,7 +281,6 @@ class AttentionTile {
   const AttentionItem& item_;
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
-  const size_t last_seen_;
   const float scale_;                  // of scores, in units of log 2
   Activation* q_;                      // [rows, dim]
   float* scores_;                      // [rows, kChunkTokens]
