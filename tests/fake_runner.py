@@ -31,6 +31,9 @@ class FakeRunner:
         self._previous: list[int] = []
         self._offsets = np.arange(block_size)
 
+    def announce_ending(self, socket: int, frame: bytes) -> bool:
+        return False
+
     def execute(self, step: StepInput) -> StepOutput:
         assert step.step == len(self.steps)
         self.steps.append(step)

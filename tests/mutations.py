@@ -84,8 +84,8 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
     """Every step is written to the same buffer, whether or not the one before it has been read."""
     start = RemoteExecutor.__init__
 
-    def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, timeout_s: float | None = None) -> None:
-        start(self, channel, buffers, timeout_s)
+    def start_with_one(self: RemoteExecutor, channel: Any, buffers: Any, *others: Any) -> None:
+        start(self, channel, buffers, *others)
         buffers.num_buffers = 1
 
     from_arrays = simulated_agent.step_from_arrays

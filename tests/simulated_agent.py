@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner
+from llm_serving.engine.executor import SHORT_STEP_S
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -19,7 +20,7 @@ from llm_serving.errors import (
 )
 from llm_serving.kvcache import BlockManager
 from llm_serving.transport.codec import encode_output, step_from_arrays
-from llm_serving.transport.messages import AgentMessage, Loaded, RunStep, StepDone, StepFailed
+from llm_serving.transport.messages import AgentMessage, Loaded, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
 
 NUM_BUFFERS = 2
@@ -140,7 +141,7 @@ class SimulatedAgent:
 
     def _step(self, message: RunStep, fate: str) -> None:
         rng, clock = self._rng, self._clock
-        clock.now += rng.uniform(0.001, 0.01)
+        clock.now += rng.uniform(0.001, 2 * SHORT_STEP_S)
         if fate == "slow":
             clock.now += rng.uniform(0.1, 0.9)
         if fate in ("hang", "lost"):
@@ -155,6 +156,8 @@ class SimulatedAgent:
         except TransportError:  # ends a WorkAgent
             self._dead = True
             return
+        if message.announce_ending:
+            self._replies.append(StepEnding(message.step))
         try:
             output = self._runner.execute(step)
         except WorkerError as error:

@@ -84,7 +84,7 @@ class Replica:
         )
         self.scheduler = create_scheduler(**scheduler)
         self.agents: list[SimulatedAgent] = []
-        self.executor = SupervisedExecutor(self._start, STEP_TIMEOUT_S, max_restarts=rng.choice((2, 50)))
+        self.executor = SupervisedExecutor(self._start, STEP_TIMEOUT_S, rng.choice((2, 50)), simulation.clock)
         self.engine = Engine(
             self.scheduler,
             self.executor,

@@ -29,6 +29,7 @@ from llm_serving.transport.messages import (
     RunStep,
     Shutdown,
     StepDone,
+    StepEnding,
     StepFailed,
     Welcome,
 )
@@ -45,8 +46,10 @@ DEADLINE_S = 10.0
 class Runner(FakeRunner):
     """Fails on the steps it is told to."""
 
-    def __init__(self, failing=()):
+    def __init__(self, failing=(), tells_the_end=False):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
+        self._tells_the_end = tells_the_end
+        self._announcement = None
         self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS)
         self.num_compilations = 1
         self._failing = failing
@@ -55,7 +58,16 @@ class Runner(FakeRunner):
         if step.step in self._failing:
             self.steps.append(step)
             raise RuntimeError("x" * 5000)
+        if self._announcement is not None:
+            write, frame = self._announcement
+            os.write(write, frame)
+            self._announcement = None
         return super().execute(step)
+
+    def announce_ending(self, socket, frame):
+        if self._tells_the_end:
+            self._announcement = (socket, frame) if frame else None
+        return self._tells_the_end
 
 
 class Master:
@@ -73,9 +85,9 @@ class Master:
         self.channel.send(self.settings)
         return self.receive()
 
-    def run(self, step):
+    def run(self, step, announce_ending=False):
         buffer = step.step % self.settings.num_buffers
-        self.channel.send(RunStep(step.step, buffer, self.buffers.write(buffer, step_arrays(step))))
+        self.channel.send(RunStep(step.step, buffer, self.buffers.write(buffer, step_arrays(step)), announce_ending))
 
     def receive(self):
         return self.channel.receive(DEADLINE_S)
@@ -189,6 +201,16 @@ class TestSteps:
         runner.num_compilations = 2
         master.run(a_step(1, 0, 5))
         assert master.receive().num_compilations == 2
+
+    @pytest.mark.parametrize("tells_the_end", [True, False])
+    def test_the_end_of_a_step_is_announced_where_it_was_asked_for(self, start, tells_the_end):
+        master = start(lambda settings, on_progress: (Runner(failing={2}, tells_the_end=tells_the_end), ""))
+        master.load()
+        for number, asked in enumerate((False, True, True, False)):
+            master.run(a_step(number, 0, 5), announce_ending=asked)
+            if asked and not (tells_the_end and number == 2):
+                assert master.receive() == StepEnding(number)
+            assert master.receive().step == number
 
     def test_a_request_waits_in_the_host_pool(self, start):
         master = start()

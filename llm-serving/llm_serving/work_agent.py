@@ -27,11 +27,13 @@ from llm_serving.transport.messages import (
     MasterMessage,
     Progress,
     RunStep,
+    StepEnding,
     StepFailed,
     Welcome,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
 from llm_serving.worker.loading import load_runner
+from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
@@ -72,12 +74,20 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
     for message in _steps(channel):
         try:
             step = step_from_arrays(message.step, buffers.read(message.buffer, message.layout))
+            _announce_ending(runner, channel, message)
             channel.send(encode_output(runner.execute(step), runner.num_compilations))
         except TransportError:
             raise
         except Exception as error:
             logger.exception("step %d failed", message.step)
             channel.send(StepFailed(message.step, f"{type(error).__name__}: {error}"[:2000]))
+
+
+def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
+    """Has the end of the step announced if it was asked for; at once where nothing tells when."""
+    frame = channel.frame(StepEnding(step.step)) if step.announce_ending else b""
+    if not runner.announce_ending(channel.fileno(), frame) and step.announce_ending:
+        channel.send(StepEnding(step.step))
 
 
 def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:

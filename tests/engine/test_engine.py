@@ -46,6 +46,25 @@ def test_a_stop_string_ends_the_request_and_frees_its_blocks() -> None:
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
+def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    harness = Harness()
+    first, second = create_request(4, max_tokens=8), create_request(5, max_tokens=2)
+    harness.engine.submit(first)
+    harness.engine.step()
+
+    def await_ending() -> None:
+        if harness.executor.next_step == 1:
+            harness.engine.submit(second)
+
+    harness.executor.await_ending = await_ending
+    harness.engine.step()
+    assert [step.query_lens.tolist() for step in (*harness.runner.steps, *harness.executor._submitted)] == [[4], [5, 1]]
+    harness.run()
+    for request in (first, second):
+        expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens)
+        assert harness.token_ids(request.request_id) == expected
+
+
 @pytest.mark.parametrize("steps", range(4))
 def test_abort_is_legal_at_every_moment(steps: int) -> None:
     harness = Harness(max_num_batched_tokens=8)

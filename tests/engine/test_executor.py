@@ -13,7 +13,7 @@ from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import LocalExecutor, RemoteExecutor, StepFailedError
+from llm_serving.engine.executor import SHORT_STEP_S, LocalExecutor, RemoteExecutor, StepFailedError
 from llm_serving.engine.metrics import Metrics
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
@@ -25,6 +25,7 @@ from llm_serving.transport.messages import (
     RunStep,
     Shutdown,
     StepDone,
+    StepEnding,
     StepFailed,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
@@ -41,7 +42,9 @@ class Agent:
         self.channel = Channel(self.socket, MasterMessage)
         self._buffers = SharedBuffers.create(2, 65536)
         self._mapping = SharedBuffers(self._buffers.fd, 2, self._buffers.buffer_bytes)
-        self.executor = RemoteExecutor(self._master_channel, self._buffers, step_timeout_s)
+        self.now = 0.0
+        """Seconds; they pass only when the test says so."""
+        self.executor = RemoteExecutor(self._master_channel, self._buffers, step_timeout_s, lambda: self.now)
 
     def receive(self):
         """The next step as it lies in the memory, and the buffer it lies in."""
@@ -51,6 +54,15 @@ class Agent:
 
     def reply(self, step, *token_ids):
         self.channel.send(encode_output(output(step, *token_ids)))
+
+    def run(self, number, seconds):
+        """A step from its submission to its reply; whether its end was to be announced."""
+        self.executor.submit(a_step(number))
+        asked = self.channel.receive(10.0).announce_ending
+        self.now += seconds
+        self.reply(number, 50)
+        self.executor.collect()
+        return asked
 
     def close(self):
         self.channel.close()
@@ -211,6 +223,82 @@ class TestCollect:
         with pytest.raises(WorkerDiedError, match="no reply within 0 s"):
             agent.executor.collect()
         agent.close()
+
+
+class TestAwaitEnding:
+    @pytest.fixture
+    def agent(self):
+        """Has just run a long step 0, and has got step 1."""
+        agent = Agent(step_timeout_s=10.0)
+        agent.run(0, 2 * SHORT_STEP_S)
+        agent.executor.submit(a_step(1))
+        yield agent
+        agent.close()
+
+    def test_it_is_asked_for_after_a_long_step_only(self):
+        agent = Agent()
+        seconds = [0.001, 2 * SHORT_STEP_S, 0.001, 0.001]
+        assert [agent.run(number, each) for number, each in enumerate(seconds)] == [False, False, True, False]
+        agent.close()
+
+    def test_time_without_a_step_is_part_of_none(self):
+        agent = Agent()
+        agent.run(0, 0.001)
+        agent.now += 10.0
+        assert not agent.run(1, 0.001)
+        assert not agent.run(2, 0.001)
+        agent.close()
+
+    def test_a_step_behind_another_begins_with_the_reply_to_that(self, agent):
+        agent.executor.submit(a_step(2))
+        for number in (1, 2):
+            agent.receive()
+            agent.now += 0.6 * SHORT_STEP_S
+            agent.reply(number, 50)
+            agent.executor.collect()
+        assert not agent.run(3, 0.0)
+
+    def test_it_returns_when_the_end_is_near(self, agent):
+        agent.channel.send(StepEnding(1))
+        agent.executor.await_ending()
+        agent.executor.submit(a_step(2))
+        agent.reply(1, 51)
+        agent.channel.send(StepEnding(2))
+        agent.reply(2, 52)
+        assert [agent.executor.collect().token_ids.tolist() for _ in range(2)] == [[51], [52]]
+
+    def test_it_waits_for_the_newest_step(self, agent):
+        agent.executor.submit(a_step(2))
+        for message in (StepEnding(1), encode_output(output(1, 51)), StepEnding(2)):
+            agent.channel.send(message)
+        agent.executor.await_ending()
+        agent.channel.close()
+        assert agent.executor.collect().token_ids.tolist() == [51]
+        with pytest.raises(WorkerDiedError):
+            agent.executor.collect()
+
+    @pytest.mark.parametrize("reply", [encode_output(output(1, 51)), StepFailed(1, "out of memory")])
+    def test_a_step_that_has_ended_is_not_waited_for(self, agent, reply):
+        agent.channel.send(reply)
+        agent.executor.await_ending()
+        agent.channel.close()
+        if isinstance(reply, StepFailed):
+            with pytest.raises(StepFailedError, match="out of memory"):
+                agent.executor.collect()
+        else:
+            assert agent.executor.collect().token_ids.tolist() == [51]
+
+    def test_nothing_is_waited_for_without_a_step_or_after_a_short_one(self):
+        agent = Agent(step_timeout_s=0.0)
+        agent.executor.await_ending()
+        agent.executor.submit(a_step(0))
+        agent.executor.await_ending()
+        agent.close()
+
+    def test_a_work_agent_that_dies_meanwhile_is_noticed(self, agent):
+        agent.channel.close()
+        with pytest.raises(WorkerDiedError):
+            agent.executor.await_ending()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class StandInExecutor:
     max_steps_in_flight = 2
     next_step = 0
 
-    def __init__(self, channel, buffers, step_timeout_s) -> None:
+    def __init__(self, channel, buffers, step_timeout_s, clock) -> None:
         pass
 
     def collect(self) -> str:

@@ -1,3 +1,4 @@
+import socket
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -241,6 +242,30 @@ def test_a_step_without_rows_writes_nothing(isa: str) -> None:
     step, caches = mixed_step("bfloat16", 16)
     in_one(layers, replace(step.part(1, 0, 0), context_lens=[0]), caches)
     assert same_bits(caches, mixed_step("bfloat16", 16)[1])
+
+
+def test_the_end_of_a_step_is_announced_once(isa: str) -> None:
+    layers = create_layers("bfloat16", 16, attention_bias=False, mlp_bias=False)
+    step, caches = mixed_step("bfloat16", 16)
+    master, agent = socket.socketpair()
+    with master, agent:
+        for frame in (b"never sent", b"ending\0soon"):
+            library.load().llm_announce_ending(agent.fileno(), frame, len(frame))
+        for _ in range(2):
+            in_one(layers, step, caches)
+        agent.shutdown(socket.SHUT_WR)
+        assert master.makefile("rb").read() == b"ending\0soon"
+
+
+def test_an_announcement_that_nobody_hears_is_none(isa: str) -> None:
+    layers = create_layers("bfloat16", 16, attention_bias=False, mlp_bias=False)
+    step, caches = mixed_step("bfloat16", 16)
+    expected = in_one(layers, step, caches).bits
+    master, agent = socket.socketpair()
+    master.close()
+    with agent:
+        library.load().llm_announce_ending(agent.fileno(), b"ending", 6)
+        assert np.array_equal(in_one(layers, step, mixed_step("bfloat16", 16)[1]).bits, expected)
 
 
 def floats(*shape: int, dtype: str = "bfloat16") -> Typed:

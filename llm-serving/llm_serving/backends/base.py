@@ -116,6 +116,13 @@ class Backend(Protocol):
             pairs: [n, 2] of source block and target block, inside `source` and `target`: nothing checks them again.
         """
 
+    def announce_ending(self, socket: int, frame: bytes) -> bool:
+        """Has `frame` written to the stream socket when the next step nears its end, in place of what was given before.
+
+        Returns:
+            False where nothing tells when a step ends; then nothing is written.
+        """
+
 
 def model_dtype(name: str) -> Any:
     """The MindSpore dtype of `model_dtype` in the configuration.

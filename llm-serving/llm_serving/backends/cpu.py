@@ -97,6 +97,10 @@ class CpuBackend(AscendBackend):
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
+    def announce_ending(self, socket: int, frame: bytes) -> bool:
+        library.load().llm_announce_ending(socket, frame, len(frame))
+        return True
+
 
 class Logits(nn.Cell):
     """The sums of the product as they are: `cast_type` is the type MatMul infers for its result."""

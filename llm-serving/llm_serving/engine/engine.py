@@ -148,9 +148,10 @@ class Engine:
         self._end(reason)
 
     def step(self) -> bool:
-        """Submits the next step, then collects the oldest one; False when there was nothing to do."""
-        self._take_inbox()
+        """Submits the next step as late as it can, then collects the oldest; False when there was nothing to do."""
         try:
+            self._executor.await_ending()
+            self._take_inbox()
             progressed = self._advance()
         except (StepFailedError, WorkerError) as error:
             self._recover(error)

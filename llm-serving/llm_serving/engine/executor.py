@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.errors import (
     ChannelClosedError,
@@ -17,8 +18,11 @@ from llm_serving.errors import (
 )
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output, step_arrays
-from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepFailed
+from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
+
+SHORT_STEP_S: Final = 0.02
+"""Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
 
 class StepFailedError(LLMServingError):
@@ -37,6 +41,16 @@ class Executor(Protocol):
         """The number that the next step must have."""
 
     def submit(self, step: StepInput) -> None: ...
+
+    def await_ending(self) -> None:
+        """Waits until the newest submitted step nears its end: the one after it is best formed then.
+
+        Earlier and it lacks whoever comes meanwhile; later and the WorkAgent waits for it. Returns at once when no step
+        is in flight, when steps are short and where nothing tells.
+
+        Raises:
+            WorkerError: As for `collect`.
+        """
 
     def collect(self) -> StepOutput:
         """Waits for the oldest submitted step.
@@ -78,6 +92,9 @@ class LocalExecutor:
         self._submitted.append(step)
         self.next_step += 1
 
+    def await_ending(self) -> None:
+        pass
+
     def collect(self) -> StepOutput:
         try:
             return self._runner.execute(self._submitted.popleft())
@@ -104,13 +121,25 @@ class RemoteExecutor:
     """
 
     def __init__(
-        self, channel: Channel[AgentMessage], buffers: SharedBuffers, step_timeout_s: float | None = None
+        self,
+        channel: Channel[AgentMessage],
+        buffers: SharedBuffers,
+        step_timeout_s: float | None = None,
+        clock: Clock = monotonic,
     ) -> None:
         """A WorkAgent that takes longer than `step_timeout_s` for a step counts as dead."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
+        self._clock = clock
         self._buffers = buffers
         self._in_flight: deque[RunStep] = deque()
+        self._replies: deque[AgentMessage] = deque()
+        """Those that came while the end of a step was waited for."""
+        self._ending = -1
+        """The newest step that nears its end."""
+        self._step_s = 0.0
+        """Seconds that the latest step took."""
+        self._step_began = 0.0
         self.max_steps_in_flight = buffers.num_buffers
         self.next_step = 0
         self.num_compilations = 0
@@ -120,21 +149,25 @@ class RemoteExecutor:
         buffer = step.step % self._buffers.num_buffers
         owners = _owners_of(buffer, self._in_flight)
         assert not owners, f"buffer {buffer} still belongs to step {owners}"
-        message = RunStep(step.step, buffer, self._buffers.write(buffer, step_arrays(step)))
+        layout = self._buffers.write(buffer, step_arrays(step))
+        message = RunStep(step.step, buffer, layout, announce_ending=self._step_s > SHORT_STEP_S)
         try:
             self._channel.send(message)
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
+        if not self._in_flight:
+            self._step_began = self._clock()
         self._in_flight.append(message)
         self.next_step += 1
 
+    def await_ending(self) -> None:
+        while self._in_flight and self._in_flight[-1].announce_ending and not self._has_ending():
+            self._receive()
+
     def collect(self) -> StepOutput:
-        try:
-            reply = self._channel.receive(self._step_timeout_s)
-        except DeadlineExceededError as error:
-            raise WorkerDiedError(f"no reply within {self._step_timeout_s:g} s") from error
-        except (ChannelClosedError, ProtocolError) as error:
-            raise WorkerDiedError(str(error)) from error
+        while not self._replies:
+            self._receive()
+        reply = self._replies.popleft()
         expected = self._in_flight.popleft()
         if not isinstance(reply, StepDone | StepFailed) or reply.step != expected.step:
             raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
@@ -145,6 +178,24 @@ class RemoteExecutor:
             return decode_output(reply)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
+
+    def _has_ending(self) -> bool:
+        """Whether the newest step nears its end, or all steps have been replied to."""
+        return self._ending == self._in_flight[-1].step or len(self._replies) == len(self._in_flight)
+
+    def _receive(self) -> None:
+        try:
+            message = self._channel.receive(self._step_timeout_s)
+        except DeadlineExceededError as error:
+            raise WorkerDiedError(f"no reply within {self._step_timeout_s:g} s") from error
+        except (ChannelClosedError, ProtocolError) as error:
+            raise WorkerDiedError(str(error)) from error
+        if isinstance(message, StepEnding):
+            self._ending = message.step
+            return
+        self._replies.append(message)
+        now = self._clock()
+        self._step_s, self._step_began = now - self._step_began, now
 
     def fileno(self) -> int | None:
         return self._channel.fileno()

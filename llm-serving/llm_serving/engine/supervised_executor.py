@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.engine.supervisor import WorkAgentProcess
@@ -30,7 +31,7 @@ def restart_delay_s(attempt: int) -> float:
 class SupervisedExecutor:
     """Steps go to the WorkAgent of the moment. Gives up after `max_restarts` in a row without a step in between."""
 
-    def __init__(self, start: StartAgent, step_timeout_s: float, max_restarts: int) -> None:
+    def __init__(self, start: StartAgent, step_timeout_s: float, max_restarts: int, clock: Clock = monotonic) -> None:
         """Starts the first WorkAgent.
 
         Raises:
@@ -40,6 +41,7 @@ class SupervisedExecutor:
         self._start = start
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts
+        self._clock = clock
         self._num_restarts = 0
         """In a row."""
         self._given_up = threading.Event()
@@ -61,6 +63,9 @@ class SupervisedExecutor:
 
     def submit(self, step: StepInput) -> None:
         self._executor.submit(step)
+
+    def await_ending(self) -> None:
+        self._executor.await_ending()
 
     def collect(self) -> StepOutput:
         output = self._executor.collect()
@@ -95,4 +100,4 @@ class SupervisedExecutor:
 
     def _use(self, agent: WorkAgentProcess) -> None:
         self._agent = agent
-        self._executor = RemoteExecutor(agent.channel, agent.buffers, self._step_timeout_s)
+        self._executor = RemoteExecutor(agent.channel, agent.buffers, self._step_timeout_s, self._clock)

@@ -155,6 +155,8 @@ def load() -> ctypes.CDLL:
     library.llm_set_num_threads.restype = None
     library.llm_num_calls.restype = ctypes.c_int64
     library.llm_last_error.restype = ctypes.c_char_p
+    library.llm_announce_ending.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+    library.llm_announce_ending.restype = None
     library.llm_set_profiling.argtypes = [ctypes.c_int]
     library.llm_set_profiling.restype = None
     library.llm_profile.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)]

@@ -46,14 +46,23 @@ class Channel(Generic[Incoming]):
             ProtocolError: The message is longer than a frame may be.
             ChannelClosedError: The other side is gone.
         """
+        frame = self.frame(message)
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(frame)
+        except OSError as error:
+            raise ChannelClosedError(f"the other side is gone: {error}") from error
+
+    def frame(self, message: msgspec.Struct) -> bytes:
+        """What `send` writes.
+
+        Raises:
+            ProtocolError: The message is longer than a frame may be.
+        """
         payload = self._encoder.encode(message)
         if len(payload) > MAX_FRAME_BYTES:
             raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-        try:
-            self._socket.settimeout(None)
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
-        except OSError as error:
-            raise ChannelClosedError(f"the other side is gone: {error}") from error
+        return _LENGTH.pack(len(payload)) + payload
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Returns the next message.

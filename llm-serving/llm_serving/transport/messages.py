@@ -7,6 +7,7 @@ master                                 WorkAgent
   |  <- Progress(text) ... ------------  |
   |  <- Loaded(num_blocks, ...) -------  |
   |  -- RunStep(step, buffer, layout) ->  |   strictly in order, at most `num_buffers` unanswered
+  |  <- StepEnding(step) --------------  |   if asked for, and unless the step fails before
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
   |  -- Shutdown ---------------------->  |
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +83,13 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     step: int
     buffer: int
     layout: tuple[ArrayLayout, ...]
+    announce_ending: bool = False
+
+
+class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
+    """The step will end soon, or nothing tells when: the time to form the next one."""
+
+    step: int
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
@@ -108,4 +116,4 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 MasterMessage = Hello | LoadModel | RunStep | Shutdown
-AgentMessage = Welcome | Progress | Loaded | Failed | StepDone | StepFailed
+AgentMessage = Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed

@@ -52,6 +52,7 @@ class ModelRunner:
             ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
+        self._backend = backend
         self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
         max_positions = min(max_model_len, num_blocks * block_size)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
@@ -84,6 +85,10 @@ class ModelRunner:
                     sample_indices=np.arange(num_rows, dtype=np.int32),
                 )
             )
+
+    def announce_ending(self, socket: int, frame: bytes) -> bool:
+        """As `Backend.announce_ending`, for the step that comes next."""
+        return self._backend.announce_ending(socket, frame)
 
     def execute(self, step: StepInput) -> StepOutput:
         """Moves the blocks of one step, runs it and chooses its tokens.

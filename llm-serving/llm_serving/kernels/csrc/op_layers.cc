@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "call.h"
+#include "ending.h"
 #include "kernels.h"
 #include "op_attention.h"
 #include "packed_weights.h"
@@ -260,11 +261,13 @@ LLM_OPERATOR(decoder_layers) {
   const size_t tokens = call.dim(kHidden, 0);
   const Rows rows(sizes, samples > tokens ? samples : tokens, call.element_bytes(kHidden));
   const void* hidden = call.data<void>(kHidden);
+  Ending ending(num_layers);
   for (size_t i = 0; i < num_layers; i++) {
     const bool last = i + 1 == num_layers;
     void* result = last ? call.data<void>(call.count() - 1) : rows.residual;
     if (const int status = layers[i].run(rows, hidden, last, result)) return status;
     hidden = result;
+    ending.layer_done();
   }
   return 0;
 }

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "call.h"
+#include "ending.h"
 #include "kernels.h"
 #include "packed_weights.h"
 #include "thread_pool.h"
@@ -56,5 +57,9 @@ LLM_EXPORT const char* llm_profile(int64_t i, int64_t* calls, int64_t* nanosecon
   *calls = clock->calls.load();
   *nanoseconds = clock->nanoseconds.load();
   return clock->name;
+}
+// Has `frame` written to the socket when the layers of the next step are nearly done.
+LLM_EXPORT void llm_announce_ending(int socket, const char* frame, int64_t bytes) {
+  llm::announce_ending(socket, frame, static_cast<size_t>(bytes));
 }
 LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }

@@ -1,0 +1,48 @@
+"""Steps formed when a real WorkAgent process says that the one before nears its end."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+from factories import create_request
+from llm_serving.core.request import Request
+from llm_serving.engine import executor
+from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.transport.messages import AgentMessage, StepDone, StepEnding
+from real_replica import RealReplica
+
+pytestmark = pytest.mark.end_to_end
+
+NUM_REQUESTS = 6
+
+
+def requests() -> list[Request]:
+    return [
+        create_request(5 + 9 * index, max_tokens=30, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "SHORT_STEP_S", 0.0)
+    replica = RealReplica("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
+    heard: list[AgentMessage] = []
+    receive = replica.executor._executor._channel.receive
+
+    def listen(timeout_s: float | None = None) -> AgentMessage:
+        heard.append(receive(timeout_s))
+        return heard[-1]
+
+    try:
+        with patch.object(RemoteExecutor, "await_ending", lambda self: None):
+            alone = [replica.answer([each])[0].token_ids for each in requests()]
+        monkeypatch.setattr(replica.executor._executor._channel, "receive", listen)
+        assert [answer.token_ids for answer in replica.answer(requests())] == alone
+    finally:
+        replica.close()
+    ended = [message.step for message in heard if isinstance(message, StepDone)]
+    assert [(type(message), message.step) for message in heard] == [  # type: ignore[union-attr]
+        (kind, step) for step in ended for kind in (StepEnding, StepDone)
+    ]
+    assert len(ended) >= 30
