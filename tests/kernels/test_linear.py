@@ -61,6 +61,22 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, dtype: str, n: int, k: 
     assert np.array_equal(linear(x.rows(shuffled), weight, "float32").bits[np.argsort(shuffled)][::7], alone)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("offset", [0, 1, 16])
+@pytest.mark.parametrize("n", [64, 200, 544])
+def test_a_result_is_its_sums_rounded_wherever_it_lies(isa: str, dtype: str, offset: int, n: int) -> None:
+    rng = np.random.default_rng(4)
+    x, weight = typed(normal(rng, 150, 96), dtype), packed(typed(normal(rng, n, 96), dtype))
+    memory = empty((150 * n + 64,), dtype)
+    before = memory.bits.copy()
+    first = -memory.array.ctypes.data % 64 // memory.array.itemsize + offset
+    y = Typed(memory.array[first : first + 150 * n].reshape(150, n), dtype)
+    call("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y)
+    assert np.array_equal(y.bits, typed(linear(x, weight, "float32").array, dtype).bits)
+    beside = np.r_[:first, first + 150 * n : memory.array.size]
+    assert np.array_equal(memory.bits[beside], before[beside])
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     m=st.integers(1, 40),

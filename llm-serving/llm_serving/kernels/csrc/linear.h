@@ -117,8 +117,26 @@ const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, 
   return padded;
 }
 
+// Rows from which on whole lines of a result are written past the caches, without reading them first.
+constexpr size_t kStreamedRows = 64;
+
 template <class Element, class Result>
 void write_rows(const float* sums, size_t sums_stride, size_t rows, size_t columns, Result* y, size_t y_stride) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same<Result, BFloat16>::value) {
+    constexpr size_t kLine = 2 * kLanes;
+    const bool whole = columns % kLine == 0 && y_stride % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
+    if (rows >= kStreamedRows && whole) {
+      for (size_t row = 0; row < rows; row++) {
+        const float* from = sums + row * sums_stride;
+        for (size_t i = 0; i < columns; i += kLine) {
+          stream_line(y + row * y_stride + i, load(from + i), load(from + i + kLanes));
+        }
+      }
+      return _mm_sfence();
+    }
+  }
+#endif
   for (size_t row = 0; row < rows; row++) {
     for (size_t i = 0; i < columns; i += kLanes) {
       store_first(y + row * y_stride + i, load(sums + row * sums_stride + i), columns - i);

@@ -187,6 +187,14 @@ LLM_INLINE void native_store(BFloat16* target, NativeFloat value) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// Writes 32 elements, a whole line, past the caches; `_mm_sfence` makes them visible to other threads.
+LLM_INLINE void stream_line(BFloat16* target, Floats low, Floats high) {
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(high.part[0], low.part[0]);  // subnormals become zero
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), (__m512i)rounded);
+}
+#endif
+
 LLM_INLINE void native_store(Float16* target, NativeFloat value) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
