@@ -102,6 +102,7 @@ struct TileProduct {
   size_t a_stride;
   const BFloat16* const* panels;
   const BFloat16* const* next;  // null for nothing
+  size_t turn, turns;           // which of its lines this tile prefetches: every `turns`-th
   size_t panels_stride;         // from the panels of a segment to those of the next
   size_t segments, inputs;
   float* c;
@@ -131,10 +132,14 @@ inline void configure(const TileProduct& product, size_t step, TileShape& shape)
   LLM_TILE_CONFIGURE(config);
 }
 
-inline void prefetch_step(const TileProduct& product, size_t segment, size_t k, size_t step) {
+// What one tile alone prefetches it reads itself soon after; what several share is for the second-level cache.
+template <int kLocality>
+void prefetch_step(const TileProduct& product, size_t segment, size_t k, size_t step) {
   for (size_t p = 0; p < (product.two_panels ? 2 : 1); p++) {
-    const BFloat16* next = product.next[segment * product.panels_stride + p];
-    for (size_t i = 0; i < step; i += 2) __builtin_prefetch(next + (k + i) * kPanelWidth);
+    const BFloat16* next = product.next[segment * product.panels_stride + p] + k * kPanelWidth;
+    for (size_t line = product.turn; line < step / 2; line += product.turns) {
+      __builtin_prefetch(next + 2 * line * kPanelWidth, 0, kLocality);
+    }
   }
 }
 
@@ -161,7 +166,9 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
     const BFloat16* a = product.a + segment * product.inputs;
     const BFloat16* const* panels = product.panels + segment * product.panels_stride;
     for (size_t k = first; k < last; k += step) {
-      if (product.next != nullptr) prefetch_step(product, segment, k, step);
+      if (product.next != nullptr) {
+        product.turns == 1 ? prefetch_step<3>(product, segment, k, step) : prefetch_step<2>(product, segment, k, step);
+      }
       LLM_TILE_LOAD(4, a + k, a_bytes);
       LLM_TILE_LOAD(6, panels[0] + k * kPanelWidth, 64);
       LLM_TILE_MULTIPLY(0, 4, 6);

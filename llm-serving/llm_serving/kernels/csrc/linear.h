@@ -26,6 +26,16 @@ constexpr size_t pass_inputs(size_t rows) {
 constexpr size_t kMostRows = 512;
 constexpr size_t kLeastRows = 96;
 constexpr size_t kUnitsPerThread = 6;
+// Panels of one unit of work, at most: few, where the next pass over them is read meanwhile. AMX is quick enough to
+// feel that every unit reads all activations again.
+template <class Element>
+constexpr size_t unit_panels(size_t rows) {
+#if defined(LLM_AMX)
+  if (std::is_same<Element, BFloat16>::value) return kMostPanels;
+#endif
+  return spreads_prefetches<Element>(rows) ? kTilePanels : kMostPanels;
+}
+
 // Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
 
@@ -229,7 +239,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args.m, args.n, spreads_prefetches<Element>(args.m) ? kTilePanels : kMostPanels);
+  const Units units(args.m, args.n, unit_panels<Element>(args.m));
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

@@ -223,7 +223,7 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
 template <class Element>
 constexpr bool spreads_prefetches(size_t rows) {
 #if defined(LLM_AMX)
-  if (std::is_same<Element, BFloat16>::value) return false;  // its tiles read a little ahead
+  if (std::is_same<Element, BFloat16>::value) return rows > kRowMultiple;
 #endif
   return rows > kTileRows;
 }
@@ -344,7 +344,9 @@ inline void multiply<BFloat16>(const Product<BFloat16>& product) {
       part.a = product.a + row * product.a_stride;
       part.a_stride = product.a_stride;
       part.panels = product.panels + panel;
-      part.next = product.next != nullptr && row == 0 ? product.next + panel : nullptr;
+      part.next = product.next == nullptr ? nullptr : product.next + panel;
+      part.turn = row / kRowMultiple;
+      part.turns = (product.rows + kRowMultiple - 1) / kRowMultiple;
       part.panels_stride = product.num_panels;
       part.segments = product.segments;
       part.inputs = product.inputs;
