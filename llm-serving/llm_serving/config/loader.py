@@ -1,7 +1,7 @@
 """YAML, overrides and a model folder -> a checked `ServingConfig`.
 
 A value is taken from the first place that gives it: `--set` or `--model`, the serving YAML, the MindFormers YAML it
-names, the model's own config.json, the default of the schema. `null` gives nothing.
+names, the model's own config.json, what follows from these, the default of the schema. `null` gives nothing.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, se
 from llm_serving.config.row_checks import check_rows
 from llm_serving.config.rules import Rule
 from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
+from llm_serving.config.step_budget import choose_step_budget
 from llm_serving.config.tables import TableReader
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
@@ -92,6 +93,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
     if mindformers is not None:
         _use_checkpoint(values, mindformers)
     spec = _resolve_paths(values, reading)
+    choose_step_budget(values, spec)
     check_model(values, spec, mindformers)
     check_sections(values)
     check_rows(values, reading.tables)

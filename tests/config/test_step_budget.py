@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from llm_serving.config import load_config
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+ONE_BILLION = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
+SEVEN_BILLION = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+
+
+def model(folder: Path, **sizes: int) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_attention_heads": 32 if sizes["hidden_size"] > 64 else 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        **sizes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def budget(folder: Path, *overrides: str, **sizes: int) -> int:
+    return load_config(None, overrides, model(folder, **sizes)).scheduler.max_prefill_tokens
+
+
+def test_the_larger_the_model_the_fewer_tokens(tmp_path: Path) -> None:
+    budgets = [budget(tmp_path, **sizes) for sizes in (TINY, ONE_BILLION, SEVEN_BILLION)]
+    assert budgets == [2048, 512, 128]
+
+
+def test_what_is_given_holds(tmp_path: Path) -> None:
+    assert budget(tmp_path, "scheduler_config.max_prefill_tokens=2048", **ONE_BILLION) == 2048
+    assert budget(tmp_path, "scheduler_config.max_prefill_tokens=null", **ONE_BILLION) == 512
+
+
+def test_another_device_keeps_the_default(tmp_path: Path) -> None:
+    assert budget(tmp_path, "device_config.device_target=Ascend", **SEVEN_BILLION) == 2048
+
+
+@pytest.mark.parametrize(
+    "override", ["model_config.decode_batch_size=3000", "scheduler_config.max_long_prefill_tokens=3000"]
+)
+def test_every_running_request_and_a_long_prompt_have_room(tmp_path: Path, override: str) -> None:
+    assert budget(tmp_path, override, **TINY) == 3000
+    assert budget(tmp_path, override, **SEVEN_BILLION) == 3000
+
+
+def test_its_source_is_told(tmp_path: Path) -> None:
+    key = "scheduler_config.max_prefill_tokens"
+    for sizes, source in ((TINY, "default"), (ONE_BILLION, "size of the model")):
+        assert load_config(None, (), model(tmp_path, **sizes)).sources[key] == source
