@@ -194,7 +194,9 @@ class Simulation:
         progressed = [replica.step() for replica in self.replicas]
         for counter in ("bound_violations", "audit_mismatch"):
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
-        return any(progressed) or bool(self._to_come)
+        # One may have been asked after its step, by clients that another's step let act.
+        asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
+        return any(progressed) or asked or bool(self._to_come)
 
     # --- the clients ------------------------------------------------------------------------------------------------
 
