@@ -211,7 +211,11 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ("scheduler_config:\n    composition: split\n", 2, "must be one of mixed, separate. Given: 'split'"),
         ("scheduler_config:\n    slo_refusal_factor: 0.5\n", 2, "must be a number >= 1. Given: 0.5"),
         ("scheduler_config:\n    swap_block_cost_tokens: 0\n", 2, "must be a number of tokens above 0. Given: 0"),
-        ("scheduler_config:\n    max_long_prefill_tokens: 4096\n", 2, "must be <= scheduler_config.max_prefill_tokens"),
+        (
+            "scheduler_config:\n    max_long_prefill_tokens: 4096\n    max_prefill_tokens: 2048\n",
+            2,
+            "must be <= scheduler_config.max_prefill_tokens",
+        ),
         ("scheduler_config:\n    max_waiting_tokens: 4095\n", 2, "must be >= 4096, the longest prompt"),
         ("device_config:\n    max_device_memory: 2 apples\n", 2, "Given: '2 apples'"),
         ("model_path: /models/llama\n", 1, "`model_path` must be a section; a folder goes to model_config.model_path"),

@@ -32,7 +32,9 @@ def budget(folder: Path, *overrides: str, **sizes: int) -> int:
 
 def test_the_larger_the_model_the_fewer_tokens(tmp_path: Path) -> None:
     budgets = [budget(tmp_path, **sizes) for sizes in (TINY, ONE_BILLION, SEVEN_BILLION)]
-    assert budgets == [2048, 512, 128]
+    assert budgets == [2048, 512, 256]
+    assert budget(tmp_path, "model_config.decode_batch_size=4", **SEVEN_BILLION) == 132
+    assert budget(tmp_path, **ONE_BILLION, vocab_size=128256) == 512, "a table is looked up"
 
 
 def test_what_is_given_holds(tmp_path: Path) -> None:
@@ -45,11 +47,14 @@ def test_another_device_keeps_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["model_config.decode_batch_size=3000", "scheduler_config.max_long_prefill_tokens=3000"]
+    ("key", "expected"),
+    [("model_config.decode_batch_size", 3128), ("scheduler_config.max_long_prefill_tokens", 3000)],
 )
-def test_every_running_request_and_a_long_prompt_have_room(tmp_path: Path, override: str) -> None:
-    assert budget(tmp_path, override, **TINY) == 3000
-    assert budget(tmp_path, override, **SEVEN_BILLION) == 3000
+def test_every_running_request_and_a_long_prompt_have_room(tmp_path: Path, key: str, expected: int) -> None:
+    for folder in (None, model(tmp_path, **TINY), model(tmp_path, **SEVEN_BILLION)):
+        config = load_config(None, [f"{key}=3000"], folder)
+        assert config.scheduler.max_prefill_tokens == expected
+        assert config.sources["scheduler_config.max_prefill_tokens"] == key
 
 
 def test_its_source_is_told(tmp_path: Path) -> None:

@@ -8,30 +8,34 @@ from llm_serving.config.values import Values
 from llm_serving.core.model_spec import ModelSpec
 
 KEY: Final = "scheduler_config.max_prefill_tokens"
+LONG_PREFILL: Final = "scheduler_config.max_long_prefill_tokens"
+NUM_SEQS: Final = "model_config.decode_batch_size"
 CPU_STEP_OPERATIONS: Final = 1.2e12
 """A second or so of a few cores."""
 SMALLEST: Final = 128
-"""Rows. Products of so many are within a tenth of as quick as they get."""
+"""Tokens of prompts. Products of so many rows are within a tenth of as quick as they get."""
 
 
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Sets `max_prefill_tokens` if it is not given and its default does not suit the model.
 
     On a CPU a step takes time in proportion to its tokens: a large one is no quicker for each of them, and all who come
-    behind its prompts, and all who decode, wait for its end. So the default is halved until the weights, at two
-    operations a token each, make no more than `CPU_STEP_OPERATIONS`. It always has room for every running request.
+    behind its prompts, and all who decode, wait for its end. So the default is halved until the weights of the layers,
+    at two operations a token each, make no more than `CPU_STEP_OPERATIONS`. On every device there is room for all
+    running requests beside a part of a prompt, and for what `max_long_prefill_tokens` grants.
 
     Args:
         values: All that is given.
         spec: The model, if one is named.
     """
-    if spec is None or values.is_given(KEY):
+    if values.is_given(KEY):
         return
-    tokens = values[KEY]
-    if values["device_config.device_target"] == "CPU":
-        while tokens > SMALLEST and 2 * spec.num_parameters * tokens > CPU_STEP_OPERATIONS:
-            tokens //= 2
-    least = values["scheduler_config.max_long_prefill_tokens"] or 1, values["model_config.decode_batch_size"]
-    tokens = max(tokens, *least)
+    tokens, source = values[KEY], "default"
+    if spec is not None and values["device_config.device_target"] == "CPU":
+        while tokens > SMALLEST and 2 * spec.num_layer_parameters * tokens > CPU_STEP_OPERATIONS:
+            tokens, source = tokens // 2, "size of the model"
+    for key, least in ((NUM_SEQS, values[NUM_SEQS] + SMALLEST), (LONG_PREFILL, values[LONG_PREFILL] or 0)):
+        if least > tokens:
+            tokens, source = least, key
     if tokens != values[KEY]:
-        values.set(KEY, tokens, "size of the model")
+        values.set(KEY, tokens, source)

@@ -91,15 +91,19 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Weights of the model, biases included; a tied head counts once."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return tables + self.num_layer_parameters + self.hidden_size
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Those of the layers, with which every token is computed."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.attention_bias:
             attention += self.q_size + 2 * self.kv_size + self.hidden_size
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
-        layer = attention + mlp + 2 * self.hidden_size
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_hidden_layers * layer + self.hidden_size
+        return self.num_hidden_layers * (attention + mlp + 2 * self.hidden_size)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelSpec":
