@@ -31,7 +31,7 @@ class FakeRunner:
         self._previous: list[int] = []
         self._offsets = np.arange(block_size)
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         return False
 
     def execute(self, step: StepInput) -> StepOutput:

@@ -64,9 +64,9 @@ class Runner(FakeRunner):
             self._announcement = None
         return super().execute(step)
 
-    def announce_ending(self, socket, frame):
+    def announce_ending(self, socket_fd, frame):
         if self._tells_the_end:
-            self._announcement = (socket, frame) if frame else None
+            self._announcement = (socket_fd, frame) if frame else None
         return self._tells_the_end
 
 

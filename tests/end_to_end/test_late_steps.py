@@ -28,11 +28,14 @@ def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: py
     monkeypatch.setattr(executor, "SHORT_STEP_S", 0.0)
     replica = RealReplica("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
     heard: list[AgentMessage] = []
+    early: list[AgentMessage] = []
     receive = replica.executor._executor._channel.receive
 
     def listen(timeout_s: float | None = None) -> AgentMessage:
-        heard.append(receive(timeout_s))
-        return heard[-1]
+        heard.append(message := receive(timeout_s))
+        if isinstance(message, StepEnding) and replica.executor.next_step != message.step + 1:
+            early.append(message)
+        return message
 
     try:
         with patch.object(RemoteExecutor, "await_ending", lambda self: None):
@@ -46,3 +49,4 @@ def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: py
         (kind, step) for step in ended for kind in (StepEnding, StepDone)
     ]
     assert len(ended) >= 30
+    assert early == [], "the next step was formed before"

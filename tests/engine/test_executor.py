@@ -261,6 +261,7 @@ class TestAwaitEnding:
     def test_it_returns_when_the_end_is_near(self, agent):
         agent.channel.send(StepEnding(1))
         agent.executor.await_ending()
+        assert agent.executor._ending == 1
         agent.executor.submit(a_step(2))
         agent.reply(1, 51)
         agent.channel.send(StepEnding(2))
@@ -272,6 +273,7 @@ class TestAwaitEnding:
         for message in (StepEnding(1), encode_output(output(1, 51)), StepEnding(2)):
             agent.channel.send(message)
         agent.executor.await_ending()
+        assert agent.executor._ending == 2
         agent.channel.close()
         assert agent.executor.collect().token_ids.tolist() == [51]
         with pytest.raises(WorkerDiedError):
@@ -294,6 +296,34 @@ class TestAwaitEnding:
         agent.executor.submit(a_step(0))
         agent.executor.await_ending()
         agent.close()
+
+    def test_time_that_it_took_counts_for_the_deadline(self, agent):
+        waits = []
+
+        def receive(timeout_s):
+            waits.append(timeout_s)
+            agent.now += 4.0
+            return StepEnding(1) if len(waits) == 1 else encode_output(output(len(waits) - 1, 51))
+
+        agent._master_channel.receive = receive
+        agent.executor.await_ending()
+        agent.executor.submit(a_step(2))
+        agent.executor.collect()
+        agent.executor.collect()
+        assert waits == [10.0, 6.0, 10.0]
+
+    def test_what_has_arrived_is_taken_when_no_time_is_left(self):
+        agent = Agent(step_timeout_s=0.0)
+        agent.executor.submit(a_step(0))
+        agent.reply(0, 50)
+        assert agent.executor.collect().token_ids.tolist() == [50]
+        agent.close()
+
+    @pytest.mark.parametrize("number", [0, 2])
+    def test_an_end_that_nobody_asked_for_is_an_error(self, agent, number):
+        agent.channel.send(StepEnding(number))
+        with pytest.raises(StepMismatchError, match=f"the end of step {number} was announced"):
+            agent.executor.await_ending()
 
     def test_a_work_agent_that_dies_meanwhile_is_noticed(self, agent):
         agent.channel.close()

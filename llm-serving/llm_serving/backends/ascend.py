@@ -104,7 +104,7 @@ class AscendBackend:
             else:
                 target[batch[:, 1]] = blocks.asnumpy().view(target.dtype)
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         return False
 
     def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:

@@ -116,8 +116,10 @@ class Backend(Protocol):
             pairs: [n, 2] of source block and target block, inside `source` and `target`: nothing checks them again.
         """
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         """Has `frame` written to the stream socket when the next step nears its end, in place of what was given before.
+
+        An empty frame is none.
 
         Returns:
             False where nothing tells when a step ends; then nothing is written.

@@ -97,8 +97,8 @@ class CpuBackend(AscendBackend):
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
-        library.load().llm_announce_ending(socket, frame, len(frame))
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
+        library.load().llm_announce_ending(socket_fd, frame, len(frame))
         return True
 
 

@@ -84,7 +84,7 @@ class PlainBackend:
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         return False
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:

@@ -223,7 +223,7 @@ class SchedulerConfig:
     """Keep the blocks of ended requests for prompts that begin the same, within one tenant and `cache_salt`."""
 
     schedule_ahead: bool = option(True, boolean())
-    """Schedule step k+1 while step k is computed."""
+    """Form step k+1 while step k is computed: near its end, where steps are long."""
 
     record_path: Path | None = option(None, path())
     """Folder where each scheduler's events and decisions are recorded, for `llm-serving replay`; token ids are among

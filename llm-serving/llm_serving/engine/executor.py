@@ -137,6 +137,8 @@ class RemoteExecutor:
         """Those that came while the end of a step was waited for."""
         self._ending = -1
         """The newest step that nears its end."""
+        self._waited_s = 0.0
+        """Seconds that the oldest step in flight was waited for."""
         self._step_s = 0.0
         """Seconds that the latest step took."""
         self._step_began = 0.0
@@ -184,17 +186,24 @@ class RemoteExecutor:
         return self._ending == self._in_flight[-1].step or len(self._replies) == len(self._in_flight)
 
     def _receive(self) -> None:
+        began = self._clock()
+        timeout_s = self._step_timeout_s
         try:
-            message = self._channel.receive(self._step_timeout_s)
+            # What has arrived is taken even when no time is left.
+            message = self._channel.receive(None if timeout_s is None else max(timeout_s - self._waited_s, 0.001))
         except DeadlineExceededError as error:
-            raise WorkerDiedError(f"no reply within {self._step_timeout_s:g} s") from error
+            raise WorkerDiedError(f"no reply within {timeout_s:g} s") from error
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
+        now = self._clock()
         if isinstance(message, StepEnding):
+            if not any(each.step == message.step and each.announce_ending for each in self._in_flight):
+                raise StepMismatchError(f"the end of step {message.step} was announced, which nobody asked for")
             self._ending = message.step
+            self._waited_s += now - began
             return
         self._replies.append(message)
-        now = self._clock()
+        self._waited_s = 0.0
         self._step_s, self._step_began = now - self._step_began, now
 
     def fileno(self) -> int | None:

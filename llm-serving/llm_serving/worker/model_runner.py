@@ -86,9 +86,9 @@ class ModelRunner:
                 )
             )
 
-    def announce_ending(self, socket: int, frame: bytes) -> bool:
+    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         """As `Backend.announce_ending`, for the step that comes next."""
-        return self._backend.announce_ending(socket, frame)
+        return self._backend.announce_ending(socket_fd, frame)
 
     def execute(self, step: StepInput) -> StepOutput:
         """Moves the blocks of one step, runs it and chooses its tokens.

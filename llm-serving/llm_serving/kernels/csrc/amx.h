@@ -132,7 +132,7 @@ inline void configure(const TileProduct& product, size_t step, TileShape& shape)
   LLM_TILE_CONFIGURE(config);
 }
 
-// What one tile alone prefetches it reads itself soon after; what several share is for the second-level cache.
+// What one tile alone prefetches it reads itself soon after; what several share waits in the second-level cache.
 template <int kLocality>
 void prefetch_step(const TileProduct& product, size_t segment, size_t k, size_t step) {
   for (size_t p = 0; p < (product.two_panels ? 2 : 1); p++) {

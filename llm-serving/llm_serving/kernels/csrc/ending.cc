@@ -43,8 +43,9 @@ void announce_ending(int socket, const char* frame, size_t bytes) {
 
 void Ending::layer_done() {
   done_++;
-  // The others are expected to take as long as those before them. Whoever waits for one more comes too late if ...
-  const size_t after_next = done_ < num_layers_ ? num_layers_ - done_ - 1 : 0;
+  // It can wait for one more layer if what is left then takes long enough. Layers are expected to take as long as those
+  // before them, but for the last one, which may compute a few rows only.
+  const size_t after_next = done_ + 2 < num_layers_ ? num_layers_ - done_ - 2 : 0;
   if ((Clock::now() - start_) / done_ * after_next >= kLead) return;
   Announcement& given = announcement();
   const std::lock_guard<std::mutex> lock(given.mutex);
