@@ -85,9 +85,10 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
     """Has the end of the step announced if it was asked for; at once where nothing tells when."""
-    frame = channel.frame(StepEnding(step.step)) if step.announce_ending else b""
+    ending = StepEnding(step.step)
+    frame = channel.frame(ending) if step.announce_ending else b""
     if not runner.announce_ending(channel.fileno(), frame) and step.announce_ending:
-        channel.send(StepEnding(step.step))
+        channel.send(ending)
 
 
 def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:

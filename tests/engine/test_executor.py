@@ -224,6 +224,13 @@ class TestCollect:
             agent.executor.collect()
         agent.close()
 
+    def test_what_has_arrived_is_taken_when_no_time_is_left(self):
+        agent = Agent(step_timeout_s=0.0)
+        agent.executor.submit(a_step(0))
+        agent.reply(0, 50)
+        assert agent.executor.collect().token_ids.tolist() == [50]
+        agent.close()
+
 
 class TestAwaitEnding:
     @pytest.fixture
@@ -311,13 +318,6 @@ class TestAwaitEnding:
         agent.executor.collect()
         agent.executor.collect()
         assert waits == [10.0, 6.0, 10.0]
-
-    def test_what_has_arrived_is_taken_when_no_time_is_left(self):
-        agent = Agent(step_timeout_s=0.0)
-        agent.executor.submit(a_step(0))
-        agent.reply(0, 50)
-        assert agent.executor.collect().token_ids.tolist() == [50]
-        agent.close()
 
     @pytest.mark.parametrize("number", [0, 2])
     def test_an_end_that_nobody_asked_for_is_an_error(self, agent, number):

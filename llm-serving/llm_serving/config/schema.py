@@ -175,8 +175,8 @@ class SchedulerConfig:
     """`separate`: a step computes prompts or decodes, never both; Ascend's kernels want it."""
 
     max_prefill_tokens: int = option(2048, integer(1, 2**20))
-    """Tokens. Budget of one step; a longer prompt is computed in chunks. Where it is not given, `step_budget` lowers it
-    for large models on a CPU."""
+    """Tokens. Budget of one step; a longer prompt is computed in chunks. Where it is not given, `choose_step_budget`
+    fits it to the model and to the other limits."""
 
     max_consecutive_prefill_steps: int = option(4, integer(1, 10**6))
     """Steps. Most prefill-only steps between two tokens of a running request."""
