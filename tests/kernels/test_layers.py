@@ -23,6 +23,8 @@ NUM_HEADS, NUM_KV_HEADS = 4, 2
 # Neither fills whole registers or panels. With inner features this many, rows of gate and up are the widest where
 # head_dim is 16, and rows of query, key and value where it is 48.
 HIDDEN, INNER = 45, 100
+# Both fill panels, so that gate and up are multiplied as one, and are read in several passes.
+WIDE_HIDDEN, WIDE_INNER = 288, 1056
 EPS = 1e-5
 CACHE_RULE = (
     "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of the rows, block_size and head_dim "
@@ -87,7 +89,16 @@ class Step:
         )
 
 
-def create_layer(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool, seed: int = 1) -> Layer:
+def create_layer(
+    dtype: str,
+    head_dim: int,
+    *,
+    attention_bias: bool,
+    mlp_bias: bool,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    seed: int = 1,
+) -> Layer:
     rng = np.random.default_rng(seed)
     q_width = NUM_HEADS * head_dim
     qkv_width = q_width + 2 * NUM_KV_HEADS * head_dim
@@ -98,19 +109,19 @@ def create_layer(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: b
     def weight(n: int, k: int) -> Typed:
         return packed(typed(rng.standard_normal((n, k)) / np.sqrt(k), dtype))
 
-    gains = (typed(rng.standard_normal(HIDDEN), dtype) for _ in range(2))
-    attention_biases = (vector(size, attention_bias) for size in (qkv_width, HIDDEN))
-    mlp_biases = (vector(size, mlp_bias) for size in (2 * INNER, HIDDEN))
-    shapes = (qkv_width, HIDDEN), (HIDDEN, q_width), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    gains = (typed(rng.standard_normal(hidden), dtype) for _ in range(2))
+    attention_biases = (vector(size, attention_bias) for size in (qkv_width, hidden))
+    mlp_biases = (vector(size, mlp_bias) for size in (2 * inner, hidden))
+    shapes = (qkv_width, hidden), (hidden, q_width), (2 * inner, hidden), (hidden, inner)
     return Layer(*gains, *attention_biases, *mlp_biases, *(weight(*shape) for shape in shapes))
 
 
-def create_layers(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool) -> list[Layer]:
+def create_layers(dtype: str, head_dim: int, *, attention_bias: bool, mlp_bias: bool, **sizes: int) -> list[Layer]:
     biases = {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
-    return [create_layer(dtype, head_dim, **biases, seed=seed) for seed in (1, 2, 3)]
+    return [create_layer(dtype, head_dim, **biases, **sizes, seed=seed) for seed in (1, 2, 3)]
 
 
-def mixed_step(dtype: str, head_dim: int) -> tuple[Step, list[Cache]]:
+def mixed_step(dtype: str, head_dim: int, hidden_size: int = HIDDEN) -> tuple[Step, list[Cache]]:
     """A whole prompt, a decode row and a chunk, one of whose keys is not stored; caches have what lies before.
 
     Rows sample in another order than theirs, one of them twice.
@@ -125,7 +136,7 @@ def mixed_step(dtype: str, head_dim: int) -> tuple[Step, list[Cache]]:
         slots += caches[0].slots(table, context_len - query_len, context_len)
     slots[75] = -1
     count = sum(query_lens)
-    hidden, cos, sin = (rows(rng, count, width, dtype) for width in (HIDDEN, head_dim, head_dim))
+    hidden, cos, sin = (rows(rng, count, width, dtype) for width in (hidden_size, head_dim, head_dim))
     return Step(hidden, cos, sin, slots, tables, query_lens, context_lens, [79, 70, 3, 70]), caches
 
 
@@ -153,7 +164,7 @@ def by_operators(layer: Layer, step: Step, cache: Cache) -> Typed:
     change = multiplied(attended, layer.out, layer.out_bias)
     call("AddRmsNorm", change, step.hidden, layer.mlp_gain, eps, normed, rstd, middle)
     gate_up = multiplied(normed, layer.gate_up, layer.gate_up_bias)
-    gated = empty((count, INNER), dtype)
+    gated = empty((count, layer.down.array.shape[1]), dtype)
     call("Swiglu", gate_up, scalar(-1, "int64"), gated)
     change = multiplied(gated, layer.down, layer.down_bias)
     call("AddExt", change, middle, scalar(1, "int64"), result)
@@ -177,7 +188,7 @@ def parameters(layers: list[Layer], step: Step, caches: list[Cache]) -> dict[str
         of_layer = {"vectors": layer.vectors, "qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up}
         of_layer |= {"down": layer.down, "key_cache": cache.key, "value_cache": cache.value}
         given |= {f"{name}{number or ''}": value for name, value in of_layer.items()}
-    return given | {"result": empty((len(step.samples), HIDDEN), step.hidden.dtype)}
+    return given | {"result": empty((len(step.samples), step.hidden.array.shape[1]), step.hidden.dtype)}
 
 
 def in_one(layers: list[Layer], step: Step, caches: list[Cache]) -> Typed:
@@ -192,6 +203,21 @@ def same_bits(caches: list[Cache], others: list[Cache]) -> bool:
     return all(np.array_equal(a.key.bits, b.key.bits) and np.array_equal(a.value.bits, b.value.bits) for a, b in pairs)
 
 
+def assert_same_as_by_operators(layers: list[Layer], head_dim: int) -> None:
+    dtype, hidden_size = layers[0].gain.dtype, len(layers[0].gain.array)
+    step, apart = mixed_step(dtype, head_dim, hidden_size)
+    expected = step.hidden
+    for layer, cache in zip(layers, apart, strict=True):
+        expected = by_operators(layer, replace(step, hidden=expected), cache)
+    assert np.all(np.isfinite(expected.values))
+    for threads in (1, 2):
+        _, together = mixed_step(dtype, head_dim, hidden_size)
+        with library.threads_in_use(threads):
+            result = in_one(layers, step, together)
+        assert np.array_equal(result.bits, expected.bits[step.samples]), threads
+        assert same_bits(together, apart), threads
+
+
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 48])
 @pytest.mark.parametrize("attention_bias", [False, True])
@@ -200,27 +226,25 @@ def test_bits_are_those_of_the_operators_it_stands_for(
     isa: str, dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool
 ) -> None:
     layers = create_layers(dtype, head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias)
-    step, apart = mixed_step(dtype, head_dim)
-    expected = step.hidden
-    for layer, cache in zip(layers, apart, strict=True):
-        expected = by_operators(layer, replace(step, hidden=expected), cache)
-    assert np.all(np.isfinite(expected.values))
-    for threads in (1, 2):
-        _, together = mixed_step(dtype, head_dim)
-        with library.threads_in_use(threads):
-            result = in_one(layers, step, together)
-        assert np.array_equal(result.bits, expected.bits[step.samples]), threads
-        assert same_bits(together, apart), threads
+    assert_same_as_by_operators(layers, head_dim)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str) -> None:
-    layers = create_layers(dtype, 16, attention_bias=True, mlp_bias=True)
-    step, together = mixed_step(dtype, 16)
+@pytest.mark.parametrize("biases", [False, True])
+def test_bits_of_layers_that_fill_panels_and_several_passes(isa: str, dtype: str, biases: bool) -> None:
+    sizes = {"hidden": WIDE_HIDDEN, "inner": WIDE_INNER}
+    assert_same_as_by_operators(create_layers(dtype, 48, attention_bias=biases, mlp_bias=biases, **sizes), 48)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize(("hidden", "inner"), [(HIDDEN, INNER), (WIDE_HIDDEN, WIDE_INNER)])
+def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str, hidden: int, inner: int) -> None:
+    layers = create_layers(dtype, 16, attention_bias=True, mlp_bias=True, hidden=hidden, inner=inner)
+    step, together = mixed_step(dtype, 16, hidden)
     step = replace(step, samples=list(range(len(step.slots))))
     whole = in_one(layers, step, together).bits
     for threads in (1, 2):
-        _, caches = mixed_step(dtype, 16)
+        _, caches = mixed_step(dtype, 16, hidden)
         chunks = [(2, 0, 9), (0, 0, 1), (0, 1, 33), (1, 0, 1), (0, 33, 70)]
         with library.threads_in_use(threads):
             results = {chunk: in_one(layers, step.part(*chunk), caches).bits for chunk in chunks}

@@ -90,9 +90,10 @@ class AttentionTile {
 
   size_t seen_by(size_t row) const { return item_.first_seen + row / shared_; }
 
+  size_t head_of(size_t row) const { return item_.kv_head * shared_ + row % shared_; }
+
   size_t query_offset(size_t row) const {
-    const size_t head = item_.kv_head * shared_ + row % shared_;
-    return ((item_.first_row + row / shared_) * args_.num_heads + head) * dim_;
+    return ((item_.first_row + row / shared_) * args_.num_heads + head_of(row)) * dim_;
   }
 
   const Element* group(const void* cache, const AttentionItem& item, size_t token) const {
@@ -269,9 +270,16 @@ class AttentionTile {
   void store_result() {
     for (size_t row = 0; row < rows_; row++) {
       const float* sums = sums_ + row * dim_;
-      Element* y = static_cast<Element*>(args_.y) + query_offset(row);
       const float divisor = total_[row] == 0.0f ? 1.0f : total_[row];
-      for (size_t i = 0; i < dim_; i += kLanes) store(y + i, load(sums + i) / broadcast(divisor));
+      const size_t column = head_of(row) * dim_;
+      const Passes passes = {args_.rows, args_.y_width};
+      passes.for_parts(item_.first_row + row / shared_, column, column + dim_,
+                       [&](size_t begin, size_t end, size_t at) {
+                         Element* y = static_cast<Element*>(args_.y) + at;
+                         for (size_t i = begin; i < end; i += kLanes) {
+                           store(y + i - begin, load(sums + i - column) / broadcast(divisor));
+                         }
+                       });
     }
   }
 

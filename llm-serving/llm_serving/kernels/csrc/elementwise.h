@@ -41,7 +41,6 @@ void rms_norm_rows(const RmsNormArgs& args) {
         add_row(x, static_cast<const Element*>(args.added) + row * args.size, sum, args.size);
         x = sum;
       }
-      Element* y = static_cast<Element*>(args.y) + row * args.size;
       Floats squares = zeros();
       for (size_t i = 0; i < args.size; i += kLanes) {
         const Floats value = load_first(x + i, args.size - i);
@@ -50,10 +49,14 @@ void rms_norm_rows(const RmsNormArgs& args) {
       const float mean = sum_lanes(squares) / static_cast<float>(args.size);
       const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
       if (args.rstd != nullptr) args.rstd[row] = rstd;
-      for (size_t i = 0; i < args.size; i += kLanes) {
-        const size_t left = args.size - i;
-        store_first(y + i, load_first(x + i, left) * broadcast(rstd) * load_first(gamma + i, left), left);
-      }
+      const Passes passes = {args.rows, args.y_width};
+      passes.for_parts(row, 0, args.size, [&](size_t begin, size_t end, size_t at) {
+        Element* y = static_cast<Element*>(args.y) + at;
+        for (size_t i = begin; i < end; i += kLanes) {
+          const size_t left = end - i;
+          store_first(y + i - begin, load_first(x + i, left) * broadcast(rstd) * load_first(gamma + i, left), left);
+        }
+      });
     }
   });
 }
@@ -84,6 +87,8 @@ void rotate_rows(const RotaryArgs& args) {
   });
 }
 
+LLM_INLINE Floats silu_times(Floats gate, Floats up) { return gate / (broadcast(1.0f) + exp(zeros() - gate)) * up; }
+
 template <class Element>
 void swiglu_rows(const SwigluArgs& args) {
   for_row_ranges(args.rows, 2 * args.size, [&](size_t first, size_t last) {
@@ -93,9 +98,7 @@ void swiglu_rows(const SwigluArgs& args) {
       Element* y = static_cast<Element*>(args.y) + row * args.size;
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
-        const Floats g = load_first(gate + i, left);
-        const Floats silu = g / (broadcast(1.0f) + exp(zeros() - g));
-        store_first(y + i, silu * load_first(up + i, left), left);
+        store_first(y + i, silu_times(load_first(gate + i, left), load_first(up + i, left)), left);
       }
     }
   });

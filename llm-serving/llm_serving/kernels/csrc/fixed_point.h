@@ -238,25 +238,21 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Sums of a block of rows with a few whole panels, of which `first` is the first of the weight.
-inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows, size_t first,
-                         const BFloat16* const* panels, size_t count, float* sums, size_t sums_stride) {
+// Sums of a block of rows with the panels of a unit.
+inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows,
+                         const UnitPanels<BFloat16>& panels, float* sums, size_t sums_stride) {
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
-  const Fixed16* multiples[kMostPanels];
-  for (size_t p = 0; p < count; p++) multiples[p] = reinterpret_cast<const Fixed16*>(panels[p]);
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
     const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
-    const PassPanels<Fixed16> pass(args, multiples, first, count, k, inputs, x.inputs,
-                                   spreads_prefetches<Fixed16>(rows));
-    multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next,
-                       x.unit + block * x.rows + row});
+    const PassPanels<Fixed16> pass(panels, k, inputs, spreads_prefetches<Fixed16>(rows));
+    multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, panels.count, 1, inputs, sums, sums_stride, k > 0,
+                       pass.next, x.unit + block * x.rows + row});
   }
-  const float* unit = args.units->unit + first * kPanelWidth;
   for (size_t r = 0; r < rows; r++) {
-    for (size_t i = 0; i < count * kPanelWidth; i += kLanes) {
-      float* target = sums + r * sums_stride + i;
-      store(target, load(target) * load(unit + i));
+    for (size_t p = 0; p < panels.count; p++) {
+      float* target = sums + r * sums_stride + p * kPanelWidth;
+      store(target, load(target) * load(args.units->unit + panels.index[p] * kPanelWidth));
     }
   }
 }

@@ -34,6 +34,13 @@ void add(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
 }
 
+size_t width_of_passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
+  size_t width = k;
+  if (units != nullptr) return width;  // made into multiples first
+  with_element(dtype, [&](auto tag) { width = pass_width<typename decltype(tag)::Element>(m, k); });
+  return width;
+}
+
 #if defined(__AVX512VNNI__)
 constexpr auto kLinear = fixed_point_linear;
 constexpr auto kToFixedPoint = weight_to_fixed_point;
@@ -45,6 +52,7 @@ constexpr std::nullptr_t kToFixedPoint = nullptr;
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, kToFixedPoint, rms_norm, rotary, swiglu, add, attention, sample};
+const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, width_of_passes, kToFixedPoint, rms_norm, rotary, swiglu, add,
+                          attention,         sample};
 
 }  // namespace llm::LLM_ISA

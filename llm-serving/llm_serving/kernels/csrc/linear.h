@@ -54,6 +54,36 @@ struct Activations {
   }
 };
 
+// What x is multiplied as.
+template <class Element>
+struct ActivationForm {
+  size_t inputs, pass;
+  bool as_it_is;  // as rows, without a change
+
+  ActivationForm(size_t m, size_t k) {
+    constexpr size_t kMultiple = Operand<Element>::kMultiple;
+    inputs = (k + kMultiple - 1) / kMultiple * kMultiple;
+    const size_t most = m <= kTileRows ? inputs : pass_inputs<Element>(m);
+    pass = inputs <= most ? inputs : most;
+#if defined(LLM_AMX)
+    // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
+    const bool in_place = m <= kTileHeight;
+#else
+    // The rows of a tile that are prefetched follow those of the tile before.
+    const bool in_place = !Operand<Element>::kQuick || pass == inputs;
+#endif
+    as_it_is = sizeof(ActivationOf<Element>) == sizeof(Element) && in_place && inputs == k;
+  }
+};
+
+// `Kernels::pass_width`
+template <class Element>
+size_t pass_width(size_t m, size_t k) {
+  const ActivationForm<Element> form(m, k);
+  const bool converted = sizeof(ActivationOf<Element>) != sizeof(Element) || form.inputs != k;
+  return form.as_it_is || converted ? k : form.pass;
+}
+
 // Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
 template <class Convert>
 void for_rows_of_x(const LinearArgs& args, Convert convert) {
@@ -70,21 +100,12 @@ void for_rows_of_x(const LinearArgs& args, Convert convert) {
 template <class Element>
 Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
-  constexpr bool kSameType = sizeof(Activation) == sizeof(Element);
-  constexpr size_t kMultiple = Operand<Element>::kMultiple;
-  const size_t inputs = (args.k + kMultiple - 1) / kMultiple * kMultiple;
-  const size_t most = args.m <= kTileRows ? inputs : pass_inputs<Element>(args.m);
-  const size_t pass = inputs <= most ? inputs : most;
-#if defined(LLM_AMX)
-  // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
-  const bool in_place = args.m <= kTileHeight;
-#else
-  // The rows of a tile that are prefetched follow those of the tile before.
-  const bool in_place = !Operand<Element>::kQuick || pass == inputs;
-#endif
-  if (kSameType && in_place && inputs == args.k) {
-    return {static_cast<const Activation*>(args.x), inputs, pass, inputs, pass};
-  }
+  const ActivationForm<Element> form(args.m, args.k);
+  const size_t inputs = form.inputs;
+  const size_t pass = form.pass;
+  const auto* given = static_cast<const Activation*>(args.x);
+  if (form.as_it_is) return {given, inputs, pass, inputs, pass};
+  if (args.x_width != 0 && args.x_width < args.k) return {given, inputs, pass, pass, args.m * pass};
   const size_t passes = pass == 0 ? 0 : (inputs + pass - 1) / pass;
   auto* data =
       static_cast<Activation*>(scratch(Scratch::kActivations, passes * args.m * pass * sizeof(Activation) + 1));
@@ -130,40 +151,21 @@ const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, 
 // Rows from which on whole lines of a result are written past the caches, without reading them first.
 constexpr size_t kStreamedRows = 64;
 
-template <class Element, class Result>
-void write_rows(const float* sums, size_t sums_stride, size_t rows, size_t columns, Result* y, size_t y_stride) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same<Result, BFloat16>::value) {
-    constexpr size_t kLine = 2 * kLanes;
-    const bool whole = columns % kLine == 0 && y_stride % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
-    if (rows >= kStreamedRows && whole) {
-      for (size_t row = 0; row < rows; row++) {
-        const float* from = sums + row * sums_stride;
-        for (size_t i = 0; i < columns; i += kLine) {
-          stream_line(y + row * y_stride + i, load(from + i), load(from + i + kLanes));
-        }
-      }
-      return _mm_sfence();
-    }
-  }
-#endif
-  for (size_t row = 0; row < rows; row++) {
-    for (size_t i = 0; i < columns; i += kLanes) {
-      store_first(y + row * y_stride + i, load(sums + row * sums_stride + i), columns - i);
-    }
-  }
-}
+// Columns of the weight that make one column of y.
+inline size_t halves(const LinearArgs& args) { return args.gated_width > 0 ? 2 : 1; }
 
 // How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
 struct Units {
   size_t rows, row_blocks;
   size_t panels, panel_groups;
 
-  Units(size_t m, size_t n, size_t most_panels) {
-    const size_t all_panels = (n + kPanelWidth - 1) / kPanelWidth;
-    const size_t least_panels = m < kTileRows ? kTilePanels : 2;
+  Units(const LinearArgs& args, size_t most_panels) {
+    const size_t m = args.m;
+    const size_t all_panels = (args.n + kPanelWidth - 1) / kPanelWidth / halves(args);
+    auto of_half = [&](size_t count) { return count < halves(args) ? 1 : count / halves(args); };
+    const size_t least_panels = of_half(m < kTileRows ? kTilePanels : 2);
     const size_t wanted = kUnitsPerThread * num_threads();
-    panels = most_panels;
+    panels = of_half(most_panels);
     set(m, all_panels, (m + kMostRows - 1) / kMostRows);
     while (count() < wanted && rows >= 2 * kLeastRows) set(m, all_panels, 2 * row_blocks);
     while (count() < wanted && panels > least_panels) {
@@ -182,64 +184,128 @@ struct Units {
   }
 };
 
+// The panels of a unit, whole: a few columns of y, or those of both halves that a gated y is made of.
+template <class Element>
+struct UnitPanels {
+  size_t first, each;  // columns of y, as panels
+  size_t count;
+  size_t index[kMostPanels];         // in the weight
+  const Element* data[kMostPanels];  // each of `inputs` inputs
+  size_t inputs;
+  // From here to the unit that this thread is likely to take next, as threads take them in turns; 0 if there is none.
+  size_t following = 0;
+
+  UnitPanels(const LinearArgs& args, const Units& units, size_t unit, size_t all_inputs) : inputs(all_inputs) {
+    const size_t all = (args.n + kPanelWidth - 1) / kPanelWidth / halves(args);
+    first = unit % units.panel_groups * units.panels;
+    each = all - first < units.panels ? all - first : units.panels;
+    count = halves(args) * each;
+    auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, count * kPanelWidth * inputs * sizeof(Element) + 1));
+    for (size_t p = 0; p < count; p++) {
+      index[p] = p / each * all + first + p % each;
+      data[p] = whole_panel(args, index[p], inputs, padded + p * kPanelWidth * inputs);
+    }
+    const size_t distance = num_threads() * each;
+    if ((first + distance + each) * kPanelWidth <= args.n / halves(args)) following = distance * kPanelWidth * inputs;
+  }
+};
+
 // The panels of one pass over `inputs` inputs from `k` on, and what is prefetched meanwhile.
 template <class Element>
 struct PassPanels {
   const Element* now[kMostPanels];
   const Element* next[kMostPanels];
 
-  // `spreads`: the next pass is, or the first one of the unit that this thread is likely to take next, as threads take
-  // them in turns; otherwise it is what the same tile reads a little later.
-  PassPanels(const LinearArgs& args, const Element* const* panels, size_t first, size_t count, size_t k, size_t inputs,
-             size_t all_inputs, bool spreads) {
-    const size_t next_first = first + num_threads() * count;
-    const bool ends = k + inputs == all_inputs && (next_first + count) * kPanelWidth <= args.n;
-    const size_t pass = inputs * kPanelWidth;
-    const size_t unit = (next_first - first) * kPanelWidth * all_inputs;
-    for (size_t p = 0; p < count; p++) {
-      now[p] = panels[p] + k * kPanelWidth;
-      next[p] = !spreads ? now[p] + kBytesAhead / sizeof(Element) : ends ? panels[p] + unit : now[p] + pass;
+  // `spreads`: the next pass is, or the first one of the unit that follows; otherwise it is what the same tile reads a
+  // little later.
+  template <class Packed>
+  PassPanels(const UnitPanels<Packed>& panels, size_t k, size_t inputs, bool spreads) {
+    const bool ends = k + inputs == panels.inputs && panels.following > 0;
+    for (size_t p = 0; p < panels.count; p++) {
+      const auto* data = reinterpret_cast<const Element*>(panels.data[p]);
+      now[p] = data + k * kPanelWidth;
+      const Element* after = ends ? data + panels.following : now[p] + inputs * kPanelWidth;
+      next[p] = spreads ? after : now[p] + kBytesAhead / sizeof(Element);
     }
   }
 };
 
-// Sums of a block of rows with a few whole panels, of which `first` is the first of the weight, in passes over the
-// inputs.
+// Sums of a block of rows with the panels of a unit, in passes over the inputs.
 template <class Element>
-void sum_products(const LinearArgs& args, const Activations<Element>& x, size_t row, size_t rows, size_t first,
-                  const Element* const* panels, size_t count, float* sums, size_t sums_stride) {
+void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows,
+                  const UnitPanels<Element>& panels, float* sums, size_t sums_stride) {
   if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
-    const PassPanels<Element> pass(args, panels, first, count, k, inputs, x.inputs, spreads_prefetches<Element>(rows));
+    const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows));
     multiply<Element>(
-        {rows, x.at(row, k), x.row_stride, pass.now, count, 1, inputs, sums, sums_stride, k > 0, pass.next});
+        {rows, x.at(row, k), x.row_stride, pass.now, panels.count, 1, inputs, sums, sums_stride, k > 0, pass.next});
+  }
+}
+
+// Sixteen columns of a row from their sums, with what follows the product.
+template <class Element>
+LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, size_t column) {
+  Floats value = load(sums);
+  auto add = [&](const void* vector) {
+    value = rounded<Element>(value) + load_first(static_cast<const Element*>(vector) + column, args.n - column);
+  };
+  if (args.bias != nullptr) add(args.bias);
+  if (args.added != nullptr) add(static_cast<const Element*>(args.added) + row * args.n);
+  return value;
+}
+
+// Writes a unit's rows of y.
+template <class Element, class Result, bool kGated>
+void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Element>& panels, const float* sums,
+                size_t sums_stride) {
+  const size_t all_columns = args.n / halves(args);
+  const size_t column = panels.first * kPanelWidth;
+  const size_t width = panels.each * kPanelWidth;
+  const size_t columns = all_columns - column < width ? all_columns - column : width;
+  auto value = [&](size_t r, size_t i) {
+    const float* from = sums + r * sums_stride + i;
+    const Floats first = finish<Element>(args, from, row + r, column + i);
+    if constexpr (!kGated) return first;
+    const Floats second = finish<Element>(args, from + width, row + r, all_columns + column + i);
+    return silu_times(rounded<Element>(first), rounded<Element>(second));
+  };
+  const Passes passes = {args.m, kGated ? args.gated_width : args.n};
+  auto* y = static_cast<Result*>(args.y) + passes.at(row, column);
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same<Result, BFloat16>::value) {
+    constexpr size_t kLine = 2 * kLanes;
+    const bool whole = columns % kLine == 0 && passes.width % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
+    if (rows >= kStreamedRows && whole) {
+      for (size_t r = 0; r < rows; r++, y += passes.width) {
+        for (size_t i = 0; i < columns; i += kLine) stream_line(y + i, value(r, i), value(r, i + kLanes));
+      }
+      return _mm_sfence();
+    }
+  }
+#endif
+  for (size_t r = 0; r < rows; r++, y += passes.width) {
+    for (size_t i = 0; i < columns; i += kLanes) store_first(y + i, value(r, i), columns - i);
   }
 }
 
 template <class Element, class Result, class Prepared>
 void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, size_t unit) {
-  const size_t first = unit % units.panel_groups * units.panels;
-  const size_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth - first;
-  const size_t count = num_panels < units.panels ? num_panels : units.panels;
-  const size_t width = count * kPanelWidth;
-  auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, width * x.inputs * sizeof(Element) + 1));
-  const Element* panels[kMostPanels];
-  for (size_t p = 0; p < count; p++) {
-    panels[p] = whole_panel(args, first + p, x.inputs, padded + p * kPanelWidth * x.inputs);
-  }
+  const UnitPanels<Element> panels(args, units, unit, x.inputs);
   const size_t row = unit / units.panel_groups * units.rows;
   const size_t rows = args.m - row < units.rows ? args.m - row : units.rows;
+  const size_t width = panels.count * kPanelWidth;
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * width * sizeof(float)));
-  sum_products(args, x, row, rows, first, panels, count, sums, width);
-  const size_t column = first * kPanelWidth;
-  const size_t columns = args.n - column < width ? args.n - column : width;
-  write_rows<Element>(sums, width, rows, columns, static_cast<Result*>(args.y) + row * args.n + column, args.n);
+  sum_products(args, x, row, rows, panels, sums, width);
+  if constexpr (std::is_same<Element, Result>::value) {
+    if (args.gated_width > 0) return write_rows<Element, Result, true>(args, row, rows, panels, sums, width);
+  }
+  write_rows<Element, Result, false>(args, row, rows, panels, sums, width);
 }
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args.m, args.n, unit_panels<Element>(args.m));
+  const Units units(args, unit_panels<Element>(args.m));
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

@@ -1,6 +1,7 @@
 // ReshapeAndCache, PagedAttention, and both with what comes before them.
 #include "op_attention.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "call.h"
@@ -37,6 +38,8 @@ void store_value(const Element* value, size_t head_dim, size_t lane, Element* gr
 constexpr size_t kTokensPerTask = 64;
 // Rows of one head below which one thread is quicker than waking another.
 constexpr size_t kRowsWorthSharing = 32;
+// Tasks a thread, where there are tokens for them.
+constexpr size_t kTasksPerThread = 4;
 
 // Rows of keys and values, `stride` elements apart, and the parameters that say where they go.
 struct KvRows {
@@ -97,6 +100,13 @@ int check_slots(const Call& call, int key_cache, int slots) {
   return 0;
 }
 
+// Stores some heads of the tokens from `first` to `last`, at most kTokensPerTask.
+void store_heads(const Call& call, const KvRows& rows, size_t first, size_t last, size_t first_head, size_t last_head) {
+  if (rows.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, rows, first, last, first_head, last_head);
+  if (rows.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, rows, first, last, first_head, last_head);
+  store_tokens<uint16_t, 1>(call, rows, first, last, first_head, last_head);
+}
+
 void store_rows(const Call& call, const KvRows& rows) {
   const size_t tokens = call.elements(rows.slots);
   const size_t heads = call.dim(rows.key_cache, 2);
@@ -106,12 +116,19 @@ void store_rows(const Call& call, const KvRows& rows) {
     const size_t first = task / head_tasks * kTokensPerTask;
     const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
     const size_t head = task % head_tasks * heads_per_task;
-    const size_t end = head + heads_per_task;
-    if (rows.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, rows, first, last, head, end);
-    if (rows.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, rows, first, last, head, end);
-    store_tokens<uint16_t, 1>(call, rows, first, last, head, end);
+    store_heads(call, rows, first, last, head, head + heads_per_task);
   };
   parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask * head_tasks, store);
+}
+
+// Calls body(first, last) for runs of tokens that one thread has in its caches; a single run is for all threads.
+template <class Body>
+void for_token_runs(size_t tokens, Body body) {
+  const size_t wanted = tokens / (kTasksPerThread * num_threads());
+  size_t run = (wanted + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
+  run = std::clamp(run, kGroupTokens, kTokensPerTask);
+  auto task = [&](size_t i) { body(i * run, std::min((i + 1) * run, tokens)); };
+  parallel_for((tokens + run - 1) / run, task);
 }
 
 // k, v, key_cache, value_cache, slot_mapping | k
@@ -147,6 +164,7 @@ struct AttentionParameters {
   DType dtype;
   int key_cache, value_cache, block_tables, context_lens, query_lens;
   void* y;
+  size_t y_width;  // of the passes it lies in
 };
 
 // Attention after `prepare`, which may write what it reads; nothing is written where a parameter does not fit.
@@ -204,8 +222,8 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
   prepare();
   kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), at.y, tables.data(),
-                       queries.data(), contexts.data(), at.dtype, batch, table_width, block_size, num_heads,
-                       num_kv_heads, head_dim, scale});
+                       queries.data(), contexts.data(), at.dtype, rows, batch, table_width, block_size, num_heads,
+                       num_kv_heads, head_dim, scale, at.y_width});
   return 0;
 }
 
@@ -221,9 +239,10 @@ LLM_OPERATOR(PagedAttention) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   const size_t num_heads = static_cast<size_t>(call.integer(10));
-  return paged_attention(
-      call, {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8, call.data<void>(16)},
-      call.number(11), [] {});
+  return paged_attention(call,
+                         {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8,
+                          call.data<void>(16), num_heads * call.dim(1, 3)},
+                         call.number(11), [] {});
 }
 
 namespace llm {
@@ -251,20 +270,23 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
   const char* qkv = static_cast<const char*>(at.qkv);
   char* q = static_cast<char*>(scratch(Scratch::kActivations, tokens * (q_width + kv_width) * bytes + 1));
   char* k = q + tokens * q_width * bytes;
-  auto rotate_and_store = [&] {
+  const KvRows rows = {
+      k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, at.key_cache, at.value_cache, at.slot_mapping};
+  auto rotate_and_store = [&](size_t first, size_t last) {
     auto rotate = [&](const char* x, char* y, size_t columns) {
-      kernels().rotary({x, width, call.data<void>(at.cos), call.data<void>(at.sin), y, nullptr, dtype, dtype, tokens,
-                        columns / head_dim, head_dim});
+      auto row = [&](auto* data, size_t row_size) { return data + first * row_size * bytes; };
+      kernels().rotary({row(x, width), width, row(call.data<const char>(at.cos), head_dim),
+                        row(call.data<const char>(at.sin), head_dim), row(y, columns), nullptr, dtype, dtype,
+                        last - first, columns / head_dim, head_dim});
     };
     rotate(qkv, q, q_width);
     rotate(qkv + q_width * bytes, k, kv_width);
-    store_rows(call, {k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, at.key_cache, at.value_cache,
-                      at.slot_mapping});
+    store_heads(call, rows, first, last, 0, kv_width / head_dim);
   };
   return paged_attention(call,
                          {q, tokens * q_width, q_width / head_dim, dtype, at.key_cache, at.value_cache, at.block_tables,
-                          at.context_lens, at.query_lens, at.y},
-                         at.scale, rotate_and_store);
+                          at.context_lens, at.query_lens, at.y, at.y_width},
+                         at.scale, [&] { for_token_runs(tokens, rotate_and_store); });
 }
 
 }  // namespace llm

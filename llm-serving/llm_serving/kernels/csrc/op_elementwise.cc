@@ -27,7 +27,7 @@ int norm_rows(const Call& call, const NormParameters& at) {
   kernels().rms_norm({call.data<void>(at.x), adds ? call.data<void>(at.added) : nullptr,
                       adds ? call.data<void>(at.sum) : nullptr, call.data<void>(at.gamma), call.data<void>(at.y),
                       call.present(at.rstd) ? call.data<float>(at.rstd) : nullptr, dtype, rows, size,
-                      call.number(at.eps)});
+                      call.number(at.eps), size});
   return 0;
 }
 

@@ -69,19 +69,26 @@ struct Vectors {
 // Memory for the rows of a step on their way through the layers. `attended` lies behind the rows of query, key and
 // value in `wide`, which gate and up take afterwards.
 struct Rows {
-  char *normed, *change, *residual, *wide, *attended, *narrow;
+  char *normed, *residual, *wide, *attended, *narrow;
 
   Rows(const Sizes& sizes, size_t rows, size_t bytes) {
     auto larger = [](size_t a, size_t b) { return a > b ? a : b; };
-    const size_t row = rows * sizes.hidden * bytes;
-    const size_t wide_bytes = rows * bytes * larger(larger(2 * sizes.inner, sizes.qkv + sizes.q), sizes.hidden);
-    const size_t narrow_bytes = rows * bytes * larger(sizes.inner, sizes.q);
-    normed = static_cast<char*>(scratch(Scratch::kLayer, 3 * row + wide_bytes + narrow_bytes + 1));
-    change = normed + row;
-    residual = change + row;
+    auto whole_lines = [](size_t size) { return (size + 63) / 64 * 64; };
+    // In passes, the last of which may be wider than what it holds.
+    auto passes = [&](size_t columns) {
+      const size_t padded = (columns + kMostPassWidth - 1) / kMostPassWidth * kMostPassWidth;
+      return whole_lines(rows * bytes * padded);
+    };
+    const size_t qkv = whole_lines(rows * bytes * sizes.qkv);
+    const size_t row = whole_lines(rows * bytes * sizes.hidden);
+    const size_t wide_bytes = larger(larger(rows * bytes * 2 * sizes.inner, qkv + passes(sizes.q)), row);
+    const size_t narrow_bytes = larger(passes(sizes.inner), rows * bytes * sizes.q);
+    const size_t all = passes(sizes.hidden) + row + whole_lines(wide_bytes) + narrow_bytes;
+    normed = static_cast<char*>(scratch(Scratch::kLayer, all + 1));
+    residual = normed + passes(sizes.hidden);
     wide = residual + row;
-    attended = wide + rows * sizes.qkv * bytes;
-    narrow = wide + wide_bytes;
+    attended = wide + qkv;
+    narrow = wide + whole_lines(wide_bytes);
   }
 };
 
@@ -126,69 +133,89 @@ class Layer {
   // the rows that sample, as nothing but the keys and values of the others is read again.
   int run(const Rows& rows, const void* hidden, bool selects, void* result) const {
     size_t count = call_.dim(kHidden, 0);
-    norm(count, hidden, vectors_.gain, rows.normed);
-    multiply(count, rows.normed, kQkv, vectors_.qkv, rows.wide);
-    if (const int status = attend(rows.wide, rows.attended)) return status;
+    Passes passes = passes_of(kQkv, count);
+    norm(hidden, vectors_.gain, passes, rows.normed);
+    multiply(passes, rows.normed, kQkv, vectors_.qkv, nullptr, rows.wide);
+    passes = selects ? Passes{count, sizes_.q} : passes_of(kOut, count);
+    if (const int status = attend(rows.wide, passes, rows.attended)) return status;
     const void* attended = rows.attended;
     if (selects) {
       const size_t bytes = call_.element_bytes(kHidden);
       attended = select_rows(call_, attended, sizes_.q * bytes, rows.narrow);
       hidden = select_rows(call_, hidden, sizes_.hidden * bytes, rows.wide);
       count = call_.elements(kSampleIndices);
+      passes.rows = count;
     }
-    multiply(count, attended, kOut, vectors_.out, rows.change);
-    add_and_norm(count, rows.change, hidden, vectors_.mlp_gain, rows.residual, rows.normed);
-    multiply(count, rows.normed, kGateUp, vectors_.gate_up, rows.wide);
-    gate(count, rows.wide, rows.narrow);
-    multiply(count, rows.narrow, kDown, vectors_.down, rows.change);
-    add(count, rows.change, rows.residual, result);
+    multiply(passes, attended, kOut, vectors_.out, hidden, rows.residual);
+    passes = passes_of(kGateUp, count);
+    norm(rows.residual, vectors_.mlp_gain, passes, rows.normed);
+    const Passes inner = multiply_and_gate(passes, rows.normed, rows.wide, rows.narrow);
+    multiply(inner, rows.narrow, kDown, vectors_.down, rows.residual, result);
     return 0;
   }
 
  private:
-  void norm(size_t rows, const void* x, const char* gain, void* y) const {
+  // As products with a weight read `count` rows.
+  Passes passes_of(LayerParameter weight, size_t count) const {
+    return {count, kernels().pass_width(dtype_, count, call_.dim(at(weight), 1), weights_[weight - kQkv].units())};
+  }
+
+  void norm(const void* x, const char* gain, const Passes& passes, void* y) const {
     static OperatorClock clock("RmsNorm");
     const Timed timed(clock);
-    kernels().rms_norm({x, nullptr, nullptr, gain, y, nullptr, dtype_, rows, sizes_.hidden, constants_.eps});
+    kernels().rms_norm(
+        {x, nullptr, nullptr, gain, y, nullptr, dtype_, passes.rows, sizes_.hidden, constants_.eps, passes.width});
   }
 
-  void add_and_norm(size_t rows, const void* x, const void* added, const char* gain, void* sum, void* y) const {
-    static OperatorClock clock("AddRmsNorm");
-    const Timed timed(clock);
-    kernels().rms_norm({x, added, sum, gain, y, nullptr, dtype_, rows, sizes_.hidden, constants_.eps});
+  LinearArgs product(const Passes& passes, const void* x, LayerParameter weight, const char* bias, void* y) const {
+    LinearArgs args = {x,
+                       call_.data<void>(at(weight)),
+                       y,
+                       dtype_,
+                       dtype_,
+                       passes.rows,
+                       call_.dim(at(weight), 0),
+                       call_.dim(at(weight), 1),
+                       weights_[weight - kQkv].units()};
+    args.x_width = passes.width;
+    args.bias = bias;
+    return args;
   }
 
-  void multiply(size_t rows, const void* x, LayerParameter weight, const char* bias, char* y) const {
+  // y = x * weight^T + bias + added; null for what is not added.
+  void multiply(const Passes& passes, const void* x, LayerParameter weight, const char* bias, const void* added,
+                void* y) const {
     static OperatorClock clock("MatMul");
     const Timed timed(clock);
-    const size_t outputs = call_.dim(at(weight), 0);
-    kernels().linear({x, call_.data<void>(at(weight)), y, dtype_, dtype_, rows, outputs, call_.dim(at(weight), 1),
-                      weights_[weight - kQkv].units()});
-    if (bias == nullptr) return;
-    const size_t row_bytes = outputs * call_.element_bytes(kHidden);
-    for (size_t row = 0; row < rows; row++) {
-      kernels().add({y + row * row_bytes, bias, y + row * row_bytes, dtype_, outputs});
-    }
+    LinearArgs args = product(passes, x, weight, bias, y);
+    args.added = added;
+    kernels().linear(args);
   }
 
-  int attend(const void* qkv, void* y) const {
+  // y = silu(gate) * up, by way of `gate_up` where they do not consist of whole panels; returns how y lies.
+  Passes multiply_and_gate(const Passes& passes, const void* x, void* gate_up, void* y) const {
+    if (sizes_.inner % kPanelWidth != 0) {
+      multiply(passes, x, kGateUp, vectors_.gate_up, nullptr, gate_up);
+      static OperatorClock clock("Swiglu");
+      const Timed timed(clock);
+      kernels().swiglu({gate_up, y, dtype_, passes.rows, sizes_.inner});
+      return {passes.rows, sizes_.inner};
+    }
+    static OperatorClock clock("MatMul");
+    const Timed timed(clock);
+    LinearArgs args = product(passes, x, kGateUp, vectors_.gate_up, y);
+    const Passes result = passes_of(kDown, passes.rows);
+    args.gated_width = result.width;
+    kernels().linear(args);
+    return result;
+  }
+
+  int attend(const void* qkv, const Passes& passes, void* y) const {
     static OperatorClock clock("Attention");
     const Timed timed(clock);
     return attend_to_qkv(
         call_, {qkv, call_.dim(kHidden, 0), sizes_.qkv, sizes_.q, dtype_, kCos, kSin, at(kKeyCache), at(kValueCache),
-                kSlotMapping, kBlockTables, kQueryLens, kContextLens, constants_.scale, y});
-  }
-
-  void gate(size_t rows, const void* gate_up, void* y) const {
-    static OperatorClock clock("Swiglu");
-    const Timed timed(clock);
-    kernels().swiglu({gate_up, y, dtype_, rows, sizes_.inner});
-  }
-
-  void add(size_t rows, const void* a, const void* b, void* y) const {
-    static OperatorClock clock("AddExt");
-    const Timed timed(clock);
-    kernels().add({a, b, y, dtype_, rows * sizes_.hidden});
+                kSlotMapping, kBlockTables, kQueryLens, kContextLens, constants_.scale, y, passes.width});
   }
 
   int at(int parameter) const { return first_ + parameter; }

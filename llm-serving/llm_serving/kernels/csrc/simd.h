@@ -227,6 +227,14 @@ LLM_INLINE void store(Element* target, Floats value) {
   LLM_FOR_PARTS native_store(target + i * kNative, value.part[i]);
 }
 
+// As an element in memory holds it.
+template <class Element>
+LLM_INLINE Floats rounded(Floats value) {
+  Element elements[kLanes];
+  store(elements, value);
+  return load(elements);
+}
+
 #if defined(__AVX512F__)
 LLM_INLINE __mmask16 first_lanes(size_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
