@@ -12,8 +12,7 @@
 
 namespace llm::LLM_ISA {
 
-constexpr size_t kTileHeight = 16;
-constexpr size_t kStep = 32;
+constexpr size_t kStep = kTileWidth;
 constexpr size_t kHalfStep = 16;
 
 // The operand of ldtilecfg.
@@ -99,7 +98,9 @@ struct TileProduct {
   size_t rows;
   bool two_panels;
   const BFloat16* a;
-  size_t a_stride;
+  size_t a_stride;  // from a row to the next
+  size_t a_step;    // from an input to the same of the next step, over the size of a step
+  size_t a_high;    // to row 16
   const BFloat16* const* panels;
   const BFloat16* const* next;  // null for nothing
   size_t turn, turns;           // which of its lines this tile prefetches: every `turns`-th
@@ -107,6 +108,7 @@ struct TileProduct {
   size_t segments, inputs;
   float* c;
   size_t c_stride;
+  size_t c_panel;
   bool add_to_c;
 };
 
@@ -153,9 +155,9 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
   float* high_c = product.c + kTileHeight * product.c_stride;
   if (add_to_c) {
     LLM_TILE_LOAD(0, product.c, c_bytes);
-    if (product.two_panels) LLM_TILE_LOAD(1, product.c + kPanelWidth, c_bytes);
+    if (product.two_panels) LLM_TILE_LOAD(1, product.c + product.c_panel, c_bytes);
     if (high) LLM_TILE_LOAD(2, high_c, c_bytes);
-    if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + kPanelWidth, c_bytes);
+    if (high && product.two_panels) LLM_TILE_LOAD(3, high_c + product.c_panel, c_bytes);
   } else {
     LLM_TILE_ZERO(0);
     LLM_TILE_ZERO(1);
@@ -169,7 +171,8 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
       if (product.next != nullptr) {
         product.turns == 1 ? prefetch_step<3>(product, segment, k, step) : prefetch_step<2>(product, segment, k, step);
       }
-      LLM_TILE_LOAD(4, a + k, a_bytes);
+      const BFloat16* low = a + k * product.a_step;
+      LLM_TILE_LOAD(4, low, a_bytes);
       LLM_TILE_LOAD(6, panels[0] + k * kPanelWidth, 64);
       LLM_TILE_MULTIPLY(0, 4, 6);
       if (product.two_panels) {
@@ -177,15 +180,15 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
         LLM_TILE_MULTIPLY(1, 4, 7);
       }
       if (!high) continue;
-      LLM_TILE_LOAD(5, a + kTileHeight * product.a_stride + k, a_bytes);
+      LLM_TILE_LOAD(5, low + product.a_high, a_bytes);
       LLM_TILE_MULTIPLY(2, 5, 6);
       if (product.two_panels) LLM_TILE_MULTIPLY(3, 5, 7);
     }
   }
   LLM_TILE_STORE(0, product.c, c_bytes);
-  if (product.two_panels) LLM_TILE_STORE(1, product.c + kPanelWidth, c_bytes);
+  if (product.two_panels) LLM_TILE_STORE(1, product.c + product.c_panel, c_bytes);
   if (high) LLM_TILE_STORE(2, high_c, c_bytes);
-  if (high && product.two_panels) LLM_TILE_STORE(3, high_c + kPanelWidth, c_bytes);
+  if (high && product.two_panels) LLM_TILE_STORE(3, high_c + product.c_panel, c_bytes);
 }
 
 // `inputs` is a multiple of 16; several segments have 16 each, or a multiple of 32.

@@ -131,8 +131,12 @@ class AttentionTile {
   }
 
   void compute_scores(size_t first_row) {
-    multiply<Element>({rows_ - first_row, q_ + first_row * dim_, dim_, keys_, num_groups_, 1, dim_,
-                       scores_ + first_row * kChunkTokens, kChunkTokens, false, values_});
+    Product<Element> product(rows_ - first_row, q_ + first_row * dim_, keys_, num_groups_, dim_,
+                             scores_ + first_row * kChunkTokens);
+    product.c_stride = kChunkTokens;
+    product.c_panel = kPanelWidth;
+    product.next = values_;
+    multiply(product);
   }
 
   // Turns the scores of rows into weights relative to their largest scores so far, and rescales what is summed already.
@@ -242,8 +246,15 @@ class AttentionTile {
           next[i * width + p] = next_keys_[g + i] + offset;
         }
       }
-      multiply<Element>({last - first, weights_ + first * kChunkTokens + g * kGroupTokens, kChunkTokens, panels, width,
-                         count, kGroupTokens, sums_ + first * dim_ + dim, dim_, true, next});
+      Product<Element> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
+                               kGroupTokens, sums_ + first * dim_ + dim);
+      product.segments = count;
+      product.a_stride = kChunkTokens;
+      product.c_stride = dim_;
+      product.c_panel = kPanelWidth;
+      product.add_to_c = true;
+      product.next = next;
+      multiply(product);
     }
   }
 
@@ -272,14 +283,13 @@ class AttentionTile {
       const float* sums = sums_ + row * dim_;
       const float divisor = total_[row] == 0.0f ? 1.0f : total_[row];
       const size_t column = head_of(row) * dim_;
-      const Passes passes = {args_.rows, args_.y_width};
-      passes.for_parts(item_.first_row + row / shared_, column, column + dim_,
-                       [&](size_t begin, size_t end, size_t at) {
-                         Element* y = static_cast<Element*>(args_.y) + at;
-                         for (size_t i = begin; i < end; i += kLanes) {
-                           store(y + i - begin, load(sums + i - column) / broadcast(divisor));
-                         }
-                       });
+      args_.y_passes.for_runs(item_.first_row + row / shared_, column, column + dim_,
+                              [&](size_t begin, size_t end, size_t at) {
+                                Element* y = static_cast<Element*>(args_.y) + at;
+                                for (size_t i = begin; i < end; i += kLanes) {
+                                  store(y + i - begin, load(sums + i - column) / broadcast(divisor));
+                                }
+                              });
     }
   }
 

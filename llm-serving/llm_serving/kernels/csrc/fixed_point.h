@@ -238,21 +238,26 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
 
 // ---- Products ------------------------------------------------------------------------------------------------------
 
-// Sums of a block of rows with the panels of a unit.
+// Sums [count][rows][16] of a block of rows with the panels of a unit.
 inline void sum_products(const LinearArgs& args, const FixedActivations& x, size_t row, size_t rows,
-                         const UnitPanels<BFloat16>& panels, float* sums, size_t sums_stride) {
-  if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
+                         const UnitPanels<BFloat16>& panels, float* sums) {
+  if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
     const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
     const PassPanels<Fixed16> pass(panels, k, inputs, spreads_prefetches<Fixed16>(rows));
-    multiply<Fixed16>({rows, x.at(row, block), x.pass, pass.now, panels.count, 1, inputs, sums, sums_stride, k > 0,
-                       pass.next, x.unit + block * x.rows + row});
+    Product<Fixed16> product(rows, x.at(row, block), pass.now, panels.count, inputs, sums);
+    product.a_stride = x.pass;
+    product.add_to_c = k > 0;
+    product.next = pass.next;
+    product.row_scales = x.unit + block * x.rows + row;
+    multiply(product);
   }
-  for (size_t r = 0; r < rows; r++) {
-    for (size_t p = 0; p < panels.count; p++) {
-      float* target = sums + r * sums_stride + p * kPanelWidth;
-      store(target, load(target) * load(args.units->unit + panels.index[p] * kPanelWidth));
+  for (size_t p = 0; p < panels.count; p++) {
+    const Floats units = load(args.units->unit + panels.index[p] * kPanelWidth);
+    for (size_t r = 0; r < rows; r++) {
+      float* target = sums + (p * rows + r) * kPanelWidth;
+      store(target, load(target) * units);
     }
   }
 }

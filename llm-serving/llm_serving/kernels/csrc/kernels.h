@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dtype.h"
+#include "passes.h"
 #include "sample_args.h"
 
 namespace llm {
@@ -15,28 +16,6 @@ struct WeightUnits {
   float activation_norm;  // norm of a block of activations, in their units, up to which sums stay in 32 bits
 };
 
-// Rows of which a product reads a part at a time, so that those parts lie together: `width` columns of every row, then
-// the next columns of every row, where the last may leave some unused. With all columns as the width, rows as usual.
-struct Passes {
-  size_t rows, width;
-
-  // Where an element lies.
-  size_t at(size_t row, size_t column) const { return (column / width * rows + row) * width + column % width; }
-
-  // Calls body(first, last, at) for the parts of columns `first` to `last` of a row, and where each begins.
-  template <class Body>
-  void for_parts(size_t row, size_t first, size_t last, Body body) const {
-    for (size_t end; first < last; first = end) {
-      end = (first / width + 1) * width;
-      if (end > last) end = last;
-      body(first, end, at(row, first));
-    }
-  }
-};
-
-// What widths of passes divide, unless they are all columns.
-constexpr size_t kMostPassWidth = 1024;
-
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32. What may follow, `bias` and `added`, rounds to the element type as an operator of its own would.
 struct LinearArgs {
@@ -47,15 +26,15 @@ struct LinearArgs {
   DType y_dtype;
   size_t m, n, k;
   const WeightUnits* units = nullptr;  // null: the weight is kept as it is
-  size_t x_width = 0;                  // of the passes that x lies in; 0: rows
+  Passes x_passes = {};                // how x lies, if not as rows: what `Kernels::passes` said
   const void* bias = nullptr;          // [n], added to each row; null: nothing is
   const void* added = nullptr;         // [m, n], added after that; may be y
-  // y [m, n / 2] = silu(first half of a row) * second half, in passes of this width; n is a multiple of 32. 0: as it is
-  size_t gated_width = 0;
+  bool gated = false;                  // y [m, n / 2] = silu(first half of a row) * second half; n / 2 % 16 is 0
+  Passes y_passes = {};                // how a gated y lies
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
-// to the element type, and is written to `sum`. y lies in passes.
+// to the element type, and is written to `sum`.
 struct RmsNormArgs {
   const void* x;
   const void* added;  // null: nothing is added
@@ -66,7 +45,7 @@ struct RmsNormArgs {
   DType dtype;
   size_t rows, size;
   float eps;
-  size_t y_width;
+  Passes y_passes;
 };
 
 // Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
@@ -104,22 +83,22 @@ struct AttentionArgs {
   const void* q;  // [rows, num_heads * head_dim]
   const void* key_cache;
   const void* value_cache;
-  void* y;                      // as q, but in passes of y_width
+  void* y;                      // as q, but as y_passes say
   const int64_t* block_tables;  // [batch, table_width]
   const int64_t* query_lens;    // [batch]
   const int64_t* context_lens;  // [batch]
   DType dtype;
-  size_t rows, batch, table_width, block_size;
+  size_t batch, table_width, block_size;
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
-  size_t y_width;
+  Passes y_passes;
 };
 
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
-  // Width of the passes that `linear` reads m rows of x [m, k] in, so that it need not bring them there.
-  size_t (*pass_width)(DType dtype, size_t m, size_t k, const WeightUnits* units);
+  // How `linear` reads x [m, k], so that it need not bring it there.
+  Passes (*passes)(DType dtype, size_t m, size_t k, const WeightUnits* units);
   // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightUnits has; false if it
   // has no units and stays as it is. Null where products are in floating point.
   bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);

@@ -34,11 +34,14 @@ void add(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
 }
 
-size_t width_of_passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
-  size_t width = k;
-  if (units != nullptr) return width;  // made into multiples first
-  with_element(dtype, [&](auto tag) { width = pass_width<typename decltype(tag)::Element>(m, k); });
-  return width;
+Passes passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
+  Passes result = {m, k};
+  if (units != nullptr) return result;  // made into multiples first
+  with_element(dtype, [&](auto tag) {
+    const ActivationForm<typename decltype(tag)::Element> form(m, k);
+    if (!form.converts) result = form.passes;
+  });
+  return result;
 }
 
 #if defined(__AVX512VNNI__)
@@ -52,7 +55,7 @@ constexpr std::nullptr_t kToFixedPoint = nullptr;
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, width_of_passes, kToFixedPoint, rms_norm, rotary, swiglu, add,
+const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, passes, kToFixedPoint, rms_norm, rotary, swiglu, add,
                           attention,         sample};
 
 }  // namespace llm::LLM_ISA

@@ -10,7 +10,7 @@
 namespace llm::LLM_ISA {
 
 // Panels of one unit of work, at most.
-constexpr size_t kMostPanels = 8;
+constexpr size_t kMostPanels = 16;
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
 // Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
 // they are read into the second-level cache, which holds longer passes: sums are then put back and taken less often.
@@ -26,63 +26,43 @@ constexpr size_t pass_inputs(size_t rows) {
 constexpr size_t kMostRows = 512;
 constexpr size_t kLeastRows = 96;
 constexpr size_t kUnitsPerThread = 6;
-// Panels of one unit of work, at most: few, where the next pass over them is read meanwhile. AMX is quick enough to
-// feel that every unit reads all activations again.
+// Panels of one unit of work, at most: few, where the next pass over them is read meanwhile. Every unit reads all
+// activations of its rows again, mostly from the last cache, which AMX is quick enough to feel.
 template <class Element>
 constexpr size_t unit_panels(size_t rows) {
-#if defined(LLM_AMX)
-  if (std::is_same<Element, BFloat16>::value) return kMostPanels;
-#endif
-  return spreads_prefetches<Element>(rows) ? kTilePanels : kMostPanels;
+  if (kMultipliesTiles<Element>) return kMostPanels;
+  return spreads_prefetches<Element>(rows) ? kTilePanels : 8;
 }
 
 // Distance of the prefetches in a panel; 1-2 KB hides the latency of memory.
 constexpr size_t kBytesAhead = 1024;
 
-// Activations as the passes read them: `pass` inputs of every row, then the next inputs of every row. The number of
-// inputs is a multiple of Operand::kMultiple, with zeros as padding.
-template <class Element>
-struct Activations {
-  const ActivationOf<Element>* data;
-  size_t inputs;
-  size_t pass;
-  size_t row_stride;
-  size_t pass_stride;
-
-  const ActivationOf<Element>* at(size_t row, size_t k) const {
-    return data + k / pass * pass_stride + row * row_stride;
-  }
-};
-
-// What x is multiplied as.
+// What x is multiplied as: a multiple of Operand::kMultiple inputs, with zeros as padding.
 template <class Element>
 struct ActivationForm {
   size_t inputs, pass;
-  bool as_it_is;  // as rows, without a change
+  Passes passes;
+  bool converts;  // x has to be brought into this form, wherever it lies
 
-  ActivationForm(size_t m, size_t k) {
-    constexpr size_t kMultiple = Operand<Element>::kMultiple;
-    inputs = (k + kMultiple - 1) / kMultiple * kMultiple;
-    const size_t most = m <= kTileRows ? inputs : pass_inputs<Element>(m);
+  ActivationForm(size_t m, size_t k) : inputs(Passes::padded(k, Operand<Element>::kMultiple)) {
+    constexpr bool kTiles = kMultipliesTiles<Element>;
+    const size_t most = m <= (kTiles ? kRowMultiple : kTileRows) ? inputs : pass_inputs<Element>(m);
     pass = inputs <= most ? inputs : most;
-#if defined(LLM_AMX)
-    // Rows a power of two apart share a set of the first-level cache, which has fewer lines than a tile has rows.
-    const bool in_place = m <= kTileHeight;
-#else
-    // The rows of a tile that are prefetched follow those of the tile before.
-    const bool in_place = !Operand<Element>::kQuick || pass == inputs;
-#endif
-    as_it_is = sizeof(ActivationOf<Element>) == sizeof(Element) && in_place && inputs == k;
+    // One row is read as it is. The rows of a tile that are prefetched follow those of the tile before.
+    const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
+    passes = {m, in_place ? inputs : pass, kTiles && !in_place};
+    converts = sizeof(ActivationOf<Element>) != sizeof(Element) || inputs != k;
   }
 };
 
-// `Kernels::pass_width`
 template <class Element>
-size_t pass_width(size_t m, size_t k) {
-  const ActivationForm<Element> form(m, k);
-  const bool converted = sizeof(ActivationOf<Element>) != sizeof(Element) || form.inputs != k;
-  return form.as_it_is || converted ? k : form.pass;
-}
+struct Activations {
+  const ActivationOf<Element>* data;
+  size_t inputs, pass;
+  Passes passes;
+
+  const ActivationOf<Element>* at(size_t row, size_t k) const { return data + passes.at(row, k); }
+};
 
 // Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
 template <class Convert>
@@ -101,24 +81,22 @@ template <class Element>
 Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
   const ActivationForm<Element> form(args.m, args.k);
-  const size_t inputs = form.inputs;
-  const size_t pass = form.pass;
-  const auto* given = static_cast<const Activation*>(args.x);
-  if (form.as_it_is) return {given, inputs, pass, inputs, pass};
-  if (args.x_width != 0 && args.x_width < args.k) return {given, inputs, pass, pass, args.m * pass};
-  const size_t passes = pass == 0 ? 0 : (inputs + pass - 1) / pass;
-  auto* data =
-      static_cast<Activation*>(scratch(Scratch::kActivations, passes * args.m * pass * sizeof(Activation) + 1));
+  const Passes& passes = form.passes;
+  const Passes given = args.x_passes.width > 0 ? args.x_passes : Passes{args.m, args.k};
+  if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
+    return {static_cast<const Activation*>(args.x), form.inputs, form.pass, passes};
+  }
+  const size_t size = Passes::padded(args.m, kTileHeight) * Passes::padded(form.inputs, kMostPassWidth);
+  auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, size * sizeof(Activation) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * args.k;
-    for (size_t k = 0; k < inputs; k += pass) {
-      Activation* target = data + (k / pass * args.m + row) * pass;
-      const size_t count = args.k - k < pass ? args.k - k : pass;
-      to_activations(x + k, count, target);
-      for (size_t i = count; i < pass && k + i < inputs; i++) target[i] = Activation{};
-    }
+    passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
+      const size_t end = last < args.k ? last : args.k;
+      to_activations(x + first, end - first, data + at);
+      for (size_t i = end; i < last; i++) data[at + i - first] = Activation{};
+    });
   });
-  return {data, inputs, pass, pass, args.m * pass};
+  return {data, form.inputs, form.pass, passes};
 }
 
 // Calls body(at, packed_at, count) for elements that lie together in a packed panel as in one of 16 columns and a
@@ -152,7 +130,7 @@ const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, 
 constexpr size_t kStreamedRows = 64;
 
 // Columns of the weight that make one column of y.
-inline size_t halves(const LinearArgs& args) { return args.gated_width > 0 ? 2 : 1; }
+inline size_t halves(const LinearArgs& args) { return args.gated ? 2 : 1; }
 
 // How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
 struct Units {
@@ -230,16 +208,20 @@ struct PassPanels {
   }
 };
 
-// Sums of a block of rows with the panels of a unit, in passes over the inputs.
+// Sums [count][rows][16] of a block of rows with the panels of a unit, in passes over the inputs.
 template <class Element>
 void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows,
-                  const UnitPanels<Element>& panels, float* sums, size_t sums_stride) {
-  if (x.inputs == 0) __builtin_memset(sums, 0, rows * sums_stride * sizeof(float));
+                  const UnitPanels<Element>& panels, float* sums) {
+  if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
     const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows));
-    multiply<Element>(
-        {rows, x.at(row, k), x.row_stride, pass.now, panels.count, 1, inputs, sums, sums_stride, k > 0, pass.next});
+    Product<Element> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
+    product.a_stride = x.passes.width;
+    product.a_in_tiles = x.passes.tiles;
+    product.add_to_c = k > 0;
+    product.next = pass.next;
+    multiply(product);
   }
 }
 
@@ -257,35 +239,40 @@ LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, 
 
 // Writes a unit's rows of y.
 template <class Element, class Result, bool kGated>
-void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Element>& panels, const float* sums,
-                size_t sums_stride) {
+void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Element>& panels, const float* sums) {
   const size_t all_columns = args.n / halves(args);
   const size_t column = panels.first * kPanelWidth;
   const size_t width = panels.each * kPanelWidth;
   const size_t columns = all_columns - column < width ? all_columns - column : width;
   auto value = [&](size_t r, size_t i) {
-    const float* from = sums + r * sums_stride + i;
+    const float* from = sums + i * rows + r * kPanelWidth;
     const Floats first = finish<Element>(args, from, row + r, column + i);
     if constexpr (!kGated) return first;
-    const Floats second = finish<Element>(args, from + width, row + r, all_columns + column + i);
+    const Floats second = finish<Element>(args, from + width * rows, row + r, all_columns + column + i);
     return silu_times(rounded<Element>(first), rounded<Element>(second));
   };
-  const Passes passes = {args.m, kGated ? args.gated_width : args.n};
+  const Passes passes = kGated ? args.y_passes : Passes{args.m, args.n};
   auto* y = static_cast<Result*>(args.y) + passes.at(row, column);
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same<Result, BFloat16>::value) {
     constexpr size_t kLine = 2 * kLanes;
     const bool whole = columns % kLine == 0 && passes.width % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
     if (rows >= kStreamedRows && whole) {
-      for (size_t r = 0; r < rows; r++, y += passes.width) {
-        for (size_t i = 0; i < columns; i += kLine) stream_line(y + i, value(r, i), value(r, i + kLanes));
+      for (size_t r = 0; r < rows; r++) {
+        Result* target = y + passes.row_offset(r);
+        for (size_t i = 0; i < columns; i += kLine) {
+          stream_line(target + passes.column_offset(i), value(r, i), value(r, i + kLanes));
+        }
       }
       return _mm_sfence();
     }
   }
 #endif
-  for (size_t r = 0; r < rows; r++, y += passes.width) {
-    for (size_t i = 0; i < columns; i += kLanes) store_first(y + i, value(r, i), columns - i);
+  for (size_t r = 0; r < rows; r++) {
+    Result* target = y + passes.row_offset(r);
+    for (size_t i = 0; i < columns; i += kLanes) {
+      store_first(target + passes.column_offset(i), value(r, i), columns - i);
+    }
   }
 }
 
@@ -294,13 +281,13 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
   const UnitPanels<Element> panels(args, units, unit, x.inputs);
   const size_t row = unit / units.panel_groups * units.rows;
   const size_t rows = args.m - row < units.rows ? args.m - row : units.rows;
-  const size_t width = panels.count * kPanelWidth;
-  auto* sums = static_cast<float*>(scratch(Scratch::kTile, rows * width * sizeof(float)));
-  sum_products(args, x, row, rows, panels, sums, width);
+  const size_t size = panels.count * rows * kPanelWidth * sizeof(float);
+  auto* sums = static_cast<float*>(scratch(Scratch::kTile, size));
+  sum_products(args, x, row, rows, panels, sums);
   if constexpr (std::is_same<Element, Result>::value) {
-    if (args.gated_width > 0) return write_rows<Element, Result, true>(args, row, rows, panels, sums, width);
+    if (args.gated) return write_rows<Element, Result, true>(args, row, rows, panels, sums);
   }
-  write_rows<Element, Result, false>(args, row, rows, panels, sums, width);
+  write_rows<Element, Result, false>(args, row, rows, panels, sums);
 }
 
 template <class Element, class Result, class Prepared>

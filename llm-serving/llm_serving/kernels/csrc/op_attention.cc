@@ -164,7 +164,7 @@ struct AttentionParameters {
   DType dtype;
   int key_cache, value_cache, block_tables, context_lens, query_lens;
   void* y;
-  size_t y_width;  // of the passes it lies in
+  Passes y_passes;  // {}: rows
 };
 
 // Attention after `prepare`, which may write what it reads; nothing is written where a parameter does not fit.
@@ -221,9 +221,10 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   }
   if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
   prepare();
+  const Passes y_passes = at.y_passes.width > 0 ? at.y_passes : Passes{rows, width};
   kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), at.y, tables.data(),
-                       queries.data(), contexts.data(), at.dtype, rows, batch, table_width, block_size, num_heads,
-                       num_kv_heads, head_dim, scale, at.y_width});
+                       queries.data(), contexts.data(), at.dtype, batch, table_width, block_size, num_heads,
+                       num_kv_heads, head_dim, scale, y_passes});
   return 0;
 }
 
@@ -239,10 +240,9 @@ LLM_OPERATOR(PagedAttention) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   const size_t num_heads = static_cast<size_t>(call.integer(10));
-  return paged_attention(call,
-                         {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8,
-                          call.data<void>(16), num_heads * call.dim(1, 3)},
-                         call.number(11), [] {});
+  return paged_attention(
+      call, {call.data<void>(0), call.elements(0), num_heads, call.dtype(0), 1, 2, 3, 4, 8, call.data<void>(16), {}},
+      call.number(11), [] {});
 }
 
 namespace llm {
@@ -285,7 +285,7 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
   };
   return paged_attention(call,
                          {q, tokens * q_width, q_width / head_dim, dtype, at.key_cache, at.value_cache, at.block_tables,
-                          at.context_lens, at.query_lens, at.y, at.y_width},
+                          at.context_lens, at.query_lens, at.y, at.y_passes},
                          at.scale, [&] { for_token_runs(tokens, rotate_and_store); });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "call.h"
+#include "passes.h"
 
 namespace llm {
 
@@ -14,7 +15,7 @@ struct QkvParameters {
   int cos, sin, key_cache, value_cache, slot_mapping, block_tables, query_lens, context_lens;
   float scale;
   void* y;
-  size_t y_width;  // of the passes it lies in
+  Passes y_passes;
 };
 
 // Rotates queries and keys, stores keys and values, attends: what four operators do otherwise, with the same bits.

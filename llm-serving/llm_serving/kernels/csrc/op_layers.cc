@@ -73,11 +73,10 @@ struct Rows {
 
   Rows(const Sizes& sizes, size_t rows, size_t bytes) {
     auto larger = [](size_t a, size_t b) { return a > b ? a : b; };
-    auto whole_lines = [](size_t size) { return (size + 63) / 64 * 64; };
-    // In passes, the last of which may be wider than what it holds.
+    auto whole_lines = [](size_t size) { return Passes::padded(size, 64); };
+    // The last passes and tiles may be larger than what they hold.
     auto passes = [&](size_t columns) {
-      const size_t padded = (columns + kMostPassWidth - 1) / kMostPassWidth * kMostPassWidth;
-      return whole_lines(rows * bytes * padded);
+      return Passes::padded(rows, kTileHeight) * Passes::padded(columns, kMostPassWidth) * bytes;
     };
     const size_t qkv = whole_lines(rows * bytes * sizes.qkv);
     const size_t row = whole_lines(rows * bytes * sizes.hidden);
@@ -157,14 +156,14 @@ class Layer {
  private:
   // As products with a weight read `count` rows.
   Passes passes_of(LayerParameter weight, size_t count) const {
-    return {count, kernels().pass_width(dtype_, count, call_.dim(at(weight), 1), weights_[weight - kQkv].units())};
+    return kernels().passes(dtype_, count, call_.dim(at(weight), 1), weights_[weight - kQkv].units());
   }
 
   void norm(const void* x, const char* gain, const Passes& passes, void* y) const {
     static OperatorClock clock("RmsNorm");
     const Timed timed(clock);
     kernels().rms_norm(
-        {x, nullptr, nullptr, gain, y, nullptr, dtype_, passes.rows, sizes_.hidden, constants_.eps, passes.width});
+        {x, nullptr, nullptr, gain, y, nullptr, dtype_, passes.rows, sizes_.hidden, constants_.eps, passes});
   }
 
   LinearArgs product(const Passes& passes, const void* x, LayerParameter weight, const char* bias, void* y) const {
@@ -177,7 +176,7 @@ class Layer {
                        call_.dim(at(weight), 0),
                        call_.dim(at(weight), 1),
                        weights_[weight - kQkv].units()};
-    args.x_width = passes.width;
+    args.x_passes = passes;
     args.bias = bias;
     return args;
   }
@@ -205,7 +204,8 @@ class Layer {
     const Timed timed(clock);
     LinearArgs args = product(passes, x, kGateUp, vectors_.gate_up, y);
     const Passes result = passes_of(kDown, passes.rows);
-    args.gated_width = result.width;
+    args.gated = true;
+    args.y_passes = result;
     kernels().linear(args);
     return result;
   }
@@ -215,7 +215,7 @@ class Layer {
     const Timed timed(clock);
     return attend_to_qkv(
         call_, {qkv, call_.dim(kHidden, 0), sizes_.qkv, sizes_.q, dtype_, kCos, kSin, at(kKeyCache), at(kValueCache),
-                kSlotMapping, kBlockTables, kQueryLens, kContextLens, constants_.scale, y, passes.width});
+                kSlotMapping, kBlockTables, kQueryLens, kContextLens, constants_.scale, y, passes});
   }
 
   int at(int parameter) const { return first_ + parameter; }

@@ -124,7 +124,16 @@ constexpr size_t kRowMultiple = 2 * kTileHeight;
 constexpr size_t kRowMultiple = kTileRows;
 #endif
 
-// c [rows, num_panels * 16] (+)= a [rows, segments * inputs] * panels. Strides are in elements. `Packed` is what panels
+// Whether products of a type are made by AMX tiles.
+#if defined(LLM_AMX)
+template <class Element>
+constexpr bool kMultipliesTiles = std::is_same<Element, BFloat16>::value;
+#else
+template <class Element>
+constexpr bool kMultipliesTiles = false;
+#endif
+
+// c [num_panels][rows][16] (+)= a [rows, segments * inputs] * panels. Strides are in elements. `Packed` is what panels
 // consist of in memory, where `Element` is what they were widened to.
 template <class Element, class Packed = Element>
 struct Product {
@@ -134,15 +143,22 @@ struct Product {
 
   size_t rows;
   const ActivationOf<Element>* a;
-  size_t a_stride;
   const Element* const* panels;  // [segments][num_panels], each of `inputs` inputs
-  size_t num_panels, segments;
+  size_t num_panels;
   size_t inputs;  // of a segment; a multiple of Operand::kMultiple
   float* c;
-  size_t c_stride;
-  bool add_to_c;
-  const Packed* const* next;  // as panels: what is read after them, to be prefetched meanwhile; null for nothing
-  const float* row_scales = nullptr;  // [rows], where Operand::end wants them
+  size_t segments = 1;
+  size_t a_stride = inputs * segments;
+  bool a_in_tiles = false;  // a is a pass of tiles, a_stride columns wide (see `Passes`)
+  size_t c_stride = kPanelWidth;
+  size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
+  bool add_to_c = false;
+  const Packed* const* next = nullptr;  // as panels: what is read after them, to be prefetched; null for nothing
+  const float* row_scales = nullptr;    // [rows], where Operand::end wants them
+
+  Product(size_t rows, const ActivationOf<Element>* a, const Element* const* panels, size_t num_panels, size_t inputs,
+          float* c)
+      : rows(rows), a(a), panels(panels), num_panels(num_panels), inputs(inputs), c(c) {}
 };
 
 // The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
@@ -152,13 +168,13 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
   using Op = Operand<Element>;
   constexpr bool kQuick = Product<Element, Packed>::kQuick;
   constexpr int kLocality = kQuick && kAhead == 1 ? 2 : 3;
-  float* c = product.c + row * product.c_stride + panel * kPanelWidth;
+  float* c = product.c + row * product.c_stride + panel * product.c_panel;
   typename Op::Sum sum[kRows][kPanels];
 #pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      sum[r][p] = Op::begin(c + r * product.c_stride + p * kPanelWidth, product.add_to_c);
+      sum[r][p] = Op::begin(c + r * product.c_stride + p * product.c_panel, product.add_to_c);
     }
   }
   const ActivationOf<Element>* a = product.a + row * product.a_stride;
@@ -193,7 +209,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
   for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
-      float* target = c + r * product.c_stride + p * kPanelWidth;
+      float* target = c + r * product.c_stride + p * product.c_panel;
       Op::end(sum[r][p], target, product.add_to_c, product.row_scales + row + r);
     }
   }
@@ -222,10 +238,7 @@ void tile_of(size_t height, const Product<Element, Packed>& product, size_t row,
 // Whether what comes next is prefetched by several tiles, so that it must not be what the first of them reads itself.
 template <class Element>
 constexpr bool spreads_prefetches(size_t rows) {
-#if defined(LLM_AMX)
-  if (std::is_same<Element, BFloat16>::value) return rows > kRowMultiple;
-#endif
-  return rows > kTileRows;
+  return rows > (kMultipliesTiles<Element> ? kRowMultiple : kTileRows);
 }
 
 // All rows of a few panels, in tiles of nearly equal height. The first tiles prefetch what comes next, as few panels
@@ -307,10 +320,14 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
         }
       }
       const float* a = product.a + segment * product.inputs + first;
-      float* c = product.c + panel * kPanelWidth;
-      tile_panels<float, Element>({product.rows, a, product.a_stride, unpacked, count, segments, inputs, c,
-                                   product.c_stride, add_to_c, product.next == nullptr ? nullptr : next},
-                                  0, count);
+      Product<float, Element> part(product.rows, a, unpacked, count, inputs, product.c + panel * product.c_panel);
+      part.segments = segments;
+      part.a_stride = product.a_stride;
+      part.c_stride = product.c_stride;
+      part.c_panel = product.c_panel;
+      part.add_to_c = add_to_c;
+      part.next = product.next == nullptr ? nullptr : next;
+      tile_panels(part, 0, count);
       add_to_c = true;
     }
   }
@@ -335,14 +352,17 @@ void multiply(const Product<Element>& product) {
 template <>
 inline void multiply<BFloat16>(const Product<BFloat16>& product) {
   TileShape shape;
+  const Passes tiles = {product.rows, product.a_stride, true};
   for (size_t panel = 0; panel < product.num_panels; panel += 2) {
     for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {
       const size_t left = product.rows - row;
       TileProduct part;
       part.rows = left < 2 * kTileHeight ? left : 2 * kTileHeight;
       part.two_panels = panel + 1 < product.num_panels;
-      part.a = product.a + row * product.a_stride;
-      part.a_stride = product.a_stride;
+      part.a = product.a + (product.a_in_tiles ? tiles.row_offset(row) : row * product.a_stride);
+      part.a_stride = product.a_in_tiles ? kTileWidth : product.a_stride;
+      part.a_step = product.a_in_tiles ? kTileHeight : 1;
+      part.a_high = product.a_in_tiles ? tiles.row_offset(kTileHeight) : kTileHeight * product.a_stride;
       part.panels = product.panels + panel;
       part.next = product.next == nullptr ? nullptr : product.next + panel;
       part.turn = row / kRowMultiple;
@@ -350,8 +370,9 @@ inline void multiply<BFloat16>(const Product<BFloat16>& product) {
       part.panels_stride = product.num_panels;
       part.segments = product.segments;
       part.inputs = product.inputs;
-      part.c = product.c + row * product.c_stride + panel * kPanelWidth;
+      part.c = product.c + row * product.c_stride + panel * product.c_panel;
       part.c_stride = product.c_stride;
+      part.c_panel = product.c_panel;
       part.add_to_c = product.add_to_c;
       multiply_by_tiles(part, shape);
     }
