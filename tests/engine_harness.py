@@ -22,9 +22,9 @@ class AheadExecutor(LocalExecutor):
 
     max_steps_in_flight = 2
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         assert len(self._submitted) < 2
-        super().submit(step)
+        super().submit(step, announce_ending)
 
 
 class Harness:

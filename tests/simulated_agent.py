@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner
-from llm_serving.engine.executor import SHORT_STEP_S
+from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,

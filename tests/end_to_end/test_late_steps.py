@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from factories import create_request
 from llm_serving.core.request import Request
-from llm_serving.engine import executor
+from llm_serving.engine import engine
 from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.transport.messages import AgentMessage, StepDone, StepEnding
 from real_replica import RealReplica
@@ -25,7 +25,7 @@ def requests() -> list[Request]:
 
 
 def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "SHORT_STEP_S", 0.0)
+    monkeypatch.setattr(engine, "SHORT_STEP_S", 0.0)
     replica = RealReplica("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
     heard: list[AgentMessage] = []
     early: list[AgentMessage] = []

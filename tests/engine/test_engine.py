@@ -6,6 +6,7 @@ from factories import create_request
 from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import WorkerDiedError
 
 
@@ -63,6 +64,53 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     for request in (first, second):
         expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens)
         assert harness.token_ids(request.request_id) == expected
+
+
+class Timed:
+    """A harness in which only steps take time; notes for which of them the end was to be announced."""
+
+    def __init__(self, *seconds: float, ahead: bool = True) -> None:
+        self.now = 0.0
+        self.announced: list[bool] = []
+        self.harness = Harness(ahead=ahead, clock=lambda: self.now)
+        self._execute, self.harness.runner.execute = self.harness.runner.execute, self._run
+        self._submit, self.harness.executor.submit = self.harness.executor.submit, self._note
+        self._seconds = list(seconds)
+
+    def answer(self, max_tokens: int) -> None:
+        self.harness.engine.submit(create_request(4, max_tokens=max_tokens, ignore_eos=True))
+        self.harness.run()
+
+    def _run(self, step: StepInput) -> StepOutput:
+        self.now += self._seconds.pop(0)
+        return self._execute(step)
+
+    def _note(self, step: StepInput, announce_ending: bool) -> None:
+        self.announced.append(announce_ending)
+        self._submit(step, announce_ending)
+
+
+LONG, SHORT = 2 * SHORT_STEP_S, 0.5 * SHORT_STEP_S
+
+
+def test_a_step_is_formed_late_if_the_newest_that_ended_was_long() -> None:
+    timed = Timed(SHORT, LONG, SHORT, LONG, LONG, SHORT)
+    timed.answer(6)
+    assert timed.announced == [False, False, False, True, False, True]
+
+
+def test_time_without_a_step_is_part_of_none() -> None:
+    timed = Timed(*[SHORT] * 4)
+    timed.answer(2)
+    timed.now += 10.0
+    timed.answer(2)
+    assert timed.announced == [False] * 4
+
+
+def test_nothing_is_announced_where_no_step_is_formed_ahead() -> None:
+    timed = Timed(*[LONG] * 3, ahead=False)
+    timed.answer(3)
+    assert timed.announced == [False] * 3
 
 
 @pytest.mark.parametrize("steps", range(4))

@@ -13,7 +13,7 @@ from factories import create_request, create_scheduler
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import SHORT_STEP_S, LocalExecutor, RemoteExecutor, StepFailedError
+from llm_serving.engine.executor import LocalExecutor, RemoteExecutor, StepFailedError
 from llm_serving.engine.metrics import Metrics
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
@@ -54,15 +54,6 @@ class Agent:
 
     def reply(self, step, *token_ids):
         self.channel.send(encode_output(output(step, *token_ids)))
-
-    def run(self, number, seconds):
-        """A step from its submission to its reply; whether its end was to be announced."""
-        self.executor.submit(a_step(number))
-        asked = self.channel.receive(10.0).announce_ending
-        self.now += seconds
-        self.reply(number, 50)
-        self.executor.collect()
-        return asked
 
     def close(self):
         self.channel.close()
@@ -235,48 +226,34 @@ class TestCollect:
 class TestAwaitEnding:
     @pytest.fixture
     def agent(self):
-        """Has just run a long step 0, and has got step 1."""
+        """Has replied to step 0, and has got step 1, whose end is to be announced."""
         agent = Agent(step_timeout_s=10.0)
-        agent.run(0, 2 * SHORT_STEP_S)
-        agent.executor.submit(a_step(1))
+        agent.executor.submit(a_step(0))
+        agent.reply(0, 50)
+        agent.executor.collect()
+        agent.executor.submit(a_step(1), announce_ending=True)
         yield agent
         agent.close()
 
-    def test_it_is_asked_for_after_a_long_step_only(self):
+    def test_the_work_agent_is_told_whether_it_is_asked_for(self):
         agent = Agent()
-        seconds = [0.001, 2 * SHORT_STEP_S, 0.001, 0.001]
-        assert [agent.run(number, each) for number, each in enumerate(seconds)] == [False, False, True, False]
+        agent.executor.submit(a_step(0))
+        agent.executor.submit(a_step(1), announce_ending=True)
+        assert [agent.channel.receive(10.0).announce_ending for _ in range(2)] == [False, True]
         agent.close()
-
-    def test_time_without_a_step_is_part_of_none(self):
-        agent = Agent()
-        agent.run(0, 0.001)
-        agent.now += 10.0
-        assert not agent.run(1, 0.001)
-        assert not agent.run(2, 0.001)
-        agent.close()
-
-    def test_a_step_behind_another_begins_with_the_reply_to_that(self, agent):
-        agent.executor.submit(a_step(2))
-        for number in (1, 2):
-            agent.receive()
-            agent.now += 0.6 * SHORT_STEP_S
-            agent.reply(number, 50)
-            agent.executor.collect()
-        assert not agent.run(3, 0.0)
 
     def test_it_returns_when_the_end_is_near(self, agent):
         agent.channel.send(StepEnding(1))
         agent.executor.await_ending()
         assert agent.executor._ending == 1
-        agent.executor.submit(a_step(2))
+        agent.executor.submit(a_step(2), announce_ending=True)
         agent.reply(1, 51)
         agent.channel.send(StepEnding(2))
         agent.reply(2, 52)
         assert [agent.executor.collect().token_ids.tolist() for _ in range(2)] == [[51], [52]]
 
     def test_it_waits_for_the_newest_step(self, agent):
-        agent.executor.submit(a_step(2))
+        agent.executor.submit(a_step(2), announce_ending=True)
         for message in (StepEnding(1), encode_output(output(1, 51)), StepEnding(2)):
             agent.channel.send(message)
         agent.executor.await_ending()
@@ -297,7 +274,7 @@ class TestAwaitEnding:
         else:
             assert agent.executor.collect().token_ids.tolist() == [51]
 
-    def test_nothing_is_waited_for_without_a_step_or_after_a_short_one(self):
+    def test_nothing_is_waited_for_without_a_step_or_an_announcement(self):
         agent = Agent(step_timeout_s=0.0)
         agent.executor.await_ending()
         agent.executor.submit(a_step(0))

@@ -8,6 +8,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
@@ -31,6 +32,9 @@ from llm_serving.scheduler import Schedule, Scheduler
 logger = get_logger(__name__)
 
 Publish = Callable[[list[RequestOutput]], None]
+
+SHORT_STEP_S: Final = 0.02
+"""Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
 
 class Engine:
@@ -80,6 +84,8 @@ class Engine:
         self._in_flight: deque[Schedule] = deque()
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
+        self._step_s = 0.0
+        """Seconds that the latest step took."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()
         self._outputs: list[RequestOutput] = []
@@ -171,7 +177,8 @@ class Engine:
         self.journal.decided(now, self.scheduler.blocked)
         if schedule is not None:
             self.journal.formed(now, schedule)
-            self._executor.submit(self._builder.build(schedule, self._executor.next_step))
+            forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
+            self._executor.submit(self._builder.build(schedule, self._executor.next_step), forms_late)
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
@@ -187,15 +194,16 @@ class Engine:
         output = self._executor.collect()
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
-        began, self._step_began = self._step_began, self._clock()
-        self.journal.replied(self._step_began)
+        now = self._clock()
+        self._step_s, self._step_began = now - self._step_began, now
+        self.journal.replied(now)
         self._deliver(schedule, updated, output)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         self._record(schedule, num_tokens)
-        self._measure(schedule, num_tokens, self._step_began - began, sum(request.is_finished for request in updated))
+        self._measure(schedule, num_tokens, sum(request.is_finished for request in updated))
 
-    def _measure(self, schedule: Schedule, num_tokens: int, seconds: float, num_ended: int) -> None:
+    def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         num_running = len(self.scheduler.running)
         # Who waits although slots and budget are left waits for blocks.
         no_blocks = (
@@ -206,7 +214,7 @@ class Engine:
         self.load.step(
             num_tokens=num_tokens,
             num_rows=len(schedule.rows),
-            seconds=seconds,
+            seconds=self._step_s,
             num_ended=num_ended,
             num_prompt_tokens=sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]]),
             num_slots=num_running if no_blocks else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Protocol
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
@@ -20,9 +20,6 @@ from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output, step_arrays
 from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
-
-SHORT_STEP_S: Final = 0.02
-"""Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
 
 class StepFailedError(LLMServingError):
@@ -40,13 +37,14 @@ class Executor(Protocol):
     def next_step(self) -> int:
         """The number that the next step must have."""
 
-    def submit(self, step: StepInput) -> None: ...
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        """Hands a step over; `announce_ending`: `await_ending` will wait for its end to be near."""
 
     def await_ending(self) -> None:
         """Waits until the newest submitted step nears its end: the one after it is best formed then.
 
         Earlier and it lacks whoever comes meanwhile; later and the WorkAgent waits for it. Returns at once when no step
-        is in flight, when steps are short and where nothing tells.
+        is in flight, when the newest is not announced and where nothing tells.
 
         Raises:
             WorkerError: As for `collect`.
@@ -88,7 +86,7 @@ class LocalExecutor:
         self._runner = runner
         self._submitted: deque[StepInput] = deque()
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         self._submitted.append(step)
         self.next_step += 1
 
@@ -139,26 +137,21 @@ class RemoteExecutor:
         """The newest step that nears its end."""
         self._waited_s = 0.0
         """Seconds that the oldest step in flight was waited for."""
-        self._step_s = 0.0
-        """Seconds that the latest step took."""
-        self._step_began = 0.0
         self.max_steps_in_flight = buffers.num_buffers
         self.next_step = 0
         self.num_compilations = 0
         """Graphs the WorkAgent had compiled by its latest step."""
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         buffer = step.step % self._buffers.num_buffers
         owners = _owners_of(buffer, self._in_flight)
         assert not owners, f"buffer {buffer} still belongs to step {owners}"
         layout = self._buffers.write(buffer, step_arrays(step))
-        message = RunStep(step.step, buffer, layout, announce_ending=self._step_s > SHORT_STEP_S)
+        message = RunStep(step.step, buffer, layout, announce_ending=announce_ending)
         try:
             self._channel.send(message)
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
-        if not self._in_flight:
-            self._step_began = self._clock()
         self._in_flight.append(message)
         self.next_step += 1
 
@@ -195,16 +188,14 @@ class RemoteExecutor:
             raise WorkerDiedError(f"no reply within {timeout_s:g} s") from error
         except (ChannelClosedError, ProtocolError) as error:
             raise WorkerDiedError(str(error)) from error
-        now = self._clock()
         if isinstance(message, StepEnding):
             if not any(each.step == message.step and each.announce_ending for each in self._in_flight):
                 raise StepMismatchError(f"the end of step {message.step} was announced, which nobody asked for")
             self._ending = message.step
-            self._waited_s += now - began
+            self._waited_s += self._clock() - began
             return
         self._replies.append(message)
         self._waited_s = 0.0
-        self._step_s, self._step_began = now - self._step_began, now
 
     def fileno(self) -> int | None:
         return self._channel.fileno()

@@ -61,8 +61,8 @@ class SupervisedExecutor:
     def next_step(self) -> int:
         return self._executor.next_step
 
-    def submit(self, step: StepInput) -> None:
-        self._executor.submit(step)
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        self._executor.submit(step, announce_ending)
 
     def await_ending(self) -> None:
         self._executor.await_ending()
