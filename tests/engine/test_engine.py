@@ -100,11 +100,11 @@ def test_a_step_is_formed_late_if_the_newest_that_ended_was_long() -> None:
 
 
 def test_time_without_a_step_is_part_of_none() -> None:
-    timed = Timed(*[SHORT] * 4)
+    timed = Timed(*[SHORT] * 5)
     timed.answer(2)
     timed.now += 10.0
-    timed.answer(2)
-    assert timed.announced == [False] * 4
+    timed.answer(3)
+    assert timed.announced == [False] * 5
 
 
 def test_nothing_is_announced_where_no_step_is_formed_ahead() -> None:
