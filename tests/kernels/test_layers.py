@@ -1,4 +1,5 @@
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -23,8 +24,8 @@ NUM_HEADS, NUM_KV_HEADS = 4, 2
 # Neither fills whole registers or panels. With inner features this many, rows of gate and up are the widest where
 # head_dim is 16, and rows of query, key and value where it is 48.
 HIDDEN, INNER = 45, 100
-# Both fill panels, so that gate and up are multiplied as one, and are read in several passes.
-WIDE_HIDDEN, WIDE_INNER = 288, 1056
+# Both fill panels, so that gate and up are gated at once; bfloat16 is read in several passes that end with half a tile.
+WIDE_HIDDEN, WIDE_INNER = 304, 1072
 EPS = 1e-5
 CACHE_RULE = (
     "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of the rows, block_size and head_dim "
@@ -126,18 +127,31 @@ def mixed_step(dtype: str, head_dim: int, hidden_size: int = HIDDEN) -> tuple[St
 
     Rows sample in another order than theirs, one of them twice.
     """
-    rng = np.random.default_rng(2)
     tables, query_lens, context_lens = [[3, 1, 4, 7, 5], [9, 2, 6], [8, 0]], [70, 1, 9], [70, 33, 20]
+    step, caches = step_of(dtype, head_dim, hidden_size, tables, query_lens, context_lens)
+    step.slots[75] = -1
+    return replace(step, samples=[79, 70, 3, 70]), caches
+
+
+def step_of(
+    dtype: str,
+    head_dim: int,
+    hidden_size: int,
+    tables: list[list[int]],
+    query_lens: list[int],
+    context_lens: list[int],
+) -> tuple[Step, list[Cache]]:
+    """Every row samples."""
+    rng = np.random.default_rng(2)
     caches = [Cache(dtype, num_kv_heads=NUM_KV_HEADS, head_dim=head_dim) for _ in range(3)]
     slots: list[int] = []
     for table, query_len, context_len in zip(tables, query_lens, context_lens, strict=True):
         for cache in caches:
             filled(rng, cache, table, context_len - query_len)
         slots += caches[0].slots(table, context_len - query_len, context_len)
-    slots[75] = -1
     count = sum(query_lens)
     hidden, cos, sin = (rows(rng, count, width, dtype) for width in (hidden_size, head_dim, head_dim))
-    return Step(hidden, cos, sin, slots, tables, query_lens, context_lens, [79, 70, 3, 70]), caches
+    return Step(hidden, cos, sin, slots, tables, query_lens, context_lens, list(range(count))), caches
 
 
 def by_operators(layer: Layer, step: Step, cache: Cache) -> Typed:
@@ -203,15 +217,16 @@ def same_bits(caches: list[Cache], others: list[Cache]) -> bool:
     return all(np.array_equal(a.key.bits, b.key.bits) and np.array_equal(a.value.bits, b.value.bits) for a, b in pairs)
 
 
-def assert_same_as_by_operators(layers: list[Layer], head_dim: int) -> None:
-    dtype, hidden_size = layers[0].gain.dtype, len(layers[0].gain.array)
-    step, apart = mixed_step(dtype, head_dim, hidden_size)
+def assert_same_as_by_operators(
+    layers: list[Layer], create_step: Callable[[], tuple[Step, list[Cache]]], thread_counts: tuple[int, ...] = (1, 2)
+) -> None:
+    step, apart = create_step()
     expected = step.hidden
     for layer, cache in zip(layers, apart, strict=True):
         expected = by_operators(layer, replace(step, hidden=expected), cache)
     assert np.all(np.isfinite(expected.values))
-    for threads in (1, 2):
-        _, together = mixed_step(dtype, head_dim, hidden_size)
+    for threads in thread_counts:
+        _, together = create_step()
         with library.threads_in_use(threads):
             result = in_one(layers, step, together)
         assert np.array_equal(result.bits, expected.bits[step.samples]), threads
@@ -226,14 +241,22 @@ def test_bits_are_those_of_the_operators_it_stands_for(
     isa: str, dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool
 ) -> None:
     layers = create_layers(dtype, head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias)
-    assert_same_as_by_operators(layers, head_dim)
+    assert_same_as_by_operators(layers, lambda: mixed_step(dtype, head_dim))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("biases", [False, True])
 def test_bits_of_layers_that_fill_panels_and_several_passes(isa: str, dtype: str, biases: bool) -> None:
     sizes = {"hidden": WIDE_HIDDEN, "inner": WIDE_INNER}
-    assert_same_as_by_operators(create_layers(dtype, 48, attention_bias=biases, mlp_bias=biases, **sizes), 48)
+    layers = create_layers(dtype, 48, attention_bias=biases, mlp_bias=biases, **sizes)
+    assert_same_as_by_operators(layers, lambda: mixed_step(dtype, 48, WIDE_HIDDEN))
+
+
+@pytest.mark.parametrize("num_rows", [17, 33, 70, 225])
+def test_bits_of_prompts_that_are_cut_into_several_blocks_of_rows(isa: str, num_rows: int) -> None:
+    layers = create_layers("bfloat16", 16, attention_bias=False, mlp_bias=True, hidden=80, inner=272)
+    table = list(range(-(-num_rows // 16)))
+    assert_same_as_by_operators(layers, lambda: step_of("bfloat16", 16, 80, [table], [num_rows], [num_rows]), (2,))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -253,9 +276,10 @@ def test_rows_do_not_depend_on_what_is_computed_beside_them(isa: str, dtype: str
 
 
 @pytest.mark.parametrize("samples", [[], [2, 0] * 8])
-def test_fewer_and_more_rows_may_sample_than_there_are(isa: str, samples: list[int]) -> None:
-    layers = create_layers("bfloat16", 16, attention_bias=True, mlp_bias=True)
-    whole, caches = mixed_step("bfloat16", 16)
+@pytest.mark.parametrize(("hidden", "inner"), [(HIDDEN, INNER), (WIDE_HIDDEN, WIDE_INNER)])
+def test_fewer_and_more_rows_may_sample_than_there_are(isa: str, samples: list[int], hidden: int, inner: int) -> None:
+    layers = create_layers("bfloat16", 16, attention_bias=True, mlp_bias=True, hidden=hidden, inner=inner)
+    whole, caches = mixed_step("bfloat16", 16, hidden)
     step = whole.part(2, 0, 9)
     every = in_one(layers, step, caches).bits
     assert np.array_equal(in_one(layers, replace(step, samples=samples), caches).bits, every[samples])

@@ -99,7 +99,7 @@ struct TileProduct {
   bool two_panels;
   const BFloat16* a;
   size_t a_stride;  // from a row to the next
-  size_t a_step;    // from an input to the same of the next step, over the size of a step
+  size_t a_step;    // elements of `a` for each input, at whole steps: 16 in tiles, 1 in rows
   size_t a_high;    // to row 16
   const BFloat16* const* panels;
   const BFloat16* const* next;  // null for nothing

@@ -279,17 +279,17 @@ class AttentionTile {
   }
 
   void store_result() {
+    const Passes passes = args_.y_passes.or_rows(args_.rows, args_.num_heads * dim_);
     for (size_t row = 0; row < rows_; row++) {
       const float* sums = sums_ + row * dim_;
       const float divisor = total_[row] == 0.0f ? 1.0f : total_[row];
       const size_t column = head_of(row) * dim_;
-      args_.y_passes.for_runs(item_.first_row + row / shared_, column, column + dim_,
-                              [&](size_t begin, size_t end, size_t at) {
-                                Element* y = static_cast<Element*>(args_.y) + at;
-                                for (size_t i = begin; i < end; i += kLanes) {
-                                  store(y + i - begin, load(sums + i - column) / broadcast(divisor));
-                                }
-                              });
+      passes.for_runs(item_.first_row + row / shared_, column, column + dim_, [&](size_t begin, size_t end, size_t at) {
+        Element* y = static_cast<Element*>(args_.y) + at;
+        for (size_t i = begin; i < end; i += kLanes) {
+          store(y + i - begin, load(sums + i - column) / broadcast(divisor));
+        }
+      });
     }
   }
 

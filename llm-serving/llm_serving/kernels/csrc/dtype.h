@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+// Also for what files of several instruction sets share: of an instance that is called, the linker would keep one,
+// which another CPU cannot run.
+#define LLM_INLINE inline __attribute__((always_inline))
+
 namespace llm {
 
 enum class DType : uint8_t { kNone, kBool, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kOther };
@@ -22,7 +26,7 @@ DType parse_dtype(const char* name);
 // Bytes of one element; 0 for a type the library does not know.
 size_t element_size(DType dtype, const char* name);
 
-inline bool is_float(DType dtype) {
+LLM_INLINE bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
 

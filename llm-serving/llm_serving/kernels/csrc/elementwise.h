@@ -49,7 +49,7 @@ void rms_norm_rows(const RmsNormArgs& args) {
       const float mean = sum_lanes(squares) / static_cast<float>(args.size);
       const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
       if (args.rstd != nullptr) args.rstd[row] = rstd;
-      args.y_passes.for_runs(row, 0, args.size, [&](size_t begin, size_t end, size_t at) {
+      args.y_passes.or_rows(args.rows, args.size).for_runs(row, 0, args.size, [&](size_t begin, size_t end, size_t at) {
         Element* y = static_cast<Element*>(args.y) + at;
         for (size_t i = begin; i < end; i += kLanes) {
           const size_t left = end - i;

@@ -26,15 +26,15 @@ struct LinearArgs {
   DType y_dtype;
   size_t m, n, k;
   const WeightUnits* units = nullptr;  // null: the weight is kept as it is
-  Passes x_passes = {};                // how x lies, if not as rows: what `Kernels::passes` said
+  Passes x_passes = {};                // how x lies: as rows, or as `Kernels::passes` says
   const void* bias = nullptr;          // [n], added to each row; null: nothing is
   const void* added = nullptr;         // [m, n], added after that; may be y
-  bool gated = false;                  // y [m, n / 2] = silu(first half of a row) * second half; n / 2 % 16 is 0
-  Passes y_passes = {};                // how a gated y lies
+  bool gated = false;    // y [m, n / 2] = silu(first half of a row) * second half, of type dtype; n / 2 % 16 is 0
+  Passes y_passes = {};  // how a gated y lies
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
-// to the element type, and is written to `sum`.
+// to the element type, and is written to `sum`. y lies as y_passes say.
 struct RmsNormArgs {
   const void* x;
   const void* added;  // null: nothing is added
@@ -45,7 +45,7 @@ struct RmsNormArgs {
   DType dtype;
   size_t rows, size;
   float eps;
-  Passes y_passes;
+  Passes y_passes = {};
 };
 
 // Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
@@ -83,21 +83,21 @@ struct AttentionArgs {
   const void* q;  // [rows, num_heads * head_dim]
   const void* key_cache;
   const void* value_cache;
-  void* y;                      // as q, but as y_passes say
+  void* y;                      // [rows, num_heads * head_dim], as y_passes say
   const int64_t* block_tables;  // [batch, table_width]
   const int64_t* query_lens;    // [batch]
   const int64_t* context_lens;  // [batch]
   DType dtype;
-  size_t batch, table_width, block_size;
+  size_t rows, batch, table_width, block_size;
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
-  Passes y_passes;
+  Passes y_passes = {};
 };
 
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
-  // How `linear` reads x [m, k], so that it need not bring it there.
+  // How x [m, k] must lie for `linear` to read it in its place; rows where it is converted in any case.
   Passes (*passes)(DType dtype, size_t m, size_t k, const WeightUnits* units);
   // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightUnits has; false if it
   // has no units and stays as it is. Null where products are in floating point.

@@ -14,12 +14,13 @@ namespace llm {
 constexpr size_t kGroupTokens = 16;
 
 // First element of a group of tokens of one head.
-inline size_t group_offset(size_t block, size_t group, size_t head, size_t block_size, size_t heads, size_t head_dim) {
+LLM_INLINE size_t group_offset(size_t block, size_t group, size_t head, size_t block_size, size_t heads,
+                               size_t head_dim) {
   return (block * heads + head) * block_size * head_dim + group * kGroupTokens * head_dim;
 }
 
 // Element (token, dim) of a group of values.
-inline size_t value_offset(size_t token, size_t dim, bool pairs) {
+LLM_INLINE size_t value_offset(size_t token, size_t dim, bool pairs) {
   const size_t panel = dim / kPanelWidth * kPanelWidth * kGroupTokens;
   const size_t column = dim % kPanelWidth;
   return panel + (pairs ? (token / 2 * kPanelWidth + column) * 2 + token % 2 : token * kPanelWidth + column);

@@ -9,7 +9,7 @@
 
 namespace llm::LLM_ISA {
 
-// Panels of one unit of work, at most.
+// Panels of a unit of work of any type, at most.
 constexpr size_t kMostPanels = 16;
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
 // Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
@@ -26,8 +26,11 @@ constexpr size_t pass_inputs(size_t rows) {
 constexpr size_t kMostRows = 512;
 constexpr size_t kLeastRows = 96;
 constexpr size_t kUnitsPerThread = 6;
-// Panels of one unit of work, at most: few, where the next pass over them is read meanwhile. Every unit reads all
-// activations of its rows again, mostly from the last cache, which AMX is quick enough to feel.
+static_assert(kMostPassWidth % pass_inputs<BFloat16>(1) == 0 && kMostPassWidth % pass_inputs<BFloat16>(4096) == 0);
+
+// Panels of one unit of work, at most: so few that threads end together, and fewer where the next pass over them is
+// read meanwhile. Every unit reads all activations of its rows again, mostly from the last cache, which AMX is quick
+// enough to feel.
 template <class Element>
 constexpr size_t unit_panels(size_t rows) {
   if (kMultipliesTiles<Element>) return kMostPanels;
@@ -42,11 +45,11 @@ template <class Element>
 struct ActivationForm {
   size_t inputs, pass;
   Passes passes;
-  bool converts;  // x has to be brought into this form, wherever it lies
+  bool converts;  // x is of another type, or too narrow
 
   ActivationForm(size_t m, size_t k) : inputs(Passes::padded(k, Operand<Element>::kMultiple)) {
     constexpr bool kTiles = kMultipliesTiles<Element>;
-    const size_t most = m <= (kTiles ? kRowMultiple : kTileRows) ? inputs : pass_inputs<Element>(m);
+    const size_t most = spreads_prefetches<Element>(m) ? pass_inputs<Element>(m) : inputs;
     pass = inputs <= most ? inputs : most;
     // One row is read as it is. The rows of a tile that are prefetched follow those of the tile before.
     const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
@@ -82,7 +85,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   using Activation = ActivationOf<Element>;
   const ActivationForm<Element> form(args.m, args.k);
   const Passes& passes = form.passes;
-  const Passes given = args.x_passes.width > 0 ? args.x_passes : Passes{args.m, args.k};
+  const Passes given = args.x_passes.or_rows(args.m, args.k);
   if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
     return {static_cast<const Activation*>(args.x), form.inputs, form.pass, passes};
   }
@@ -90,6 +93,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, size * sizeof(Activation) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * args.k;
+    // No run begins behind the columns of x: only the last one has padding, and less than a run.
     passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       const size_t end = last < args.k ? last : args.k;
       to_activations(x + first, end - first, data + at);
@@ -135,27 +139,28 @@ inline size_t halves(const LinearArgs& args) { return args.gated ? 2 : 1; }
 // How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
 struct Units {
   size_t rows, row_blocks;
-  size_t panels, panel_groups;
+  size_t panels, panel_groups;  // of columns of y
+  size_t all_panels;
 
-  Units(const LinearArgs& args, size_t most_panels) {
+  Units(const LinearArgs& args, size_t most_panels)
+      : all_panels((args.n + kPanelWidth - 1) / kPanelWidth / halves(args)) {
     const size_t m = args.m;
-    const size_t all_panels = (args.n + kPanelWidth - 1) / kPanelWidth / halves(args);
     auto of_half = [&](size_t count) { return count < halves(args) ? 1 : count / halves(args); };
     const size_t least_panels = of_half(m < kTileRows ? kTilePanels : 2);
     const size_t wanted = kUnitsPerThread * num_threads();
     panels = of_half(most_panels);
-    set(m, all_panels, (m + kMostRows - 1) / kMostRows);
-    while (count() < wanted && rows >= 2 * kLeastRows) set(m, all_panels, 2 * row_blocks);
+    set(m, (m + kMostRows - 1) / kMostRows);
+    while (count() < wanted && rows >= 2 * kLeastRows) set(m, 2 * row_blocks);
     while (count() < wanted && panels > least_panels) {
       panels /= 2;
-      set(m, all_panels, row_blocks);
+      set(m, row_blocks);
     }
   }
 
   size_t count() const { return row_blocks * panel_groups; }
 
  private:
-  void set(size_t m, size_t all_panels, size_t blocks) {
+  void set(size_t m, size_t blocks) {
     rows = ((m + blocks - 1) / blocks + kRowMultiple - 1) / kRowMultiple * kRowMultiple;
     row_blocks = (m + rows - 1) / rows;
     panel_groups = (all_panels + panels - 1) / panels;
@@ -174,17 +179,17 @@ struct UnitPanels {
   size_t following = 0;
 
   UnitPanels(const LinearArgs& args, const Units& units, size_t unit, size_t all_inputs) : inputs(all_inputs) {
-    const size_t all = (args.n + kPanelWidth - 1) / kPanelWidth / halves(args);
     first = unit % units.panel_groups * units.panels;
-    each = all - first < units.panels ? all - first : units.panels;
+    each = units.all_panels - first < units.panels ? units.all_panels - first : units.panels;
     count = halves(args) * each;
     auto* padded = static_cast<Element*>(scratch(Scratch::kPanel, count * kPanelWidth * inputs * sizeof(Element) + 1));
     for (size_t p = 0; p < count; p++) {
-      index[p] = p / each * all + first + p % each;
+      index[p] = p / each * units.all_panels + first + p % each;
       data[p] = whole_panel(args, index[p], inputs, padded + p * kPanelWidth * inputs);
     }
     const size_t distance = num_threads() * each;
-    if ((first + distance + each) * kPanelWidth <= args.n / halves(args)) following = distance * kPanelWidth * inputs;
+    const bool whole = (first + distance + each) * kPanelWidth <= args.n / halves(args) && inputs == args.k;
+    if (whole) following = distance * kPanelWidth * inputs;
   }
 };
 
@@ -253,7 +258,7 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
   };
   const Passes passes = kGated ? args.y_passes : Passes{args.m, args.n};
   auto* y = static_cast<Result*>(args.y) + passes.at(row, column);
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(LLM_AMX)
   if constexpr (std::is_same<Result, BFloat16>::value) {
     constexpr size_t kLine = 2 * kLanes;
     const bool whole = columns % kLine == 0 && passes.width % kLine == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0;

@@ -164,7 +164,7 @@ struct AttentionParameters {
   DType dtype;
   int key_cache, value_cache, block_tables, context_lens, query_lens;
   void* y;
-  Passes y_passes;  // {}: rows
+  Passes y_passes;
 };
 
 // Attention after `prepare`, which may write what it reads; nothing is written where a parameter does not fit.
@@ -221,10 +221,9 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   }
   if (total != rows) return call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
   prepare();
-  const Passes y_passes = at.y_passes.width > 0 ? at.y_passes : Passes{rows, width};
   kernels().attention({at.q, call.data<void>(at.key_cache), call.data<void>(at.value_cache), at.y, tables.data(),
-                       queries.data(), contexts.data(), at.dtype, batch, table_width, block_size, num_heads,
-                       num_kv_heads, head_dim, scale, y_passes});
+                       queries.data(), contexts.data(), at.dtype, rows, batch, table_width, block_size, num_heads,
+                       num_kv_heads, head_dim, scale, at.y_passes});
   return 0;
 }
 

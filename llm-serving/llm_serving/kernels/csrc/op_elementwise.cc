@@ -24,17 +24,10 @@ int norm_rows(const Call& call, const NormParameters& at) {
     return call.fail("both inputs must be of one type and shape");
   }
   const size_t rows = size == 0 ? 0 : call.elements(at.x) / size;
-  kernels().rms_norm({call.data<void>(at.x),
-                      adds ? call.data<void>(at.added) : nullptr,
-                      adds ? call.data<void>(at.sum) : nullptr,
-                      call.data<void>(at.gamma),
-                      call.data<void>(at.y),
-                      call.present(at.rstd) ? call.data<float>(at.rstd) : nullptr,
-                      dtype,
-                      rows,
-                      size,
-                      call.number(at.eps),
-                      {rows, size}});
+  kernels().rms_norm({call.data<void>(at.x), adds ? call.data<void>(at.added) : nullptr,
+                      adds ? call.data<void>(at.sum) : nullptr, call.data<void>(at.gamma), call.data<void>(at.y),
+                      call.present(at.rstd) ? call.data<float>(at.rstd) : nullptr, dtype, rows, size,
+                      call.number(at.eps)});
   return 0;
 }
 

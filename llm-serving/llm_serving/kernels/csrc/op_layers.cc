@@ -66,8 +66,12 @@ struct Vectors {
   }
 };
 
+// Whether gate and up consist of whole panels, so that a product can gate its own result.
+bool gates_at_once(const Sizes& sizes) { return sizes.inner % kPanelWidth == 0; }
+
 // Memory for the rows of a step on their way through the layers. `attended` lies behind the rows of query, key and
-// value in `wide`, which gate and up take afterwards.
+// value in `wide`, which gate and up take afterwards where they are not gated at once. The rows that sample are put
+// into `narrow` and `wide`.
 struct Rows {
   char *normed, *residual, *wide, *attended, *narrow;
 
@@ -80,7 +84,8 @@ struct Rows {
     };
     const size_t qkv = whole_lines(rows * bytes * sizes.qkv);
     const size_t row = whole_lines(rows * bytes * sizes.hidden);
-    const size_t wide_bytes = larger(larger(rows * bytes * 2 * sizes.inner, qkv + passes(sizes.q)), row);
+    const size_t gate_up = gates_at_once(sizes) ? 0 : rows * bytes * 2 * sizes.inner;
+    const size_t wide_bytes = larger(larger(gate_up, qkv + passes(sizes.q)), row);
     const size_t narrow_bytes = larger(passes(sizes.inner), rows * bytes * sizes.q);
     const size_t all = passes(sizes.hidden) + row + whole_lines(wide_bytes) + narrow_bytes;
     normed = static_cast<char*>(scratch(Scratch::kLayer, all + 1));
@@ -100,7 +105,7 @@ const char* select_rows(const Call& call, const void* x, size_t row_bytes, char*
   return y;
 }
 
-// What a layer multiplies by. Each part is timed as the operator it stands for.
+// What a layer multiplies by. Each part is timed as the operator it stands for, what follows a product as the product.
 class Layer {
  public:
   Layer(const Call& call, size_t index, const Sizes& sizes, const Constants& constants)
@@ -191,9 +196,9 @@ class Layer {
     kernels().linear(args);
   }
 
-  // y = silu(gate) * up, by way of `gate_up` where they do not consist of whole panels; returns how y lies.
+  // y = silu(gate) * up, by way of `gate_up` if they are not gated at once; returns how y lies.
   Passes multiply_and_gate(const Passes& passes, const void* x, void* gate_up, void* y) const {
-    if (sizes_.inner % kPanelWidth != 0) {
+    if (!gates_at_once(sizes_)) {
       multiply(passes, x, kGateUp, vectors_.gate_up, nullptr, gate_up);
       static OperatorClock clock("Swiglu");
       const Timed timed(clock);

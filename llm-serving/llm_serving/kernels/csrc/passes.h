@@ -1,7 +1,7 @@
 // How rows lie that a product reads part by part.
 #pragma once
 
-#include <cstddef>
+#include "dtype.h"
 
 namespace llm {
 
@@ -11,30 +11,32 @@ constexpr size_t kTileWidth = 32;
 
 // Rows in the order in which a product reads them: `width` columns of every row, then the next columns of every row.
 // With all columns as the width, rows as usual. `tiles`: within a pass, 16 rows x 32 columns each lie together, and
-// those of the same rows behind one another; tiles that are not full take the memory of whole ones.
+// those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}: rows as usual.
 struct Passes {
   size_t rows = 0;
   size_t width = 0;
   bool tiles = false;
 
+  LLM_INLINE Passes or_rows(size_t count, size_t columns) const { return width > 0 ? *this : Passes{count, columns}; }
+
   // Within a pass.
-  size_t row_offset(size_t row) const {
+  LLM_INLINE size_t row_offset(size_t row) const {
     if (!tiles) return row * width;
     return row / kTileHeight * kTileHeight * padded(width, kTileWidth) + row % kTileHeight * kTileWidth;
   }
-  size_t column_offset(size_t column) const {
+  LLM_INLINE size_t column_offset(size_t column) const {
     return tiles ? column / kTileWidth * kTileWidth * kTileHeight + column % kTileWidth : column;
   }
 
   // Where an element lies.
-  size_t at(size_t row, size_t column) const {
+  LLM_INLINE size_t at(size_t row, size_t column) const {
     const size_t pass = row_offset(tiles ? padded(rows, kTileHeight) : rows);
     return column / width * pass + row_offset(row) + column_offset(column % width);
   }
 
   // Calls body(first, last, at) for runs of the columns from `first` to `last` of a row, each of which begins at `at`.
   template <class Body>
-  void for_runs(size_t row, size_t first, size_t last, Body body) const {
+  LLM_INLINE void for_runs(size_t row, size_t first, size_t last, Body body) const {
     if (first >= last) return;
     size_t column = first % width;
     for (size_t begin = at(row, first) - column_offset(column); first < last;) {
@@ -51,10 +53,12 @@ struct Passes {
     }
   }
 
-  static size_t padded(size_t count, size_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+  LLM_INLINE static size_t padded(size_t count, size_t multiple) {
+    return (count + multiple - 1) / multiple * multiple;
+  }
 };
 
-// What widths of passes divide, unless they are all columns.
+// A multiple of every width but that of all columns.
 constexpr size_t kMostPassWidth = 1024;
 
 }  // namespace llm

@@ -14,8 +14,6 @@
 #include <immintrin.h>
 #endif
 
-#define LLM_INLINE inline __attribute__((always_inline))
-
 namespace llm::LLM_ISA {
 
 constexpr size_t kLanes = 16;
@@ -187,14 +185,6 @@ LLM_INLINE void native_store(BFloat16* target, NativeFloat value) {
 #endif
 }
 
-#if defined(__AVX512BF16__)
-// Writes 32 elements, a whole line, past the caches; `_mm_sfence` makes them visible to other threads.
-LLM_INLINE void stream_line(BFloat16* target, Floats low, Floats high) {
-  const __m512bh rounded = _mm512_cvtne2ps_pbh(high.part[0], low.part[0]);  // subnormals become zero
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), (__m512i)rounded);
-}
-#endif
-
 LLM_INLINE void native_store(Float16* target, NativeFloat value) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
@@ -226,6 +216,22 @@ template <class Element>
 LLM_INLINE void store(Element* target, Floats value) {
   LLM_FOR_PARTS native_store(target + i * kNative, value.part[i]);
 }
+
+#if defined(__AVX512F__)
+// Writes 32 elements, a whole line, past the caches; `_mm_sfence` makes them visible to other threads.
+LLM_INLINE void stream_line(BFloat16* target, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high.part[0], low.part[0]);  // subnormals become zero
+#else
+  BFloat16 line[2 * kLanes];
+  store(line, low);
+  store(line + kLanes, high);
+#endif
+  __m512i bits;
+  __builtin_memcpy(&bits, &line, sizeof(bits));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), bits);
+}
+#endif
 
 // As an element in memory holds it.
 template <class Element>

@@ -133,7 +133,8 @@ template <class Element>
 constexpr bool kMultipliesTiles = false;
 #endif
 
-// c [num_panels][rows][16] (+)= a [rows, segments * inputs] * panels. Strides are in elements. `Packed` is what panels
+// c (+)= a [rows, segments * inputs] * panels. Strides are in elements; those of c are of [num_panels][rows][16] unless
+// said otherwise. `Packed` is what panels
 // consist of in memory, where `Element` is what they were widened to.
 template <class Element, class Packed = Element>
 struct Product {
@@ -148,7 +149,7 @@ struct Product {
   size_t inputs;  // of a segment; a multiple of Operand::kMultiple
   float* c;
   size_t segments = 1;
-  size_t a_stride = inputs * segments;
+  size_t a_stride = inputs;
   bool a_in_tiles = false;  // a is a pass of tiles, a_stride columns wide (see `Passes`)
   size_t c_stride = kPanelWidth;
   size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
