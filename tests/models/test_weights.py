@@ -3,6 +3,8 @@ import json
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
+from llm_serving.models import weights
+from llm_serving.models.read_ahead import ReadAhead
 from llm_serving.models.weights import WeightReader, to_float32
 from model_factories import to_bfloat16, write_safetensors
 
@@ -26,6 +28,23 @@ def test_tensors_are_read_only_maps_of_what_is_stored(folder):
     assert not a.flags.writeable
     assert reader.num_bytes == 24 + 6
     reader.check_all_taken()
+
+
+def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monkeypatch):
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"model.layers.{number}.mlp.weight" for number in (10, 2, 0)]
+    write_safetensors(tmp_path / "model.safetensors", dict.fromkeys(names, A))
+    extents = []
+    monkeypatch.setattr(weights, "_LEAST_READ_AHEAD", 24)
+    monkeypatch.setattr(weights, "ReadAhead", lambda each: extents.extend(each) or ReadAhead(extents))
+    reader = WeightReader(tmp_path)
+    stored = {each: tensor.start for each, tensor in reader._tensors.items()}
+    for name in names:
+        assert reader.take(name, (2, 3)).tolist() == A.tolist()
+    reader.check_all_taken()
+    order = sorted(stored, key=lambda name: [each.start for each in extents].index(stored[name]))
+    assert order == [names[1], names[5], names[4], names[3], names[0], names[2]]
+    assert not reader._read_ahead._thread.is_alive()
 
 
 @pytest.mark.parametrize(

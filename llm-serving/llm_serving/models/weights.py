@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError, shorten
+from llm_serving.models.read_ahead import Extent, ReadAhead
 
 Array = NDArray[Any]
 
@@ -27,6 +28,9 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 # bfloat16 travels as its bits: NumPy has no such type.
 _NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _MAX_HEADER_BYTES: Final = 100_000_000
+
+# Below this, reading ahead saves less than a thread costs.
+_LEAST_READ_AHEAD: Final = 1 << 26
 
 # Derived tables that some exporters write beside the weights.
 _IGNORED: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
@@ -54,6 +58,10 @@ class _StoredTensor:
     shape: tuple[int, ...]
     start: int  # bytes from the beginning of the file
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
+
 
 class WeightReader:
     """The tensors of a folder by their Hugging Face names.
@@ -73,6 +81,7 @@ class WeightReader:
             for name, tensor in _read_header(file).items():
                 self._tensors[_hugging_face_name(name)] = tensor
         self._left = {name for name in self._tensors if not _IGNORED.search(name)}
+        self._read_ahead: ReadAhead | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -84,7 +93,7 @@ class WeightReader:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(math.prod(t.shape) * np.dtype(_NUMPY_DTYPES[t.dtype]).itemsize for t in self._tensors.values())
+        return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
         """One tensor, as stored: float32, float16, or bfloat16 as uint16 bits.
@@ -103,7 +112,7 @@ class WeightReader:
                 f"{stored.file}: tensor {name} must have shape {list(shape)} by config.json. "
                 f"Found: {list(stored.shape)}"
             )
-        self._left.discard(name)
+        self._advance(name, stored)
         dtype = _NUMPY_DTYPES[stored.dtype]
         if not math.prod(shape):
             return np.empty(shape, dtype)
@@ -125,12 +134,28 @@ class WeightReader:
         """Raises:
         ModelError: The folder holds tensors that the model did not ask for, so it is another model.
         """
+        if self._read_ahead is not None:
+            self._read_ahead.close()
         if self._left:
             names = sorted(self._left)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
                 f"{self._folder}: the model of config.json has no place for tensor {', '.join(names[:3])}{more}"
             )
+
+    def _advance(self, name: str, stored: _StoredTensor) -> None:
+        """Has the tensors after this one read while it is used, roughly in the order in which models take them."""
+        if self._read_ahead is None and self.num_bytes >= _LEAST_READ_AHEAD:
+            following = [self._tensors[each] for each in sorted(self._left, key=_model_order)]
+            self._read_ahead = ReadAhead(Extent(each.file, each.start, each.num_bytes) for each in following)
+        if self._read_ahead is not None and name in self._left:
+            self._read_ahead.taken(stored.num_bytes)
+        self._left.discard(name)
+
+
+def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
+    """Embedding, layers by their numbers, and what follows them."""
+    return "embed" not in name, "layers" not in name, [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def to_float32(array: Array) -> NDArray[np.float32]:
