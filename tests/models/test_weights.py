@@ -42,9 +42,21 @@ def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monk
     for name in names:
         assert reader.take(name, (2, 3)).tolist() == A.tolist()
     reader.check_all_taken()
+    assert not reader._read_ahead._thread.is_alive()
     order = sorted(stored, key=lambda name: [each.start for each in extents].index(stored[name]))
     assert order == [names[1], names[5], names[4], names[3], names[0], names[2]]
-    assert not reader._read_ahead._thread.is_alive()
+
+
+def test_nothing_is_read_ahead_for_a_reader_that_is_gone(folder, monkeypatch):
+    monkeypatch.setattr(weights, "_LEAST_READ_AHEAD", 1)
+    monkeypatch.setattr(weights, "ReadAhead", lambda each: ReadAhead(each, most_ahead=-100))
+    reader = WeightReader(folder)
+    reader.take("a", (2, 3))
+    thread = reader._read_ahead._thread
+    assert thread.is_alive()
+    del reader
+    thread.join(30.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,7 @@ class WeightReader:
         if self._read_ahead is None and self.num_bytes >= _LEAST_READ_AHEAD:
             following = [self._tensors[each] for each in sorted(self._left, key=_model_order)]
             self._read_ahead = ReadAhead(Extent(each.file, each.start, each.num_bytes) for each in following)
+            weakref.finalize(self, self._read_ahead.close)  # where the model turns out to be another one
         if self._read_ahead is not None and name in self._left:
             self._read_ahead.taken(stored.num_bytes)
         self._left.discard(name)
