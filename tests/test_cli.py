@@ -9,6 +9,7 @@ import llm_serving
 import msgspec
 import pytest
 from factories import create_request, run_step
+from llm_serving import launcher
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import PROJECT_FOLDER
@@ -102,6 +103,15 @@ def test_failure_while_serving_answers_1(served, model, monkeypatch, capsys):
     monkeypatch.setattr(llm_serving.master, "run", run)
     assert main(["serve", "--model", model]) == 1
     assert capsys.readouterr().err == "error: WorkAgent 0 ended with code 9\n"
+
+
+def test_ctrl_c_while_a_server_starts_is_no_traceback(model, monkeypatch, capsys, tmp_path):
+    def start(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "start", start)
+    assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from llm_serving.trace_file import save_timeline
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 API_KEY = re.compile(r"[!-~]{16,512}")
 """Keys that `hash-key` takes; a shorter one could be found from its hash."""
 
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 1 when serving failed or a replay differs, 2 when arguments or configuration are wrong.
+        The exit code: 0, 1 when serving failed or a replay differs, 2 when arguments or configuration are wrong, 130
+        after Ctrl-C where that does not end a command in order.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LLMServingError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
