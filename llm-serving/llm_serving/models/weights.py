@@ -210,13 +210,14 @@ def _stored_tensor(file: Path, name: str, entry: dict[str, Any], data_start: int
     start, end = (int(offset) for offset in entry["data_offsets"])
     if dtype not in _NUMPY_DTYPES:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(_NUMPY_DTYPES)}. Found: {shorten(dtype)}")
-    num_bytes = math.prod(shape) * np.dtype(_NUMPY_DTYPES[dtype]).itemsize
+    tensor = _StoredTensor(file, dtype, shape, data_start + start)
+    num_bytes = tensor.num_bytes
     if min(shape, default=0) < 0 or start < 0 or end - start != num_bytes or data_start + end > file_size:
         raise ModelError(
             f"{file}: tensor {name} of {num_bytes} bytes must lie within the file of {file_size}. "
             f"Found: bytes {start} to {end} of the data"
         )
-    return _StoredTensor(file, dtype, shape, data_start + start)
+    return tensor
 
 
 def _hugging_face_name(name: str) -> str:

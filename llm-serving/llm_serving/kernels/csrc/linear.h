@@ -89,8 +89,8 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
     return {static_cast<const Activation*>(args.x), form.inputs, form.pass, passes};
   }
-  const size_t size = Passes::padded(args.m, kTileHeight) * Passes::padded(form.inputs, kMostPassWidth);
-  auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, size * sizeof(Activation) + 1));
+  const size_t bytes = Passes::most_elements(args.m, form.inputs) * sizeof(Activation) + 1;
+  auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, bytes));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * args.k;
     // No run begins behind the columns of x: only the last one has padding, and less than a run.

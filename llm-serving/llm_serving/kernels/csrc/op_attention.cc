@@ -34,10 +34,8 @@ void store_value(const Element* value, size_t head_dim, size_t lane, Element* gr
   }
 }
 
-// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them. Heads share none.
+// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them.
 constexpr size_t kTokensPerTask = 64;
-// Rows of one head below which one thread is quicker than waking another.
-constexpr size_t kRowsWorthSharing = 32;
 // Tasks a thread, where there are tokens for them.
 constexpr size_t kTasksPerThread = 4;
 
@@ -52,8 +50,7 @@ struct KvRows {
 };
 
 template <class Element, size_t kInputs>
-void store_tokens(const Call& call, const KvRows& rows, size_t first, size_t last, size_t first_head,
-                  size_t last_head) {
+void store_tokens(const Call& call, const KvRows& rows, size_t first, size_t last) {
   const size_t block_size = call.dim(rows.key_cache, 1);
   const size_t heads = call.dim(rows.key_cache, 2);
   const size_t head_dim = call.dim(rows.key_cache, 3);
@@ -66,7 +63,7 @@ void store_tokens(const Call& call, const KvRows& rows, size_t first, size_t las
     skipped[token - first] = slot < 0;
     slots[token - first] = static_cast<size_t>(slot);
   }
-  for (size_t head = first_head; head < last_head; head++) {
+  for (size_t head = 0; head < heads; head++) {
     for (size_t token = first; token < last; token++) {
       if (skipped[token - first]) continue;
       const size_t in_block = slots[token - first] % block_size;
@@ -100,25 +97,11 @@ int check_slots(const Call& call, int key_cache, int slots) {
   return 0;
 }
 
-// Stores some heads of the tokens from `first` to `last`, at most kTokensPerTask.
-void store_heads(const Call& call, const KvRows& rows, size_t first, size_t last, size_t first_head, size_t last_head) {
-  if (rows.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, rows, first, last, first_head, last_head);
-  if (rows.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, rows, first, last, first_head, last_head);
-  store_tokens<uint16_t, 1>(call, rows, first, last, first_head, last_head);
-}
-
-void store_rows(const Call& call, const KvRows& rows) {
-  const size_t tokens = call.elements(rows.slots);
-  const size_t heads = call.dim(rows.key_cache, 2);
-  const size_t heads_per_task = tokens * heads < kRowsWorthSharing ? heads : 1;
-  const size_t head_tasks = (heads + heads_per_task - 1) / (heads_per_task + (heads == 0));
-  auto store = [&](size_t task) {
-    const size_t first = task / head_tasks * kTokensPerTask;
-    const size_t last = first + kTokensPerTask < tokens ? first + kTokensPerTask : tokens;
-    const size_t head = task % head_tasks * heads_per_task;
-    store_heads(call, rows, first, last, head, head + heads_per_task);
-  };
-  parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask * head_tasks, store);
+// Stores the tokens from `first` to `last`, at most kTokensPerTask.
+void store_rows(const Call& call, const KvRows& rows, size_t first, size_t last) {
+  if (rows.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(call, rows, first, last);
+  if (rows.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(call, rows, first, last);
+  store_tokens<uint16_t, 1>(call, rows, first, last);
 }
 
 // Calls body(first, last) for runs of tokens that one thread has in its caches; a single run is for all threads.
@@ -145,7 +128,8 @@ int store_kv(const Call& call) {
     return call.fail("k and v must have %zu rows of %zu elements", tokens, width);
   }
   if (const int status = check_slots(call, 2, 4)) return status;
-  store_rows(call, {call.data<const char>(0), width, call.data<const char>(1), width, dtype, 2, 3, 4});
+  const KvRows rows = {call.data<const char>(0), width, call.data<const char>(1), width, dtype, 2, 3, 4};
+  for_token_runs(tokens, [&](size_t first, size_t last) { store_rows(call, rows, first, last); });
   return 0;
 }
 
@@ -280,7 +264,7 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
     };
     rotate(qkv, q, q_width);
     rotate(qkv + q_width * bytes, k, kv_width);
-    store_heads(call, rows, first, last, 0, kv_width / head_dim);
+    store_rows(call, rows, first, last);
   };
   return paged_attention(call,
                          {q, tokens * q_width, q_width / head_dim, dtype, at.key_cache, at.value_cache, at.block_tables,

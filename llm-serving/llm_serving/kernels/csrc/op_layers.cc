@@ -78,10 +78,7 @@ struct Rows {
   Rows(const Sizes& sizes, size_t rows, size_t bytes) {
     auto larger = [](size_t a, size_t b) { return a > b ? a : b; };
     auto whole_lines = [](size_t size) { return Passes::padded(size, 64); };
-    // The last passes and tiles may be larger than what they hold.
-    auto passes = [&](size_t columns) {
-      return Passes::padded(rows, kTileHeight) * Passes::padded(columns, kMostPassWidth) * bytes;
-    };
+    auto passes = [&](size_t columns) { return Passes::most_elements(rows, columns) * bytes; };
     const size_t qkv = whole_lines(rows * bytes * sizes.qkv);
     const size_t row = whole_lines(rows * bytes * sizes.hidden);
     const size_t gate_up = gates_at_once(sizes) ? 0 : rows * bytes * 2 * sizes.inner;
@@ -189,10 +186,14 @@ class Layer {
   // y = x * weight^T + bias + added; null for what is not added.
   void multiply(const Passes& passes, const void* x, LayerParameter weight, const char* bias, const void* added,
                 void* y) const {
-    static OperatorClock clock("MatMul");
-    const Timed timed(clock);
     LinearArgs args = product(passes, x, weight, bias, y);
     args.added = added;
+    multiply(args);
+  }
+
+  void multiply(const LinearArgs& args) const {
+    static OperatorClock clock("MatMul");
+    const Timed timed(clock);
     kernels().linear(args);
   }
 
@@ -205,13 +206,11 @@ class Layer {
       kernels().swiglu({gate_up, y, dtype_, passes.rows, sizes_.inner});
       return {passes.rows, sizes_.inner};
     }
-    static OperatorClock clock("MatMul");
-    const Timed timed(clock);
     LinearArgs args = product(passes, x, kGateUp, vectors_.gate_up, y);
     const Passes result = passes_of(kDown, passes.rows);
     args.gated = true;
     args.y_passes = result;
-    kernels().linear(args);
+    multiply(args);
     return result;
   }
 

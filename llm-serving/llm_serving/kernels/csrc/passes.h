@@ -9,6 +9,9 @@ namespace llm {
 constexpr size_t kTileHeight = 16;
 constexpr size_t kTileWidth = 32;
 
+// A multiple of every width of passes but that of all columns.
+constexpr size_t kMostPassWidth = 1024;
+
 // Rows in the order in which a product reads them: `width` columns of every row, then the next columns of every row.
 // With all columns as the width, rows as usual. `tiles`: within a pass, 16 rows x 32 columns each lie together, and
 // those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}: rows as usual.
@@ -53,12 +56,14 @@ struct Passes {
     }
   }
 
+  // No order of rows takes more elements.
+  LLM_INLINE static size_t most_elements(size_t count, size_t columns) {
+    return padded(count, kTileHeight) * padded(columns, kMostPassWidth);
+  }
+
   LLM_INLINE static size_t padded(size_t count, size_t multiple) {
     return (count + multiple - 1) / multiple * multiple;
   }
 };
-
-// A multiple of every width but that of all columns.
-constexpr size_t kMostPassWidth = 1024;
 
 }  // namespace llm
