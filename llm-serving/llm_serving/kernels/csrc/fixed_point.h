@@ -177,13 +177,14 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
 
 // ---- Activations ---------------------------------------------------------------------------------------------------
 
-// Activations as multiples: `pass` inputs of every row, then the next inputs of every row.
+// Activations as multiples: a block of every row, then the next block of every row.
 struct FixedActivations {
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
-  size_t rows, inputs, pass;
+  size_t inputs;
+  Passes passes;
 
-  const Fixed16* at(size_t row, size_t block) const { return data + (block * rows + row) * pass; }
+  const Fixed16* at(size_t row, size_t k) const { return data + passes.at(row, k); }
 };
 
 // A block of a row as multiples, zeros behind it up to an even number; returns the unit, NaN where there is none.
@@ -218,9 +219,9 @@ inline float to_multiples(const BFloat16* x, size_t count, float most_norm, Fixe
 
 inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   const size_t inputs = (args.k + 1) / 2 * 2;
-  const size_t pass = inputs < kBlockInputs ? inputs : kBlockInputs;
+  const Passes passes = {args.m, inputs < kBlockInputs ? inputs : kBlockInputs};
   const size_t blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
-  const size_t units_at = args.m * blocks * pass * sizeof(Fixed16);
+  const size_t units_at = args.m * blocks * passes.width * sizeof(Fixed16);
   char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
   auto* data = reinterpret_cast<Fixed16*>(memory);
   auto* unit = reinterpret_cast<float*>(memory + units_at);
@@ -229,11 +230,10 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
       const size_t k = block * kBlockInputs;
       const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
       const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * args.k + k;
-      const size_t at = block * args.m + row;
-      unit[at] = to_multiples(x, count, args.units->activation_norm, data + at * pass);
+      unit[block * args.m + row] = to_multiples(x, count, args.units->activation_norm, data + passes.at(row, k));
     }
   });
-  return {data, unit, args.m, inputs, pass};
+  return {data, unit, inputs, passes};
 }
 
 // ---- Products ------------------------------------------------------------------------------------------------------
@@ -243,14 +243,13 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
                          const UnitPanels<BFloat16>& panels, float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += kBlockInputs) {
-    const size_t block = k / kBlockInputs;
     const size_t inputs = x.inputs - k < kBlockInputs ? x.inputs - k : kBlockInputs;
     const PassPanels<Fixed16> pass(panels, k, inputs, spreads_prefetches<Fixed16>(rows));
-    Product<Fixed16> product(rows, x.at(row, block), pass.now, panels.count, inputs, sums);
-    product.a_stride = x.pass;
+    Product<Fixed16> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
+    product.a_stride = x.passes.width;
     product.add_to_c = k > 0;
     product.next = pass.next;
-    product.row_scales = x.unit + block * x.rows + row;
+    product.row_scales = x.unit + k / kBlockInputs * x.passes.rows + row;
     multiply(product);
   }
   for (size_t p = 0; p < panels.count; p++) {

@@ -59,12 +59,13 @@ struct ActivationForm {
 };
 
 template <class Element>
-struct Activations {
+struct Activations : ActivationForm<Element> {
   const ActivationOf<Element>* data;
-  size_t inputs, pass;
-  Passes passes;
 
-  const ActivationOf<Element>* at(size_t row, size_t k) const { return data + passes.at(row, k); }
+  Activations(const ActivationForm<Element>& form, const void* data)
+      : ActivationForm<Element>(form), data(static_cast<const ActivationOf<Element>*>(data)) {}
+
+  const ActivationOf<Element>* at(size_t row, size_t k) const { return data + this->passes.at(row, k); }
 };
 
 // Calls convert(row) for every row of x, by one thread where that is quicker than waking another.
@@ -87,7 +88,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   const Passes& passes = form.passes;
   const Passes given = args.x_passes.or_rows(args.m, args.k);
   if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
-    return {static_cast<const Activation*>(args.x), form.inputs, form.pass, passes};
+    return {form, args.x};
   }
   const size_t bytes = Passes::most_elements(args.m, form.inputs) * sizeof(Activation) + 1;
   auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, bytes));
@@ -100,7 +101,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
       for (size_t i = end; i < last; i++) data[at + i - first] = Activation{};
     });
   });
-  return {data, form.inputs, form.pass, passes};
+  return {form, data};
 }
 
 // Calls body(at, packed_at, count) for elements that lie together in a packed panel as in one of 16 columns and a
