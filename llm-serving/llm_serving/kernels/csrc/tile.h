@@ -134,8 +134,7 @@ constexpr bool kMultipliesTiles = false;
 #endif
 
 // c (+)= a [rows, segments * inputs] * panels. Strides are in elements; those of c are of [num_panels][rows][16] unless
-// said otherwise. `Packed` is what panels
-// consist of in memory, where `Element` is what they were widened to.
+// said otherwise. `Packed` is what panels consist of in memory, where `Element` is what they were widened to.
 template <class Element, class Packed = Element>
 struct Product {
   static constexpr bool kWidened = !std::is_same<Element, Packed>::value;
@@ -162,13 +161,21 @@ struct Product {
       : rows(rows), a(a), panels(panels), num_panels(num_panels), inputs(inputs), c(c) {}
 };
 
+// Whether a tile that is about to read what it prefetches has it brought into the second-level cache only. CPUs with
+// bfloat16 and no tiles, AMD's, wait for more lines at a time there than in the first: 1.3 to 1.6 times as fast.
+#if defined(__AVX512BF16__) && !defined(LLM_AMX)
+constexpr bool kFirstLevelIsNarrow = true;
+#else
+constexpr bool kFirstLevelIsNarrow = false;
+#endif
+
 // The part of a product that begins at `row` and `panel`. Of `next`, `kAhead` panels are prefetched from `ahead` on;
 // of quick products, so are the activations of the rows after these; a tile that prefetches all panels is the only one.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
   constexpr bool kQuick = Product<Element, Packed>::kQuick;
-  constexpr int kLocality = kQuick && kAhead == 1 ? 2 : 3;
+  constexpr int kLocality = kFirstLevelIsNarrow || (kQuick && kAhead == 1) ? 2 : 3;
   float* c = product.c + row * product.c_stride + panel * product.c_panel;
   typename Op::Sum sum[kRows][kPanels];
 #pragma GCC unroll 8
