@@ -49,7 +49,7 @@ class AttentionTile {
     weights_ = take<Activation>(memory, rows_ * kChunkTokens);
     sums_ = take<float>(memory, rows_ * dim_);
     max_ = take<float>(memory, rows_);
-    total_ = take<float>(memory, rows_);
+    total_ = take<float>(memory, rows_ * kLanes);
     reference_ = take<float>(memory, rows_);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
@@ -57,19 +57,27 @@ class AttentionTile {
 
   void run() {
     load_queries();
+    Groups groups = find_groups(item_, 0);
     for (size_t chunk = 0; chunk * kChunkTokens <= item_.last_seen(); chunk++) {
       const size_t first_row = first_row_seeing(chunk * kChunkTokens);
-      num_groups_ = find_groups(args_.key_cache, item_, chunk, keys_);
-      find_groups(args_.value_cache, item_, chunk, values_);
-      find_next_keys(chunk);
+      const bool ends = (chunk + 1) * kChunkTokens > item_.last_seen();
+      const Groups next = ends ? find_groups(following_, 0) : find_groups(item_, chunk + 1);
+      look_up(groups, next);
       compute_scores(first_row);
       soften(chunk, first_row);
       add_values(chunk, first_row);
+      groups = next;
     }
     store_result();
   }
 
  private:
+  // Where the groups of a chunk that any row of an item sees begin in the caches.
+  struct Groups {
+    size_t count = 0;
+    size_t offset[kChunkGroups];
+  };
+
   template <class Type>
   static Type* take(char*& memory, size_t count) {
     Type* result = reinterpret_cast<Type*>(memory);
@@ -79,7 +87,7 @@ class AttentionTile {
 
   size_t bytes() const {
     return rows_ * (dim_ * (sizeof(Activation) + sizeof(float)) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
-                    4 * sizeof(float)) +
+                    (3 + kLanes) * sizeof(float)) +
            kGroupTokens * dim_ * sizeof(Element) + 9 * 64;
   }
 
@@ -96,38 +104,45 @@ class AttentionTile {
     return ((item_.first_row + row / shared_) * args_.num_heads + head_of(row)) * dim_;
   }
 
-  const Element* group(const void* cache, const AttentionItem& item, size_t token) const {
-    const int64_t block = args_.block_tables[item.request * args_.table_width + token / args_.block_size];
-    return static_cast<const Element*>(cache) + group_offset(static_cast<size_t>(block),
-                                                             token % args_.block_size / kGroupTokens, item.kv_head,
-                                                             args_.block_size, args_.num_kv_heads, dim_);
+  Groups find_groups(const AttentionItem& item, size_t chunk) const {
+    Groups groups;
+    const size_t in_a_block = args_.block_size / kGroupTokens;
+    const size_t first = chunk * kChunkGroups;
+    const int64_t* block = args_.block_tables + item.request * args_.table_width + first / in_a_block;
+    size_t group = first % in_a_block;
+    for (size_t token = chunk * kChunkTokens; groups.count < kChunkGroups && token <= item.last_seen();
+         token += kGroupTokens) {
+      groups.offset[groups.count++] =
+          group_offset(static_cast<size_t>(*block), group, item.kv_head, args_.block_size, args_.num_kv_heads, dim_);
+      if (++group < in_a_block) continue;
+      group = 0;
+      block++;
+    }
+    return groups;
+  }
+
+  // The keys and values of a chunk, and the keys of the next one or of the first one of the item that follows; where it
+  // has fewer groups, the last one again. The blocks they belong to lie anywhere, so they are prefetched while other
+  // groups are read: the hardware cannot guess where.
+  void look_up(const Groups& groups, const Groups& next) {
+    num_groups_ = groups.count;
+    for (size_t i = 0; i < groups.count; i++) {
+      keys_[i] = static_cast<const Element*>(args_.key_cache) + groups.offset[i];
+      values_[i] = static_cast<const Element*>(args_.value_cache) + groups.offset[i];
+    }
+    for (size_t i = 0; i < kChunkGroups; i++) {
+      const size_t at = i < next.count ? i : next.count - 1;
+      next_keys_[i] = static_cast<const Element*>(args_.key_cache) + next.offset[at];
+    }
   }
 
   void load_queries() {
     for (size_t row = 0; row < rows_; row++) {
       to_activations(static_cast<const Element*>(args_.q) + query_offset(row), dim_, q_ + row * dim_);
       max_[row] = -__builtin_inff();
-      total_[row] = 0.0f;
     }
+    __builtin_memset(total_, 0, rows_ * kLanes * sizeof(float));
     __builtin_memset(sums_, 0, rows_ * dim_ * sizeof(float));
-  }
-
-  // Finds the groups of a chunk, and returns how many there are that any row of the item sees. The blocks they belong
-  // to lie anywhere, so they are prefetched while other groups are read: the hardware cannot guess where.
-  size_t find_groups(const void* cache, const AttentionItem& item, size_t chunk, const Element** groups) const {
-    size_t count = 0;
-    for (size_t token = chunk * kChunkTokens; count < kChunkGroups && token <= item.last_seen();
-         token += kGroupTokens) {
-      groups[count++] = group(cache, item, token);
-    }
-    return count;
-  }
-
-  // Of the next chunk, or of the first one of the item that follows; where it has fewer groups, the last one again.
-  void find_next_keys(size_t chunk) {
-    const bool ends = (chunk + 1) * kChunkTokens > item_.last_seen();
-    size_t count = find_groups(args_.key_cache, ends ? following_ : item_, ends ? 0 : chunk + 1, next_keys_);
-    for (; count < kChunkGroups; count++) next_keys_[count] = next_keys_[count - 1];
   }
 
   void compute_scores(size_t first_row) {
@@ -207,7 +222,8 @@ class AttentionTile {
       store(weights + i, exp2(exponent));
       sum = sum + load(weights + i);
     }
-    total_[row] = total_[row] * factor_[row] + sum_lanes(sum);
+    float* total = total_ + row * kLanes;
+    store(total, multiply_add(load(total), broadcast(factor_[row]), sum));
   }
 
   void add_values(size_t chunk, size_t first_row) {
@@ -279,15 +295,25 @@ class AttentionTile {
   }
 
   void store_result() {
-    const Passes passes = args_.y_passes.or_rows(args_.rows, args_.num_heads * dim_);
     for (size_t row = 0; row < rows_; row++) {
-      const float* sums = sums_ + row * dim_;
-      const float divisor = total_[row] == 0.0f ? 1.0f : total_[row];
-      const size_t column = head_of(row) * dim_;
-      passes.for_runs(item_.first_row + row / shared_, column, column + dim_, [&](size_t begin, size_t end, size_t at) {
+      const float total = sum_lanes(load(total_ + row * kLanes));
+      factor_[row] = total == 0.0f ? 1.0f : 1.0f / total;
+    }
+    const Passes passes = args_.y_passes.or_rows(args_.rows, args_.num_heads * dim_);
+    const size_t width = shared_ * dim_;
+    const size_t column = item_.kv_head * width;
+    for (size_t position = 0; position < item_.count; position++) {
+      const float* sums = sums_ + position * width;
+      size_t row = position * shared_;
+      size_t end_of_row = column + dim_;
+      passes.for_runs(item_.first_row + position, column, column + width, [&](size_t begin, size_t end, size_t at) {
         Element* y = static_cast<Element*>(args_.y) + at;
         for (size_t i = begin; i < end; i += kLanes) {
-          store(y + i - begin, load(sums + i - column) / broadcast(divisor));
+          if (i == end_of_row) {
+            row++;
+            end_of_row += dim_;
+          }
+          store(y + i - begin, load(sums + i - column) * broadcast(factor_[row]));
         }
       });
     }
@@ -305,7 +331,7 @@ class AttentionTile {
   Activation* weights_;                // [rows, kChunkTokens]
   float* sums_;                        // [rows, dim]
   float* max_;                         // [rows]
-  float* total_;                       // [rows]
+  float* total_;                       // [rows][16], of weights, added up in the end
   float* reference_;                   // [rows], what the weights of the chunk at hand are relative to
   float* factor_;                      // [rows], of what is summed already
   Element* cleaned_;                   // [kGroupTokens, dim]
