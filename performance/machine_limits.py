@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from llm_serving.kernels import library
 READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
 NUM_TRIES: Final = 8
+CACHE_LEVELS: Final = (1, 2)
 
 ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -56,10 +58,14 @@ class Limits:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second at which the kernels' threads read memory that is in no cache, best of several."""
+    """Bytes per second at which the kernels' threads read memory that is in no cache, best of several.
+
+    CPUs differ in the level of cache for which they can wait for more lines at a time.
+    """
     memory = np.ones(READ_BYTES // 8, np.int64)
     read = library.load().llm_read_memory
-    return READ_BYTES / min(_seconds(lambda: read(memory.ctypes.data, memory.nbytes)) for _ in range(NUM_TRIES))
+    levels = [level for _ in range(NUM_TRIES) for level in CACHE_LEVELS]
+    return READ_BYTES / min(_seconds(partial(read, memory.ctypes.data, memory.nbytes, level)) for level in levels)
 
 
 def arithmetic_peak(dtype: str) -> float:

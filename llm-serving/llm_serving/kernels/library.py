@@ -164,7 +164,7 @@ def load() -> ctypes.CDLL:
     library.llm_sample.argtypes = [ctypes.c_void_p]
     library.llm_sample.restype = None
     library.llm_sample_args_size.restype = ctypes.c_int64
-    library.llm_read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.llm_read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.llm_read_memory.restype = ctypes.c_uint64
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library
