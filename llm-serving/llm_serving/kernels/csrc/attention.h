@@ -341,6 +341,9 @@ class AttentionTile {
   size_t num_groups_ = 0;
 };
 
+// So many for each thread are enough for the threads to end together.
+constexpr size_t kUnitsOfAllHeads = 4;
+
 // The tiles with the longest contexts come last in a request; `attention` begins with them, so that the threads end
 // together.
 inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
@@ -367,13 +370,20 @@ inline void attention(const AttentionArgs& args) {
   const size_t count = list_items(args, nullptr);
   auto* items = static_cast<AttentionItem*>(scratch(Scratch::kItems, count * sizeof(AttentionItem) + 1));
   list_items(args, items);
+  // The heads of a block lie behind one another, where the hardware reads ahead: a thread takes all of them.
+  const size_t together = count < kUnitsOfAllHeads * args.num_kv_heads * num_threads() ? 1 : args.num_kv_heads;
+  const size_t units = count / together;
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     auto body = [&](size_t i) {
-      const size_t at = count - 1 - i;
-      AttentionTile<Element>(args, items[at], items[at < num_threads() ? 0 : at - num_threads()]).run();
+      const size_t first = (units - 1 - i) * together;
+      const size_t skipped = num_threads() * together;
+      for (size_t at = first; at < first + together; at++) {
+        const size_t after = first < skipped ? 0 : first - skipped;
+        AttentionTile<Element>(args, items[at], items[at + 1 < first + together ? at + 1 : after]).run();
+      }
     };
-    parallel_for(count, body);
+    parallel_for(units, body);
   });
 }
 
