@@ -4,7 +4,7 @@ import mindspore as ms
 import pytest
 from graph_model import backend
 from llm_serving.models.base import dynamic_inputs
-from llm_serving.models.llama import LlamaForCausalLM
+from llm_serving.models.llama import llama
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.kv_tensors import KVTensors
 from model_factories import tiny_spec, write_model
@@ -29,7 +29,7 @@ def test_both_graphs_of_one_network_export(tmp_path, dtype, changes):
     write_model(tmp_path, spec)
     ascend = backend("ascend", dtype)
     kv_tensors = KVTensors.allocate(spec, ascend, num_blocks=8, block_size=16)
-    network = LlamaForCausalLM(spec, ascend, WeightReader(tmp_path), kv_tensors.layers, max_positions=128)
+    network = llama(spec, ascend, WeightReader(tmp_path), kv_tensors.layers, max_positions=128)
     network.set_train(False)
     assert export(network, tmp_path / "any_step.mindir") == {"PagedAttention"}
     network.use_whole_prompts(ascend)

@@ -67,7 +67,7 @@ class AscendBackend:
         stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
         return PromptAttentionOfQkv(stored, num_heads, scale, prompt_mask(self.activation_dtype))
 
-    def decoder_layers(
+    def decoder(
         self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
     ) -> nn.Cell | None:
         return None

@@ -64,19 +64,21 @@ class Backend(Protocol):
         `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
         """
 
-    def decoder_layers(
+    def decoder(
         self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
     ) -> nn.Cell | None:
-        """All layers as one operation; None where they are made of the others.
+        """A whole network as one operation; None where it is made of the others.
 
-        (hidden [T, H], cos, sin, slot_mapping, block_tables, query_lens, context_lens, sample_indices int32[S], then
-        of each layer vectors, qkv, out, gate_up, down, key_cache, value_cache) -> hidden [S, H]
+        (token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices, table [V, H],
+        cos [P, D], sin [P, D], gain [H], head [V, H], then of each layer vectors, qkv, out, gate_up, down, key_cache,
+        value_cache) -> logits, float32 [S, V]
 
-        In each layer hidden += out(attention(qkv(norm(hidden)))), then hidden += down(swiglu(gate_up(norm(hidden)))),
-        with the bits that the operations give; the last one computes only the rows that `sample_indices` names once
-        their keys and values are stored. qkv, out, gate_up and down are from `linear_weight`; `vectors` from `vector`
-        has the gains of both norms, then with `attention_bias` the biases of qkv and out, with `mlp_bias` those of
-        gate_up and down.
+        hidden = table[token_ids]; in each layer hidden += out(attention(qkv(norm(hidden)))), then hidden +=
+        down(swiglu(gate_up(norm(hidden)))); logits = head(norm(hidden)), with the bits that the operations give; the
+        last layer computes only the rows that `sample_indices` names once their keys and values are stored. Row p of
+        cos and sin is for position p. head, qkv, out, gate_up and down are from `linear_weight`, the table from there
+        or from `table`, cos and sin from `table`, gain from `vector`; `vectors`, from there too, has the gains of both
+        norms, then with `attention_bias` the biases of qkv and out, with `mlp_bias` those of gate_up and down.
         """
 
     def swiglu(self) -> nn.Cell:

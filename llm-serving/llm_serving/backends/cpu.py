@@ -17,7 +17,7 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
-from llm_serving.backends.base import MODEL_DTYPES, Array, BlockMemory
+from llm_serving.backends.base import Array, BlockMemory
 from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
@@ -56,8 +56,8 @@ def _require_dispatch() -> None:
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
-    All decoder layers are one operator of the library: MindSpore spends more on the eight operators of a layer than a
-    small model computes in them.
+    The whole decoder is one operator of the library: MindSpore spends more on a step's operators than a small model
+    computes in them.
     """
 
     name = "cpu"
@@ -70,10 +70,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def decoder_layers(
-        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
-    ) -> nn.Cell:
-        return DecoderLayers(self.dtype, num_layers, scale, eps, attention_bias, mlp_bias)
+    def decoder(self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell:
+        return Decoder(self.dtype, num_layers, scale, eps, attention_bias, mlp_bias)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -114,39 +112,38 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class DecoderLayers(nn.Cell):
-    """`Backend.decoder_layers`."""
+class Decoder(nn.Cell):
+    """`Backend.decoder`."""
 
     def __init__(
         self, dtype: str, num_layers: int, scale: float, eps: float, attention_bias: bool, mlp_bias: bool
     ) -> None:
         super().__init__()
-        self.run = _custom("decoder_layers", "fffiiiiis" + "fffffff" * num_layers, dtype)
+        self.run = _custom("decoder", "iiiiiii" + "s" + "fffff" + "fffffff" * num_layers, dtype)
         self.constants = ms.Tensor(np.array([scale, eps, attention_bias, mlp_bias], dtype=np.float32))
 
     def construct(
         self,
-        hidden: ms.Tensor,
-        cos: ms.Tensor,
-        sin: ms.Tensor,
+        token_ids: ms.Tensor,
+        positions: ms.Tensor,
         slot_mapping: ms.Tensor,
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
         sample_indices: ms.Tensor,
-        *layers: ms.Tensor,
+        *weights: ms.Tensor,
     ) -> ms.Tensor:
-        step = slot_mapping, block_tables, query_lens, context_lens, sample_indices
-        return self.run(hidden, cos, sin, *step, self.constants, *layers)
+        step = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        return self.run(*step, self.constants, *weights)
 
 
 def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
-    """A function of the library as an operator with one result, whose shape the library infers.
+    """A function of the library as an operator with one result of float32, whose shape the library infers.
 
     Args:
         function: Its name.
         inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always.
-        dtype: The model dtype, which is that of the result.
+        dtype: The model dtype.
     """
     # MindSpore keeps the first registration of a name.
     register = CustomRegOp(f"{function}_{dtype}_{len(inputs)}")
@@ -154,6 +151,6 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
         register = register.input(index, f"x{index}")
     register = register.output(0, "y").target("CPU")
     types = {"f": _FORMATS[dtype], "i": DataType.I32_Default, "s": DataType.F32_Default}
-    register = register.dtype_format(*(types[letter] for letter in inputs), types["f"])
+    register = register.dtype_format(*(types[letter] for letter in inputs), DataType.F32_Default)
     path = f"{library.library_path()}:{function}"
-    return ops.Custom(path, None, MODEL_DTYPES[dtype], "aot", reg_info=register.get_op_info())
+    return ops.Custom(path, None, ms.float32, "aot", reg_info=register.get_op_info())

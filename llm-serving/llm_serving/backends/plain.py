@@ -52,7 +52,7 @@ class PlainBackend:
         stored = RotateAndStore(split, Rotary(num_heads, num_kv_heads, head_dim), StoreKV())
         return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, head_dim, scale))
 
-    def decoder_layers(
+    def decoder(
         self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
     ) -> nn.Cell | None:
         return None

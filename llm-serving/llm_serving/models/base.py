@@ -28,17 +28,17 @@ STEP_INPUTS: Final = (
 
 
 class ModelFamily(Protocol):
-    """A class of networks, as the registry names it."""
+    """What builds the networks of a family, as the registry names it."""
 
     def __call__(
-        self, spec: ModelSpec, backend: Backend, weights: WeightReader, kv_caches: KVCaches, max_positions: int
+        self, spec: ModelSpec, backend: Backend, reader: WeightReader, kv_caches: KVCaches, max_positions: int
     ) -> nn.Cell:
         """Builds the network and takes every weight it needs.
 
         Args:
             spec: The model.
             backend: Makes operations and Parameters.
-            weights: Read once, in the order of the layers.
+            reader: Of a folder that is read once, in the order of the layers.
             kv_caches: One pair for each layer.
             max_positions: Longest context of a row, in tokens.
 

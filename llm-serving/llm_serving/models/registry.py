@@ -11,13 +11,13 @@ from llm_serving.errors import ModelError
 from llm_serving.models.base import ModelFamily
 
 MODEL_FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
-    "llama": ("llm_serving.models.llama", "LlamaForCausalLM"),
+    "llama": ("llm_serving.models.llama", "llama"),
 }
-"""Value of `core.model_spec.ARCHITECTURES` -> module, class."""
+"""Value of `core.model_spec.ARCHITECTURES` -> module, function."""
 
 
 def model_family(spec: ModelSpec) -> ModelFamily:
-    """The class that builds networks of this model.
+    """What builds networks of this model.
 
     Raises:
         ModelError: No family of this name; the text lists the known ones.

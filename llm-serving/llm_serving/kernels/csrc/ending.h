@@ -6,7 +6,7 @@
 
 namespace llm {
 
-// Once the layers of the next decoder_layers are nearly done, `frame` is written to the socket; `frame` is copied.
+// Once the layers of the next step are nearly done, `frame` is written to the socket; `frame` is copied.
 void announce_ending(int socket, const char* frame, size_t bytes);
 
 // Follows the layers of one step, and writes what `announce_ending` was given when it is time.

@@ -1,12 +1,9 @@
 // ReshapeAndCache, PagedAttention, and both with what comes before them.
-#include "op_attention.h"
-
 #include <algorithm>
 #include <vector>
 
-#include "call.h"
-#include "kernels.h"
 #include "kv_layout.h"
+#include "parts.h"
 #include "thread_pool.h"
 
 namespace llm {
@@ -211,6 +208,21 @@ int paged_attention(const Call& call, const AttentionParameters& at, float scale
   return 0;
 }
 
+// As check_slots, of `count` rows of tables.
+int check_positions(const Call& call, int positions, size_t tokens, size_t count) {
+  if (!call.is_integer(positions) || call.elements(positions) != tokens) {
+    return call.fail("positions must be int32 or int64, one for each of %zu rows", tokens);
+  }
+  for (size_t token = 0; token < tokens; token++) {
+    const int64_t position = call.integer(positions, token);
+    if (position < 0 || static_cast<size_t>(position) >= count) {
+      return call.fail("positions[%zu] = %lld is outside the %zu rows of cos and sin", token,
+                       static_cast<long long>(position), count);
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -231,6 +243,8 @@ LLM_OPERATOR(PagedAttention) {
 namespace llm {
 
 int attend_to_qkv(const Call& call, const QkvParameters& at) {
+  static OperatorClock clock("Attention");
+  const Timed timed(clock);
   const DType dtype = at.dtype;
   const size_t tokens = call.elements(at.slot_mapping);
   if (!is_float(dtype) || !valid_cache(call, at.key_cache, dtype) || !valid_cache(call, at.value_cache, dtype) ||
@@ -244,10 +258,11 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
   if (head_dim == 0 || width != q_width + 2 * kv_width || width % head_dim != 0 || at.tokens != tokens) {
     return call.fail("qkv must have %zu rows of %zu queries and of %zu keys and values", tokens, q_width, kv_width);
   }
-  if (call.dtype(at.cos) != dtype || call.dtype(at.sin) != dtype || call.elements(at.cos) != tokens * head_dim ||
-      call.elements(at.sin) != tokens * head_dim) {
-    return call.fail("cos and sin must have %zu rows of %zu elements of the type of qkv", tokens, head_dim);
+  if (call.dtype(at.cos) != dtype || call.dtype(at.sin) != dtype || call.rank(at.cos) != 2 ||
+      call.dim(at.cos, 1) != head_dim || call.elements(at.sin) != call.elements(at.cos)) {
+    return call.fail("cos and sin must be tables [positions, %zu] of the type of qkv", head_dim);
   }
+  if (const int status = check_positions(call, at.positions, tokens, call.dim(at.cos, 0))) return status;
   if (const int status = check_slots(call, at.key_cache, at.slot_mapping)) return status;
   const size_t bytes = element_size(dtype, nullptr);
   const char* qkv = static_cast<const char*>(at.qkv);
@@ -255,12 +270,12 @@ int attend_to_qkv(const Call& call, const QkvParameters& at) {
   char* k = q + tokens * q_width * bytes;
   const KvRows rows = {
       k, kv_width, qkv + (q_width + kv_width) * bytes, width, dtype, at.key_cache, at.value_cache, at.slot_mapping};
+  const std::vector<int64_t> positions = integers(call, at.positions);
   auto rotate_and_store = [&](size_t first, size_t last) {
     auto rotate = [&](const char* x, char* y, size_t columns) {
-      auto row = [&](auto* data, size_t row_size) { return data + first * row_size * bytes; };
-      kernels().rotary({row(x, width), width, row(call.data<const char>(at.cos), head_dim),
-                        row(call.data<const char>(at.sin), head_dim), row(y, columns), nullptr, dtype, dtype,
-                        last - first, columns / head_dim, head_dim});
+      kernels().rotary({x + first * width * bytes, width, call.data<void>(at.cos), call.data<void>(at.sin),
+                        y + first * columns * bytes, positions.data() + first, dtype, dtype, last - first,
+                        columns / head_dim, head_dim});
     };
     rotate(qkv, q, q_width);
     rotate(qkv + q_width * bytes, k, kv_width);

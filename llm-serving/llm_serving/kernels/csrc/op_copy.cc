@@ -1,6 +1,5 @@
 // Gather and SplitWithSize: rows moved, nothing computed.
-#include "call.h"
-#include "packed_weights.h"
+#include "parts.h"
 #include "thread_pool.h"
 
 namespace llm {
@@ -18,44 +17,72 @@ void for_copies(size_t count, size_t bytes_each, Body body) {
   parallel_for((count + each - 1) / each, task);
 }
 
+int check_indices(const Call& call, int indices, size_t rows) {
+  if (!call.is_integer(indices)) return call.fail("indices must be int32 or int64");
+  for (size_t i = 0; i < call.elements(indices); i++) {
+    const int64_t index = call.integer(indices, i);
+    if (index < 0 || static_cast<size_t>(index) >= rows) {
+      return call.fail("index %lld is outside the %zu rows of the table", static_cast<long long>(index), rows);
+    }
+  }
+  return 0;
+}
+
+int gather_rows(const Call& call, int table, int indices, char* y) {
+  const size_t rows = call.dim(table, 0);
+  const size_t columns = call.dim(table, 1);
+  const size_t bytes = columns * call.element_bytes(table);
+  if (const int status = check_indices(call, indices, rows)) return status;
+  const char* data = call.data<const char>(table);
+  const PackedWeight weight(data, call.dtype(table), rows, columns);
+  for_copies(call.elements(indices), bytes, [&](size_t i) {
+    const size_t row = static_cast<size_t>(call.integer(indices, i));
+    if (weight.is_packed()) {
+      weight.unpack_row(row, y + i * bytes);
+    } else {
+      std::memcpy(y + i * bytes, data + row * bytes, bytes);
+    }
+  });
+  return 0;
+}
+
 }  // namespace
+
+int look_up(const Call& call, int table, int indices, char* y) {
+  static OperatorClock clock("Gather");
+  const Timed timed(clock);
+  return gather_rows(call, table, indices, y);
+}
+
 }  // namespace llm
 
-// table, indices, axis, batch_dims | y; the table may be a packed weight, whose rows are then unpacked
+// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked
 LLM_OPERATOR(Gather) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
   if (call.integer(3) != 0) return call.fail("batch_dims must be 0");
-  if (!call.is_integer(1)) return call.fail("indices must be int32 or int64");
   const int64_t given = call.integer(2);
   const int axis = static_cast<int>(given < 0 ? given + call.rank(0) : given);
   if (axis < 0 || axis >= call.rank(0)) return call.fail("axis %lld is out of range", static_cast<long long>(given));
   const size_t bytes = call.element_bytes(0);
   if (bytes == 0) return call.fail("the type of the table is not supported");
+  if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4));
   size_t outer = 1;
   size_t inner = bytes;
   for (int i = 0; i < axis; i++) outer *= call.dim(0, i);
   for (int i = axis + 1; i < call.rank(0); i++) inner *= call.dim(0, i);
   const size_t rows = call.dim(0, axis);
-  const size_t count = call.elements(1);
-  for (size_t i = 0; i < count; i++) {
-    const int64_t index = call.integer(1, i);
-    if (index < 0 || static_cast<size_t>(index) >= rows) {
-      return call.fail("index %lld is outside the %zu rows of the table", static_cast<long long>(index), rows);
-    }
-  }
+  if (const int status = check_indices(call, 1, rows)) return status;
   const char* table = call.data<const char>(0);
+  const bool is_matrix = call.rank(0) == 2;
+  if (is_matrix && PackedWeight(table, call.dtype(0), call.dim(0, 0), call.dim(0, 1)).is_packed()) {
+    return call.fail("a packed weight is gathered by rows only");
+  }
   char* y = call.data<char>(4);
-  const PackedWeight weight(table, call.dtype(0), rows, call.rank(0) == 2 ? call.dim(0, 1) : 0);
-  const bool packed = call.rank(0) == 2 && weight.is_packed();
-  if (packed && axis != 0) return call.fail("a packed weight is gathered by rows only");
+  const size_t count = call.elements(1);
   for_copies(outer * count, inner, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(1, i % count));
-    if (packed) {
-      weight.unpack_row(row, y + i * inner);
-    } else {
-      std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
-    }
+    std::memcpy(y + i * inner, table + (i / count * rows + row) * inner, inner);
   });
   return 0;
 }
