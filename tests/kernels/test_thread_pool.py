@@ -1,8 +1,12 @@
 import threading
 
 import numpy as np
+import pytest
 from kernel_calls import call, empty, scalar, typed
 from llm_serving.kernels import library
+
+CHUNK = 1 << 20
+"""Bytes of an item of `llm_read_memory`."""
 
 
 def add(size: int, seed: int) -> None:
@@ -17,6 +21,17 @@ def test_many_short_loops_with_changing_numbers_of_threads() -> None:
         with library.threads_in_use(threads):
             for seed in range(60):
                 add(40_000 + 997 * seed, seed)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_every_item_is_done_once(threads: int) -> None:
+    words = np.random.default_rng(threads).integers(0, 1 << 63, 64 * CHUNK // 8, dtype=np.uint64)
+    for count in (0, 1, 2, 3, 5, 8, 13, 50, 64):
+        expected = np.bitwise_xor.reduce(words[: count * CHUNK // 8 : 8])
+        with library.threads_in_use(threads):
+            for _ in range(5):
+                # A word of each line, by exclusive or: what is read twice is taken out again.
+                assert library.load().llm_read_memory(words.ctypes.data, count * CHUNK, 2) == expected
 
 
 def test_loops_of_two_threads_at_once_do_not_mix() -> None:

@@ -341,11 +341,8 @@ class AttentionTile {
   size_t num_groups_ = 0;
 };
 
-// So many for each thread are enough for the threads to end together.
-constexpr size_t kUnitsOfAllHeads = 4;
-
-// The tiles with the longest contexts come last in a request; `attention` begins with them, so that the threads end
-// together.
+// The tiles of a request with the longest contexts come first, so that the threads end together, all heads of the same
+// positions one after the other, as they lie in a block. Counts them only if `items` is null.
 inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
   const size_t shared = args.num_heads / args.num_kv_heads;
   const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
@@ -354,7 +351,8 @@ inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
   for (size_t request = 0; request < args.batch; request++) {
     const size_t queries = static_cast<size_t>(args.query_lens[request]);
     const size_t before = static_cast<size_t>(args.context_lens[request]) - queries;
-    for (size_t at = 0; at < queries; at += positions) {
+    for (size_t tiles = (queries + positions - 1) / positions; tiles > 0; tiles--) {
+      const size_t at = (tiles - 1) * positions;
       for (size_t head = 0; head < args.num_kv_heads; head++, count++) {
         if (items == nullptr) continue;
         items[count] = {static_cast<uint32_t>(request), static_cast<uint32_t>(head), row + at, before + at,
@@ -370,20 +368,10 @@ inline void attention(const AttentionArgs& args) {
   const size_t count = list_items(args, nullptr);
   auto* items = static_cast<AttentionItem*>(scratch(Scratch::kItems, count * sizeof(AttentionItem) + 1));
   list_items(args, items);
-  // The heads of a block lie behind one another, where the hardware reads ahead: a thread takes all of them.
-  const size_t together = count < kUnitsOfAllHeads * args.num_kv_heads * num_threads() ? 1 : args.num_kv_heads;
-  const size_t units = count / together;
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    auto body = [&](size_t i) {
-      const size_t first = (units - 1 - i) * together;
-      const size_t skipped = num_threads() * together;
-      for (size_t at = first; at < first + together; at++) {
-        const size_t after = first < skipped ? 0 : first - skipped;
-        AttentionTile<Element>(args, items[at], items[at + 1 < first + together ? at + 1 : after]).run();
-      }
-    };
-    parallel_for(units, body);
+    auto body = [&](size_t i) { AttentionTile<Element>(args, items[i], items[i + 1 < count ? i + 1 : i]).run(); };
+    parallel_for(count, body);
   });
 }
 

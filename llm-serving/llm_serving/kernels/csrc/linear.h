@@ -176,7 +176,7 @@ struct UnitPanels {
   size_t index[kMostPanels];         // in the weight
   const Element* data[kMostPanels];  // each of `inputs` inputs
   size_t inputs;
-  // From here to the unit that this thread is likely to take next, as threads take them in turns; 0 if there is none.
+  // From here to the next unit, which this thread is likely to take; 0 if there is none.
   size_t following = 0;
 
   UnitPanels(const LinearArgs& args, const Units& units, size_t unit, size_t all_inputs) : inputs(all_inputs) {
@@ -188,9 +188,8 @@ struct UnitPanels {
       index[p] = p / each * units.all_panels + first + p % each;
       data[p] = whole_panel(args, index[p], inputs, padded + p * kPanelWidth * inputs);
     }
-    const size_t distance = num_threads() * each;
-    const bool whole = (first + distance + each) * kPanelWidth <= args.n / halves(args) && inputs == args.k;
-    if (whole) following = distance * kPanelWidth * inputs;
+    const bool whole = (first + 2 * each) * kPanelWidth <= args.n / halves(args) && inputs == args.k;
+    if (whole) following = each * kPanelWidth * inputs;
   }
 };
 

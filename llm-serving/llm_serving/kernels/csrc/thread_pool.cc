@@ -12,6 +12,7 @@
 #include <mutex>
 #include <new>
 #include <thread>
+#include <vector>
 
 #include "floating_mode.h"
 
@@ -40,8 +41,9 @@ size_t default_threads() {
   return 1;
 }
 
-// Workers enter a loop while it is open and the caller leaves when it is closed and nobody is inside, so a worker that
-// is slow to wake delays nobody.
+// Each thread takes the items of its own share one after the other, so that what it reads and writes lies together, and
+// whoever has done with it half of somebody else's. Workers enter a loop while it is open and the caller leaves when it
+// is closed and nobody is inside, so a worker that is slow to wake delays nobody.
 class Pool {
  public:
   explicit Pool(size_t threads) { resize(threads); }
@@ -50,6 +52,7 @@ class Pool {
 
   void resize(size_t threads) {
     const std::lock_guard<std::mutex> lock(owner_);
+    if (threads > shares_.size()) shares_ = std::vector<Share>(threads);
     for (; started_ + 1 < threads; started_++) std::thread([this, id = started_ + 1] { work(id); }).detach();
     limit_.store(threads, std::memory_order_relaxed);
   }
@@ -62,12 +65,14 @@ class Pool {
     }
     body_ = body;
     context_ = context;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
+    const size_t sharers = threads();
+    for (size_t id = 0; id < sharers; id++) {
+      shares_[id].left.store(range(count * id / sharers, count * (id + 1) / sharers), std::memory_order_relaxed);
+    }
     state_.store(kOpen, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
-    take_items();
+    take_items(0);
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; state_.load(std::memory_order_acquire) != 0; relax()) {
       if (++spins % 4096 == 0) sched_yield();
@@ -75,10 +80,49 @@ class Pool {
   }
 
  private:
-  void take_items() {
+  // What is left to a thread, in one word: items from `first` up to, not including, `last`.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};
+  };
+  static uint64_t range(uint64_t first, uint64_t last) { return first | last << 32; }
+  static uint64_t first(uint64_t left) { return left & UINT32_MAX; }
+  static uint64_t last(uint64_t left) { return left >> 32; }
+
+  void take_items(size_t id) {
     inside_loop = true;
-    for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) body_(context_, i);
+    for (uint64_t item; take(id, item);) body_(context_, item);
     inside_loop = false;
+  }
+
+  bool take(size_t id, uint64_t& item) {
+    do {
+      uint64_t left = shares_[id].left.load(std::memory_order_relaxed);
+      while (first(left) < last(left)) {
+        if (!shares_[id].left.compare_exchange_weak(left, left + 1, std::memory_order_relaxed)) continue;
+        item = first(left);
+        return true;
+      }
+    } while (take_over(id));
+    return false;
+  }
+
+  // Makes the latter half of what is left to the thread with most the share of this one, which has none.
+  bool take_over(size_t id) {
+    for (;;) {
+      std::atomic<uint64_t>* longest = nullptr;
+      uint64_t left = 0;
+      for (size_t other = 0; other < threads(); other++) {
+        const uint64_t its = shares_[other].left.load(std::memory_order_relaxed);
+        if (first(its) >= last(its) || last(its) - first(its) <= last(left) - first(left)) continue;
+        longest = &shares_[other].left;
+        left = its;
+      }
+      if (longest == nullptr) return false;
+      const uint64_t middle = first(left) + (last(left) - first(left)) / 2;
+      if (!longest->compare_exchange_strong(left, range(first(left), middle), std::memory_order_relaxed)) continue;
+      shares_[id].left.store(range(middle, last(left)), std::memory_order_relaxed);
+      return true;
+    }
   }
 
   bool enter() {
@@ -94,7 +138,7 @@ class Pool {
     for (uint32_t seen = 0;;) {
       seen = await_generation(seen);
       if (id >= threads() || !enter()) continue;
-      take_items();
+      take_items(id);
       state_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
@@ -121,8 +165,7 @@ class Pool {
   std::atomic<size_t> limit_{1};
   void (*body_)(void*, size_t) = nullptr;
   void* context_ = nullptr;
-  size_t count_ = 0;
-  alignas(64) std::atomic<size_t> next_{0};
+  std::vector<Share> shares_;
   alignas(64) std::atomic<uint32_t> state_{0};  // kOpen, and the number of workers inside
   alignas(64) std::atomic<uint32_t> generation_{0};
   std::atomic<int> sleepers_{0};
