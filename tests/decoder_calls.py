@@ -213,6 +213,7 @@ def _layer_by_operators(layer: Layer, hidden: Typed, cos: Typed, sin: Typed, ste
 def parameters(decoder: Decoder, step: Step, caches: list[Cache]) -> dict[str, Typed]:
     """Of `decoder`, in its order; those of a layer under their name and, from the second on, its number."""
     given = {
+        "constants": decoder.constants,
         "token_ids": integers(step.token_ids),
         "positions": integers(step.positions),
         "slot_mapping": integers(step.slots),
@@ -220,7 +221,6 @@ def parameters(decoder: Decoder, step: Step, caches: list[Cache]) -> dict[str, T
         "query_lens": integers(step.query_lens),
         "context_lens": integers(step.context_lens),
         "sample_indices": integers(step.samples),
-        "constants": decoder.constants,
     }
     given |= {name: getattr(decoder, name) for name in ("table", "cos", "sin", "gain", "head")}
     for number, (layer, cache) in enumerate(zip(decoder.layers, caches, strict=True)):

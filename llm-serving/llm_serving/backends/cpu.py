@@ -119,22 +119,11 @@ class Decoder(nn.Cell):
         self, dtype: str, num_layers: int, scale: float, eps: float, attention_bias: bool, mlp_bias: bool
     ) -> None:
         super().__init__()
-        self.run = _custom("decoder", "iiiiiii" + "s" + "fffff" + "fffffff" * num_layers, dtype)
+        self.run = _custom("decoder", "s" + "iiiiiii" + "fffff" + "fffffff" * num_layers, dtype)
         self.constants = ms.Tensor(np.array([scale, eps, attention_bias, mlp_bias], dtype=np.float32))
 
-    def construct(
-        self,
-        token_ids: ms.Tensor,
-        positions: ms.Tensor,
-        slot_mapping: ms.Tensor,
-        block_tables: ms.Tensor,
-        query_lens: ms.Tensor,
-        context_lens: ms.Tensor,
-        sample_indices: ms.Tensor,
-        *weights: ms.Tensor,
-    ) -> ms.Tensor:
-        step = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
-        return self.run(*step, self.constants, *weights)
+    def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
+        return self.run(self.constants, *inputs)
 
 
 def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:

@@ -28,6 +28,16 @@ size_t Call::elements(int i) const {
   return product;
 }
 
+int Call::check_within(int i, const char* name, int64_t least, size_t count, const char* of_what) const {
+  for (size_t at = 0, size = elements(i); at < size; at++) {
+    const int64_t value = integer(i, at);
+    if (value < least || value >= static_cast<int64_t>(count)) {
+      return fail("%s[%zu] = %lld is outside the %zu %s", name, at, static_cast<long long>(value), count, of_what);
+    }
+  }
+  return 0;
+}
+
 int Call::fail(const char* format, ...) const {
   const std::lock_guard<std::mutex> lock(error_mutex);
   const int used = std::snprintf(error_text, sizeof(error_text), "%s: ", op_);

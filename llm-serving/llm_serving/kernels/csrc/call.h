@@ -34,6 +34,9 @@ class Call {
   float number(int i) const { return *data<const float>(i); }
   bool is_integer(int i) const { return dtype(i) == DType::kInt32 || dtype(i) == DType::kInt64; }
 
+  // Refuses integers of a parameter below `least` or from `count` on, as `fail` does; its type has been checked.
+  int check_within(int i, const char* name, int64_t least, size_t count, const char* of_what) const;
+
   // Records and logs the reason; returns the non-zero status that MindSpore turns into an error.
   int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 

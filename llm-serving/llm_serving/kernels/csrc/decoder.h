@@ -7,6 +7,7 @@ namespace llm {
 
 // Parameters of the operator, those of each layer behind them; the last is the result.
 enum DecoderParameter {
+  kConstants,
   kTokenIds,
   kPositions,
   kSlotMapping,
@@ -14,7 +15,6 @@ enum DecoderParameter {
   kQueryLens,
   kContextLens,
   kSampleIndices,
-  kConstants,
   kTable,
   kCos,
   kSin,

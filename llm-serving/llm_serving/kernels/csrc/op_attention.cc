@@ -83,15 +83,8 @@ constexpr char kCacheRule[] =
 // What must hold before `store_rows`: a status as operators return it.
 int check_slots(const Call& call, int key_cache, int slots) {
   if (!call.is_integer(slots)) return call.fail("slot_mapping must be int32 or int64");
-  const int64_t count = static_cast<int64_t>(call.dim(key_cache, 0) * call.dim(key_cache, 1));
-  for (size_t token = 0; token < call.elements(slots); token++) {
-    const int64_t slot = call.integer(slots, token);
-    if (slot < -1 || slot >= count) {
-      return call.fail("slot_mapping[%zu] = %lld is outside the %lld slots of the cache", token,
-                       static_cast<long long>(slot), static_cast<long long>(count));
-    }
-  }
-  return 0;
+  return call.check_within(slots, "slot_mapping", -1, call.dim(key_cache, 0) * call.dim(key_cache, 1),
+                           "slots of the cache");
 }
 
 // Stores the tokens from `first` to `last`, at most kTokensPerTask.
@@ -213,14 +206,7 @@ int check_positions(const Call& call, int positions, size_t tokens, size_t count
   if (!call.is_integer(positions) || call.elements(positions) != tokens) {
     return call.fail("positions must be int32 or int64, one for each of %zu rows", tokens);
   }
-  for (size_t token = 0; token < tokens; token++) {
-    const int64_t position = call.integer(positions, token);
-    if (position < 0 || static_cast<size_t>(position) >= count) {
-      return call.fail("positions[%zu] = %lld is outside the %zu rows of cos and sin", token,
-                       static_cast<long long>(position), count);
-    }
-  }
-  return 0;
+  return call.check_within(positions, "positions", 0, count, "rows of cos and sin");
 }
 
 }  // namespace

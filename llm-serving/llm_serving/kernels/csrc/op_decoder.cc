@@ -18,14 +18,9 @@ int check_parameters(const Call& call, size_t num_layers) {
   if (call.dtype(kConstants) != DType::kFloat32 || call.elements(kConstants) != 4) {
     return call.fail("constants must be four of float32");
   }
-  const size_t tokens = call.elements(kTokenIds);
   if (!call.is_integer(kSampleIndices)) return call.fail("sample_indices [S] must be int32 or int64");
-  for (size_t i = 0; i < call.elements(kSampleIndices); i++) {
-    const int64_t index = call.integer(kSampleIndices, i);
-    if (index < 0 || static_cast<size_t>(index) >= tokens) {
-      return call.fail("sample_indices[%zu] = %lld is outside the %zu rows", i, static_cast<long long>(index), tokens);
-    }
-  }
+  const size_t tokens = call.elements(kTokenIds);
+  if (const int status = call.check_within(kSampleIndices, "sample_indices", 0, tokens, "rows")) return status;
   bool are_matrices = call.rank(kHead) == 2;
   for (size_t layer = 0; layer < num_layers; layer++) {
     for (const int weight : {kQkv, kOut, kGateUp, kDown}) {
@@ -44,9 +39,9 @@ int check_parameters(const Call& call, size_t num_layers) {
 }  // namespace
 }  // namespace llm
 
-// token_ids [T], positions [T], slot_mapping [T], block_tables, query_lens, context_lens, sample_indices [S];
-// float32[4]: scale, eps, whether there are biases in attention and in the feed-forward half; table [V, H], cos and sin
-// [positions, head_dim], gain [H] of the last norm, head [V, H]; then for each layer vectors (see DecoderLayer),
+// float32[4]: scale, eps, whether there are biases in attention and in the feed-forward half; token_ids [T],
+// positions [T], slot_mapping [T], block_tables, query_lens, context_lens, sample_indices [S]; table [V, H], cos and
+// sin [positions, head_dim], gain [H] of the last norm, head [V, H]; then for each layer vectors (see DecoderLayer),
 // weights of query-key-value [(num_heads + 2 * num_kv_heads) * head_dim, H], out [H, num_heads * head_dim], gate and up
 // [2 * I, H], down [H, I], key_cache, value_cache | logits [S, V] of the rows that sample. A custom operator; the bits
 // are those of the operators it stands for.
