@@ -1,5 +1,7 @@
+import contextlib
 import socket
 import struct
+import threading
 
 import pytest
 from hypothesis import given
@@ -70,12 +72,46 @@ def test_a_frame_that_announces_too_much_is_refused_before_it_is_read(ends) -> N
         channel.receive()
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa3foo", b"not msgpack at all"])
+def test_a_stranger_may_be_allowed_short_frames_only(ends) -> None:
+    left, channel = ends
+    left.send(struct.pack("<I", 101))
+    with pytest.raises(ProtocolError, match="announces 101 bytes; the limit is 100"):
+        channel.receive(max_bytes=100)
+
+
+HELLO = b"\xa4type\xa5hello"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x81\xa4type\xa3foo",
+        b"not msgpack at all",
+        pytest.param(b"\x82" + HELLO + b"\xa1x" + b"\x91" * 200_000 + b"\xc0", id="lists in lists"),
+        pytest.param(b"\x82" + HELLO + b"\xa1x" + b"\x81\xc0" * 200_000 + b"\xc0", id="maps in maps"),
+        pytest.param(b"\x83" + HELLO + b"\xa5token\xa2\xff\xfe\xa7version\x01", id="no UTF-8"),
+        pytest.param(b"\x82" + HELLO + b"\xa1x\xdd\xff\xff\xff\xff", id="four billion items announced"),
+    ],
+)
 def test_garbage_is_refused(ends, payload: bytes) -> None:
     left, channel = ends
-    left.send(frame(payload))
+    sender = threading.Thread(target=left.sendall, args=(frame(payload),))
+    sender.start()
     with pytest.raises(ProtocolError, match="no known message"):
         channel.receive()
+    sender.join()
+
+
+@given(payload=st.binary(max_size=60))
+def test_whatever_arrives_is_a_message_or_no_known_one(payload: bytes) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(frame(b"\x82" + HELLO + payload))
+        with contextlib.suppress(ProtocolError):
+            Channel(right, MasterMessage).receive()
 
 
 def test_a_message_of_the_other_direction_is_refused(ends) -> None:
