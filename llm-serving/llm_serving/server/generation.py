@@ -65,9 +65,9 @@ class Generation:
     async def aclose(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for stream in self._streams:
+        for stream in self._streams:  # before the first moment at which this may be cancelled itself
             await stream.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOutput | Exception | None]) -> None:

@@ -122,11 +122,12 @@ async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]
     """Runs `work` beside a watch on the connection; the request's body must have been read."""
     task = asyncio.current_task()
     assert task is not None
-    left = False
+    left = ended = False
 
     def break_off(watch: asyncio.Task[None]) -> None:
         nonlocal left
-        if not watch.cancelled():
+        # The loop may have begun to call this when the work ended: then there is nothing to break off any more.
+        if not (ended or watch.cancelled()):
             left = True
             task.cancel()
 
@@ -139,7 +140,7 @@ async def run_until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]
             raise ClientGoneError from None
         raise
     finally:
-        watch.remove_done_callback(break_off)
+        ended = True
         watch.cancel()
 
 
