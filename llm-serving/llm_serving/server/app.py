@@ -50,7 +50,7 @@ class Application:
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._router = Router(routes)
+        self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # tells the router to raise what follows
