@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -187,8 +188,18 @@ def entry(**changes):
         (entry(dtype="I64"), "tensor a must be F32, F16, BF16. Found: 'I64'"),
         (entry(shape=[3]), "tensor a of 12 bytes must lie within"),
         (entry(data_offsets=[8, 16]), "Found: bytes 8 to 16"),
-        (entry(data_offsets=[-8, 0]), "Found: bytes -8 to 0"),
-        (entry(shape=[-1, -2]), "must lie within"),
+        (entry(data_offsets=[-8, 0]), r"integers >= 0. Found: \(2,\), \(-8, 0\)"),
+        (entry(shape=[-1, -2]), r"integers >= 0. Found: \(-1, -2\)"),
+        (entry(shape=["2"]), "integers >= 0"),
+        (entry(shape=[2.0]), "integers >= 0"),
+        (entry(shape=[True, 2]), "integers >= 0"),
+        (entry(shape=[1] * 9 + [2]), "at most 8 lengths"),
+        (entry(shape=[2**62] * 8), "must lie within"),
+        (
+            entry() | {"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+            "tensors a and b must not share bytes",
+        ),
+        ({"b": entry()["a"]} | entry(), "tensors a and b must not share bytes"),
         (entry(shape=None), "is not a safetensors file"),
         ({"a": 3}, "is not a safetensors file"),
         ([], "is not a safetensors file"),
@@ -198,6 +209,32 @@ def test_a_header_that_does_not_fit_its_file_is_an_error(tmp_path, header, messa
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(ModelError, match=message):
+        WeightReader(tmp_path)
+
+
+def test_names_that_stand_twice_are_an_error(tmp_path):
+    tensor = '"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+    text = f"{{{tensor}, {tensor}}}".encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ModelError, match="a name stands twice"):
+        WeightReader(tmp_path)
+    for name in ("model-1", "model-2"):
+        write_safetensors(tmp_path / f"{name}.safetensors", {"b": A})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-2.safetensors: tensor b stands twice, also in .*model-1"):
+        WeightReader(tmp_path)
+
+
+def test_a_header_of_any_depth_is_an_error(tmp_path):
+    text = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ModelError, match="is not a safetensors file"):
+        WeightReader(tmp_path)
+
+
+def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="must be a regular file"):
         WeightReader(tmp_path)
 
 

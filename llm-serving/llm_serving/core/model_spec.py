@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
 
 ARCHITECTURES: Final[Mapping[str, str]] = {"LlamaForCausalLM": "llama"}
@@ -15,6 +16,20 @@ ARCHITECTURES: Final[Mapping[str, str]] = {"LlamaForCausalLM": "llama"}
 ROPE_SCALINGS: Final = ("linear", "llama3")
 CONFIG_NAME: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 2**20
+MAX_TOKEN_IDS: Final = 256
+"""Ids of one kind that a config may list."""
+
+_LARGEST: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "head_dim"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "n_kv_heads"), 4096),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "multiple_of"), 2**20),
+    "vocab_size": 2**24,
+    "ffn_dim_multiplier": 1024,
+    "rms_norm_eps": 1,
+}
+"""Key of a config -> its largest value: several times that of any model, and small enough to count up to."""
+_LARGEST_INTEGER: Final = 2**31 - 1
+_LARGEST_NUMBER: Final = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +130,12 @@ class ModelSpec:
         path = folder / CONFIG_NAME
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
+        if not path.exists():
+            raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: is it in Hugging Face form?")
+        content = read_regular(path, MAX_CONFIG_BYTES)
         try:
-            if path.stat().st_size > MAX_CONFIG_BYTES:
-                raise ModelError(f"{path}: must be at most {MAX_CONFIG_BYTES} bytes")
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: is it in Hugging Face form?") from None
-        except (OSError, ValueError, RecursionError) as error:
+            config = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
@@ -199,6 +213,9 @@ class ModelSpec:
                 f"{where}: `num_attention_heads` {self.num_attention_heads} must be a multiple of "
                 f"`num_key_value_heads` {self.num_key_value_heads}"
             )
+        if self.intermediate_size > _LARGEST["intermediate_size"]:
+            rule = f"must be <= {_LARGEST['intermediate_size']}"
+            raise ModelError(f"{where}: `intermediate_size` {rule}. Given: {self.intermediate_size}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(f"{where}: `head_dim` must be even for rotary embeddings. Given: {self.head_dim}")
         for token_id in (self.bos_token_id, *self.eos_token_ids, self.pad_token_id):
@@ -220,10 +237,10 @@ class _Facts:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-            raise self._fail(key, "must be an integer >= 1")
-        if value == 0 and default != 0:
-            raise self._fail(key, "must be an integer >= 1")
+        largest = _LARGEST.get(key, _LARGEST_INTEGER)
+        least = 0 if default == 0 else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+            raise self._fail(key, f"must be an integer >= 1{_upper(key)}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -234,8 +251,9 @@ class _Facts:
                 value = float(value)
             except ValueError:
                 raise self._fail(key, "must be a number > 0") from None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self._fail(key, "must be a number > 0")
+        largest = _LARGEST.get(key, _LARGEST_NUMBER)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= largest:
+            raise self._fail(key, f"must be a number > 0{_upper(key)}")
         return float(value)
 
     def boolean(self, key: str) -> bool:
@@ -250,7 +268,13 @@ class _Facts:
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             raise self._fail(key, "must be a token id or a list of them")
+        if len(items) > MAX_TOKEN_IDS:
+            raise self._fail(key, f"must be at most {MAX_TOKEN_IDS} token ids")
         return tuple(item for item in items if item >= 0)
+
+
+def _upper(key: str) -> str:
+    return f" and <= {_LARGEST[key]}" if key in _LARGEST else ""
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:

@@ -81,10 +81,10 @@ class Tokenizer:
             folder, vocab_file = vocab_file, None
         if vocab_file is None:
             candidates = [folder / TOKENIZERS_FILE, folder / SENTENCEPIECE_FILE]
-            vocab_file = next((path for path in candidates if path.is_file()), None)
+            vocab_file = next((path for path in candidates if path.exists()), None)
             if vocab_file is None:
                 raise ModelError(f"{folder}: has neither {TOKENIZERS_FILE} nor {SENTENCEPIECE_FILE}")
-        elif not vocab_file.is_file():
+        elif not vocab_file.exists():
             raise ModelError(f"tokenizer file {vocab_file} does not exist")
         config = _read_json(folder / "tokenizer_config.json")
         vocabulary: Vocabulary
@@ -95,7 +95,7 @@ class Tokenizer:
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         more_eos = [item for item in (eos if isinstance(eos, list) else [eos]) if isinstance(item, int) and item >= 0]
         template_file = folder / "chat_template.jinja"
-        template = read_limited(template_file).decode("utf-8", "replace") if template_file.is_file() else None
+        template = read_limited(template_file).decode("utf-8", "replace") if template_file.exists() else None
         return cls(vocabulary, config, more_eos, template)
 
     @property
@@ -191,7 +191,7 @@ def _complete_text(data: bytes) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         content = json.loads(read_limited(path))

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as TokenizersTokenizer
 
+from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
 
 SPACE_SYMBOL: Final = "▁"
@@ -57,8 +58,9 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, path: Path, added_tokens: Mapping[int, AddedToken]) -> None:
+        data = read_limited(path)
         try:
-            self._processor = SentencePieceProcessor(model_file=str(path))
+            self._processor = SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
             raise ModelError(f"{path}: is not a sentencepiece model: {error}") from None
         processor, count = self._processor, self._processor.vocab_size()
@@ -159,12 +161,7 @@ def read_limited(path: Path) -> bytes:
     Raises:
         ModelError: It cannot be read or is too large.
     """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    return read_regular(path, MAX_FILE_BYTES)
 
 
 def _decoder_steps(decoder: Any, path: Path) -> list[dict[str, Any]]:

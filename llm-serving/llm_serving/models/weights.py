@@ -7,8 +7,10 @@ Nothing of the folder is executed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import re
 import weakref
 from collections.abc import Iterable, Mapping
@@ -19,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.core.files import open_regular, read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
@@ -28,7 +31,9 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 
 # bfloat16 travels as its bits: NumPy has no such type.
 _NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-_MAX_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 32 * 2**20
+_MAX_INDEX_BYTES: Final = 64 * 2**20
+_MAX_DIMENSIONS: Final = 8
 
 # Below this, reading ahead saves less than a thread costs.
 _LEAST_READ_AHEAD: Final = 1 << 26
@@ -79,8 +84,11 @@ class WeightReader:
         self._folder = folder
         self._tensors: dict[str, _StoredTensor] = {}
         for file in _weight_files(folder):
-            for name, tensor in _read_header(file).items():
-                self._tensors[_hugging_face_name(name)] = tensor
+            for stored_name, tensor in _read_header(file).items():
+                name = _hugging_face_name(stored_name)
+                if name in self._tensors:
+                    raise ModelError(f"{file}: tensor {name} stands twice, also in {self._tensors[name].file}")
+                self._tensors[name] = tensor
         self._left = {name for name in self._tensors if not _IGNORED.search(name)}
         self._read_ahead: ReadAhead | None = None
 
@@ -169,17 +177,18 @@ def to_float32(array: Array) -> NDArray[np.float32]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
-    if index.is_file():
+    if index.exists():
+        content = read_regular(index, _MAX_INDEX_BYTES)
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = json.loads(content.decode())["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
         for name in names:
             # The index comes with the weights: it may name its neighbours only.
             if not isinstance(name, str) or Path(name).name != name:
                 raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
-            if not (folder / name).is_file():
+            if not (folder / name).exists():
                 raise ModelError(f"{folder}: {name} is missing; {INDEX_NAME} names it")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
@@ -191,33 +200,53 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, _StoredTensor]:
-    """Name -> tensor of one file, every extent checked against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    """Name -> tensor of one file; every extent lies in the file and is no other tensor's."""
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         header_bytes = int.from_bytes(stream.read(8), "little")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file} is not a safetensors file or is cut short: header of {header_bytes} bytes")
-        try:
-            header = json.loads(stream.read(header_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            return {name: _stored_tensor(file, name, entry, 8 + header_bytes, size) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
+        content = stream.read(header_bytes)
+    try:
+        header = json.loads(content, object_pairs_hook=_distinct)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _stored_tensor(file, name, entry, 8 + header_bytes, size) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
+    _check_apart(file, tensors)
+    return tensors
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; two readers of one that has a name twice may see two models."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _stored_tensor(file: Path, name: str, entry: dict[str, Any], data_start: int, file_size: int) -> _StoredTensor:
-    dtype, shape = entry["dtype"], tuple(int(length) for length in entry["shape"])
-    start, end = (int(offset) for offset in entry["data_offsets"])
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in _NUMPY_DTYPES:
         raise ModelError(f"{file}: tensor {name} must be {', '.join(_NUMPY_DTYPES)}. Found: {shorten(dtype)}")
+    if len(shape) > _MAX_DIMENSIONS or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        rule = f"must have at most {_MAX_DIMENSIONS} lengths and two offsets, integers >= 0"
+        raise ModelError(f"{file}: tensor {name} {rule}. Found: {shorten(shape)}, {shorten((start, end))}")
     tensor = _StoredTensor(file, dtype, shape, data_start + start)
     num_bytes = tensor.num_bytes
-    if min(shape, default=0) < 0 or start < 0 or end - start != num_bytes or data_start + end > file_size:
+    if end - start != num_bytes or data_start + end > file_size:
         raise ModelError(
-            f"{file}: tensor {name} of {num_bytes} bytes must lie within the file of {file_size}. "
-            f"Found: bytes {start} to {end} of the data"
+            f"{file}: tensor {name} of {shorten(num_bytes)} bytes must lie within the file of {file_size}. "
+            f"Found: bytes {shorten(start)} to {shorten(end)} of the data"
         )
     return tensor
+
+
+def _check_apart(file: Path, tensors: Mapping[str, _StoredTensor]) -> None:
+    ordered = sorted(((each.start, each.num_bytes, name) for name, each in tensors.items() if each.num_bytes))
+    for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(ordered):
+        if next_start < start + num_bytes:
+            raise ModelError(f"{file}: tensors {name} and {next_name} must not share bytes")
 
 
 def _hugging_face_name(name: str) -> str:

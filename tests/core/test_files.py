@@ -1,0 +1,46 @@
+"""Files of folders that somebody else made."""
+
+import os
+
+import pytest
+from fakes import DEMO_FOLDER
+from llm_serving.core.files import read_regular
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import ModelError
+
+DEMO_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json")
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def folder(path):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [pipe, device, folder])
+@pytest.mark.parametrize("name", [*DEMO_FILES, "chat_template.jinja"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, name, make):
+    for each in DEMO_FILES:
+        if each != name and (DEMO_FOLDER / each).exists():
+            (tmp_path / each).symlink_to(DEMO_FOLDER / each)  # as the cache of Hugging Face has them
+    make(tmp_path / name)
+    with pytest.raises(ModelError, match=f"{name}: must be a regular file"):
+        ModelSpec.from_folder(tmp_path)
+        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, tmp_path / name)  # the one that the folder does not need
+
+
+def test_a_file_that_is_longer_than_it_said_is_read_to_the_limit_only(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    assert read_regular(tmp_path / "file", 100) == b"x" * 100
+    with pytest.raises(ModelError, match="must be at most 99 bytes"):
+        read_regular(tmp_path / "file", 99)
+    with pytest.raises(ModelError, match="none: cannot be read: No such file"):
+        read_regular(tmp_path / "none", 99)
