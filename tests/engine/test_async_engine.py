@@ -17,7 +17,7 @@ from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.errors import CapacityError, ContextLengthError, RequestError, UnavailableError, WorkerDiedError
 from word_tokenizer import WordTokenizer
 
@@ -160,6 +160,7 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
             while engine.health().detail == "ready":
                 await asyncio.sleep(0)
             assert engine.health().ready and "killed" in engine.health().detail
+            assert setup.metrics.replicas() == ReplicaCounts(2, 1)
             assert await token_ids(engine.generate([9], GREEDY, request_id="after")) == expected_output([9], 4)
 
     asyncio.run(run())

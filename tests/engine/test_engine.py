@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 from engine_harness import Harness
-from factories import create_request
+from factories import create_classes, create_request
 from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import WorkerDiedError
+from llm_serving.scheduler import PreemptionMode
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -126,6 +127,28 @@ def test_abort_is_legal_at_every_moment(steps: int) -> None:
     harness.run()
     assert harness.last(request.request_id).finish_reason is FinishReason.ABORT
     assert harness.token_ids(other.request_id) == expected_output(other.prompt_token_ids, 6)
+
+
+def test_metrics_show_what_was_swapped_and_what_waits_in_host_memory() -> None:
+    swap = PreemptionMode.SWAP
+    harness = Harness(num_blocks=7, num_swap_blocks=16, preemption_mode=swap, classes=create_classes())
+    harness.engine.submit(create_request(8, request_id="low", priority=1, max_tokens=10))
+    for _ in range(4):
+        harness.engine.step()
+    harness.engine.submit(create_request(16, request_id="high", priority=-1, max_tokens=4))
+    waited: list[float] = []
+    while harness.engine.step():
+        waited.append(swaps_of(harness)["vllm:num_requests_swapped"])
+    values = swaps_of(harness)
+    assert max(waited) == 1
+    assert values["llm_serving:swapped_out_requests_total"] == 1
+    assert values["llm_serving:swapped_out_blocks_total"] == values["llm_serving:swapped_in_blocks_total"] > 0
+    assert (values["vllm:num_requests_swapped"], values["llm_serving:swap_blocks_used"]) == (0, 0)
+    assert values["llm_serving:swap_blocks"] == 16
+
+
+def swaps_of(harness: Harness) -> dict[str, float]:
+    return {sample.name: sample.value for metric in harness.metrics.swaps.collect() for sample in metric.samples}
 
 
 def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:

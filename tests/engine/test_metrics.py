@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 
+from llm_serving import __version__
 from llm_serving.core.request import FinishReason
+from llm_serving.core.step import BlockMove, Move
 from llm_serving.engine.histogram import Histogram
-from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.metrics import Metrics, ReplicaCounts
+from llm_serving.engine.swap_metrics import SwapLoad
+from llm_serving.scheduler.wait_reason import Preemption
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -34,6 +38,13 @@ def test_names_that_dashboards_read_are_there_from_the_start():
         "vllm:request_time_per_output_token_seconds_sum",
         "vllm:e2e_request_latency_seconds_bucket",
         "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_prefill_time_seconds_bucket",
+        "vllm:request_decode_time_seconds_bucket",
+        "vllm:request_inference_time_seconds_bucket",
+        "vllm:request_prompt_tokens_bucket",
+        "vllm:request_generation_tokens_bucket",
+        "vllm:num_requests_swapped",
+        "process_start_time_seconds",
         "vllm:request_success_total",
         "vllm:prefix_cache_queries_total",
         "vllm:prefix_cache_hits_total",
@@ -95,6 +106,68 @@ def test_tokens_and_times_of_a_request():
     assert values[("vllm:inter_token_latency_seconds_count",)] == 4
     assert round(values[("vllm:request_time_per_output_token_seconds_sum",)], 9) == 0.1
     assert values[("vllm:request_queue_time_seconds_sum",)] == 0.05
+
+
+def test_lengths_and_phases_of_a_request():
+    metrics = Metrics()
+    metrics.finished(
+        FinishReason.STOP, e2e_s=0.7, ttft_s=0.25, num_prompt=30, num_output=3, queued_s=0.05, decode_s=0.4
+    )
+    values = scrape(metrics)
+    assert values[("vllm:request_prompt_tokens_bucket", "20.0")] == 0
+    assert values[("vllm:request_prompt_tokens_bucket", "50.0")] == 1
+    assert values[("vllm:request_generation_tokens_sum",)] == 3
+    phases = {name: values[(f"vllm:request_{name}_time_seconds_sum",)] for name in ("prefill", "decode", "inference")}
+    assert {name: round(seconds, 9) for name, seconds in phases.items()} == {
+        "prefill": 0.2,
+        "decode": 0.4,
+        "inference": 0.6,
+    }
+
+
+def test_a_request_without_a_token_has_lengths_and_no_phases():
+    metrics = Metrics()
+    metrics.finished(FinishReason.ABORT, e2e_s=0.7, ttft_s=None, num_prompt=30, num_output=0, queued_s=0.7)
+    values = scrape(metrics)
+    assert values[("vllm:request_generation_tokens_bucket", "1.0")] == 1
+    assert values[("vllm:request_prefill_time_seconds_count",)] == 0
+    assert values[("vllm:request_decode_time_seconds_count",)] == 0
+
+
+def test_the_build_and_the_replicas_are_shown():
+    metrics = Metrics()
+    metrics.replicas = lambda: ReplicaCounts(3, 2)
+    values = scrape(metrics)
+    assert values["llm_serving:build_info", __version__] == 1
+    assert values[("llm_serving:replicas",)] == 3
+    assert values[("llm_serving:replicas_ready",)] == 2
+
+
+def test_http_requests_stand_under_route_and_status():
+    metrics = Metrics()
+    for status in (200, 200, 429):
+        metrics.http.answered("POST", "/v1/completions", status)
+    values = scrape(metrics)
+    assert values["llm_serving:http_requests_total", "/v1/completions", "200", "POST"] == 2
+    assert values["llm_serving:http_requests_total", "/v1/completions", "429", "POST"] == 1
+
+
+def test_swaps_are_counted_and_what_waits_is_summed_over_replicas():
+    metrics = Metrics()
+    out = [Move(BlockMove.SWAP_OUT, source, 0, 0, 0, 1) for source in (4, 5)]
+    back = Move(BlockMove.SWAP_IN, 0, 6, 0, 0, 1)
+    copy = Move(BlockMove.COPY, 1, 2, 0, 0, 1)
+    metrics.swaps.scheduled([*out, copy], [Preemption("a", "standard", True), Preemption("b", "standard", False)])
+    metrics.swaps.scheduled([back], [])
+    metrics.swaps.watch(0, lambda: SwapLoad(1, 2, 8))
+    metrics.swaps.watch(1, lambda: SwapLoad(2, 3, 8))
+    values = scrape(metrics)
+    assert values[("llm_serving:swapped_out_requests_total",)] == 1
+    assert values[("llm_serving:swapped_out_blocks_total",)] == 2
+    assert values[("llm_serving:swapped_in_blocks_total",)] == 1
+    assert values[("vllm:num_requests_swapped",)] == 3
+    assert values[("llm_serving:swap_blocks_used",)] == 5
+    assert values[("llm_serving:swap_blocks",)] == 16
 
 
 def test_a_request_with_one_token_has_no_time_per_output_token():

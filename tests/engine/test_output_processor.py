@@ -145,3 +145,20 @@ def test_the_time_in_the_queue_is_that_until_the_first_step(processor):
     assert processor.piece(request).queued_s == 0.0
     request.first_scheduled_time = 12.5
     assert processor.piece(request).queued_s == 2.5
+
+
+def test_the_phases_of_a_request_reach_the_metrics():
+    ticks, metrics = count(), Metrics()
+    processor = OutputProcessor(WordTokenizer(), metrics, Journal(), lambda: float(next(ticks)))
+    request = start(processor, num_prompt_tokens=3, arrival_time=-10.0)
+    request.first_scheduled_time = -4.0
+    for token_id in (5, 6):  # at 0 and 1
+        take(processor, request, token_id)
+    take(processor, request, 7, FinishReason.LENGTH)  # at 2
+    processor.piece(request)
+    samples = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
+    seconds = [
+        samples[f"vllm:request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode", "inference")
+    ]
+    assert seconds == [6.0, 4.0, 2.0, 6.0]
+    assert (samples["vllm:request_prompt_tokens_sum"], samples["vllm:request_generation_tokens_sum"]) == (3, 3)

@@ -26,7 +26,7 @@ from llm_serving.engine.class_metrics import ClassLoad
 from llm_serving.engine.door import Door
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.explanation import Explanation, answers_to, explain
-from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
@@ -118,6 +118,7 @@ class AsyncEngine:
         self._room = WaitingRoom(config)
         self._door = Door(config, self._room, metrics.classes)
         metrics.classes.load = self._class_load
+        metrics.replicas = self._replica_counts
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
         self._counter = itertools.count()
         self._progress = "starting"
@@ -325,6 +326,10 @@ class AsyncEngine:
     def _class_load(self, name: str) -> ClassLoad:
         load = self._room.class_load(name)
         return ClassLoad(load.num_waiting, load.num_running)
+
+    def _replica_counts(self) -> ReplicaCounts:
+        ready = [engine for engine in self._living().values() if engine.restarting is None]
+        return ReplicaCounts(len(self.config.serving.agent_ports), len(ready))
 
     def _abort(self, request_id: str) -> None:
         engine = self._owners.get(request_id)

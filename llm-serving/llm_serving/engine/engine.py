@@ -24,6 +24,7 @@ from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.recovery import Recovery
 from llm_serving.engine.step_builder import StepBuilder
+from llm_serving.engine.swap_metrics import SwapLoad
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.log import get_logger
@@ -91,6 +92,7 @@ class Engine:
         self._outputs: list[RequestOutput] = []
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        metrics.swaps.watch(index, self._swap_load)
 
     # --- from any thread --------------------------------------------------------------------------------------------
 
@@ -226,6 +228,7 @@ class Engine:
             self._metrics.preempted(len(schedule.preempted))
             for request in schedule.preempted:
                 self._metrics.classes.preempted(request.priority)
+        self._metrics.swaps.scheduled(schedule.block_moves, schedule.preemptions)
         if schedule.num_bound_violations:
             self._metrics.bound_violated(schedule.num_bound_violations)
 
@@ -235,6 +238,10 @@ class Engine:
     def _load(self) -> tuple[int, int, float]:
         """Requests running and waiting, and the used share of the cache."""
         return len(self.scheduler.running), self.scheduler.num_waiting, self.scheduler.blocks.usage
+
+    def _swap_load(self) -> SwapLoad:
+        blocks = self.scheduler.blocks
+        return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
         """Turns the step's tokens into pieces of text; a stop string found there ends its request."""

@@ -15,6 +15,9 @@ LATENCY_BUCKETS: Final = (
 """Seconds."""
 TOKEN_BUCKETS: Final = tuple(2.0**power for power in range(15))
 
+LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""Tokens of a request, up to half a million."""
+
 
 class Histogram:
     """Counts per bucket; observing costs a bisection and two additions."""

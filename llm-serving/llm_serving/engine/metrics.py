@@ -10,16 +10,25 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.engine.class_metrics import ClassMetrics
-from llm_serving.engine.histogram import LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
+from llm_serving.engine.histogram import LATENCY_BUCKETS, LENGTH_BUCKETS, TOKEN_BUCKETS, Histogram
+from llm_serving.engine.http_metrics import HttpMetrics
+from llm_serving.engine.swap_metrics import SwapMetrics
 
 
 class _Load(NamedTuple):
     num_running: int
     num_waiting: int
     kv_usage: float
+
+
+class ReplicaCounts(NamedTuple):
+    num_replicas: int
+    num_ready: int
+    """Those that serve at this moment."""
 
 
 class Metrics(Collector):
@@ -35,6 +44,10 @@ class Metrics(Collector):
     def __init__(self, model_name: str = "model", classes: Sequence[RequestClass] = DEFAULT_CLASSES) -> None:
         self._labels = {"model_name": model_name}
         self.classes = ClassMetrics(self._labels, classes)
+        self.swaps = SwapMetrics(self._labels)
+        self.http = HttpMetrics(self._labels)
+        self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
+        """Asked when the numbers are read."""
         self._lock = Lock()
         self._loads: dict[int, _Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
@@ -94,6 +107,7 @@ class Metrics(Collector):
         num_prompt: int,
         num_output: int,
         queued_s: float,
+        decode_s: float | None = None,
     ) -> None:
         """A request ended.
 
@@ -104,15 +118,23 @@ class Metrics(Collector):
             num_prompt: Tokens of its prompt.
             num_output: Tokens generated.
             queued_s: Seconds from its arrival to being scheduled for the first time.
+            decode_s: Seconds from its first token to its newest; None when it got none.
         """
+        histograms = self._histograms
         with self._lock:
             self._finished[FinishReason(reason)] += 1
             self._counts["vllm:prompt_tokens_total"] += num_prompt
-            self._histograms["vllm:e2e_request_latency_seconds"].observe(e2e_s)
-            self._histograms["vllm:request_queue_time_seconds"].observe(queued_s)
+            histograms["vllm:e2e_request_latency_seconds"].observe(e2e_s)
+            histograms["vllm:request_queue_time_seconds"].observe(queued_s)
+            histograms["vllm:request_prompt_tokens"].observe(num_prompt)
+            histograms["vllm:request_generation_tokens"].observe(num_output)
+            if ttft_s is not None and decode_s is not None:
+                histograms["vllm:request_prefill_time_seconds"].observe(ttft_s - queued_s)
+                histograms["vllm:request_decode_time_seconds"].observe(decode_s)
+                histograms["vllm:request_inference_time_seconds"].observe(ttft_s - queued_s + decode_s)
             if ttft_s is not None and num_output > 1:
                 per_token = (e2e_s - ttft_s) / (num_output - 1)
-                self._histograms["vllm:request_time_per_output_token_seconds"].observe(per_token)
+                histograms["vllm:request_time_per_output_token_seconds"].observe(per_token)
 
     def preempted(self, n: int = 1) -> None:
         self._add("vllm:num_preemptions_total", n)
@@ -143,18 +165,23 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
-        loads = list(self._loads.values())
+        loads, replicas = list(self._loads.values()), self.replicas()
         num_running, num_waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
         usage = sum(load.kv_usage for load in loads) / max(len(loads), 1)
         gauges = {
             "vllm:num_requests_running": ("Requests that are running.", num_running),
             "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", num_waiting),
             "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", usage),
+            "llm_serving:replicas": ("WorkAgents that are configured, each a replica of the model.", replicas[0]),
+            "llm_serving:replicas_ready": ("WorkAgents that serve.", replicas[1]),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=names)
             gauge.add_metric(values, value)
             yield gauge
+        build = GaugeMetricFamily("llm_serving:build_info", "1; the labels tell what runs.", labels=[*names, "version"])
+        build.add_metric([*values, __version__], 1)
+        yield build
         compiled = GaugeMetricFamily(
             "llm_serving:graph_compilations",
             "Graphs a WorkAgent had compiled by its latest step; more than its warm-up's mean that steps waited.",
@@ -176,6 +203,8 @@ class Metrics(Collector):
         for name, histogram in self._histograms.items():
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
         yield from self.classes.collect()
+        yield from self.swaps.collect()
+        yield from self.http.collect()
 
 
 _COUNTERS: Final = {
@@ -197,4 +226,9 @@ _HISTOGRAMS: Final = {
     "vllm:request_time_per_output_token_seconds": ("Mean gap between the tokens of a request.", LATENCY_BUCKETS),
     "vllm:e2e_request_latency_seconds": ("From arrival to the end of a request.", LATENCY_BUCKETS),
     "vllm:request_queue_time_seconds": ("From arrival to being scheduled first.", LATENCY_BUCKETS),
+    "vllm:request_prefill_time_seconds": ("From being scheduled first to the first token.", LATENCY_BUCKETS),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", LATENCY_BUCKETS),
+    "vllm:request_inference_time_seconds": ("From being scheduled first to the last token.", LATENCY_BUCKETS),
+    "vllm:request_prompt_tokens": ("Tokens of the prompt.", LENGTH_BUCKETS),
+    "vllm:request_generation_tokens": ("Tokens generated for a request.", LENGTH_BUCKETS),
 }

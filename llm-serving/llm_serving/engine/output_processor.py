@@ -156,4 +156,5 @@ class OutputProcessor:
             num_prompt=request.num_prompt_tokens,
             num_output=num_output,
             queued_s=scheduled - request.arrival_time,
+            decode_s=None if state.first_token_time is None else state.last_token_time - state.first_token_time,
         )

@@ -63,6 +63,11 @@ class BlockManager:
         return len(self._tables.get(request_id, ()))
 
     @property
+    def num_swapped_requests(self) -> int:
+        """Requests that wait in the host pool."""
+        return len(self._host_tables)
+
+    @property
     def tables(self) -> Mapping[str, BlockTable]:
         """The table of each request that has blocks; for those who look at all of them."""
         return self._tables

@@ -1,0 +1,34 @@
+"""HTTP requests by route and status."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+
+class HttpMetrics:
+    """Counted on the event loop.
+
+    Args:
+        labels: Of every metric; `method`, `route` and `status` are added.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+
+    def answered(self, method: str, route: str, status: int) -> None:
+        """A request was answered. Method and route are out of small sets: a client must not invent series."""
+        self._counts[method, route, status] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        counter = CounterMetricFamily(
+            "llm_serving:http_requests_total",
+            "HTTP requests that were answered, or whose client left before (status 499).",
+            labels=[*self._labels, "method", "route", "status"],
+        )
+        for (method, route, status), count in self._counts.copy().items():
+            counter.add_metric([*self._labels.values(), method, route, str(status)], count)
+        yield counter
