@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,11 +89,7 @@ def _within_limit(config: ServingConfig) -> list[Figure]:
 
 @contextmanager
 def started(config: ServingConfig) -> Iterator[WorkAgentProcess]:
-    """A WorkAgent on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = replace(config, serving=replace(config.serving, agent_ports=(port,)))
+    """A WorkAgent by itself."""
     last, start = "", time.perf_counter()
 
     def on_progress(text: str) -> None:

@@ -15,7 +15,6 @@ from llm_serving.engine.supervised_executor import SupervisedExecutor
 from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
-from server_process import free_ports
 
 MAX_STEPS = 5000
 
@@ -25,8 +24,7 @@ class RealReplica:
 
     def __init__(self, *settings: str) -> None:
         """`settings` are overrides such as "pa_config.num_blocks=36"."""
-        ports = f"serving_config.agent_ports={free_ports(1)}"
-        self.config = load_config(None, [ports, "serving_config.audit_every=0", *settings], Path("demo"))
+        self.config = load_config(None, ["serving_config.audit_every=0", *settings], Path("demo"))
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
         self.agents: list[WorkAgentProcess] = []
         """All that were started, the living one last."""

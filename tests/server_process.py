@@ -70,8 +70,8 @@ class Server:
 
 
 def start_server(*arguments: str, num_agents: int = 1) -> Server:
-    port, *agent_ports = free_ports(1 + num_agents)
-    ports = f"serving_config.agent_ports={agent_ports}"
+    (port,) = free_ports(1)
+    ports = f"serving_config.agent_ports={list(range(16002, 16002 + num_agents))}"
     result = run_script("start.sh", "--port", str(port), "--set", ports, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "start.sh prints a line to paste"

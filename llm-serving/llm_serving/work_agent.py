@@ -6,8 +6,6 @@ Started by the master with `python -m llm_serving.work_agent`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hmac
 import os
 import socket
 import sys
@@ -41,9 +39,8 @@ logger = get_logger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     configure_logging(args.log_level, f"work_agent {args.index}")
-    token = sys.stdin.readline().strip()
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
-    channel = _accept(socket.socket(fileno=args.listen_fd), token)
+    channel: Channel[MasterMessage] = Channel(socket.socket(fileno=args.socket_fd), MasterMessage)  # type: ignore[arg-type]
     try:
         serve(channel, args.memory_fd)
     except ChannelClosedError:
@@ -55,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
-    """Loads the model that the master names, then answers its steps until it says Shutdown."""
+    """Greets the master, loads the model that it names, then answers its steps until it says Shutdown."""
+    hello = channel.receive()
+    if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
+        channel.send(Failed(f"expected Hello of version {PROTOCOL_VERSION}, got {str(hello)[:100]}"))
+        return
+    channel.send(Welcome(PROTOCOL_VERSION, os.getpid()))
     settings = channel.receive()
     if not isinstance(settings, LoadModel):
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
@@ -96,21 +98,6 @@ def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:
         yield message
 
 
-def _accept(listener: socket.socket, token: str) -> Channel[MasterMessage]:
-    """Waits for the master. Whoever connects without its token is turned away; with it, nobody else gets in."""
-    with listener:
-        while True:
-            connection, _ = listener.accept()
-            channel: Channel[MasterMessage] = Channel(connection, MasterMessage)  # type: ignore[arg-type]
-            with contextlib.suppress(TransportError):
-                hello = channel.receive(timeout_s=5.0)
-                if isinstance(hello, Hello) and hmac.compare_digest(hello.token.encode(), token.encode()):
-                    channel.send(Welcome(PROTOCOL_VERSION, os.getpid()))
-                    return channel
-                channel.send(Failed("this WorkAgent belongs to another master"))
-            channel.close()
-
-
 def _end_with_the_master() -> None:
     """Standard input is a pipe from the master: its end means that the master is gone, even by SIGKILL."""
     while sys.stdin.read(1):
@@ -121,7 +108,7 @@ def _end_with_the_master() -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m llm_serving.work_agent", description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="index of this WorkAgent, for its log lines")
-    parser.add_argument("--listen-fd", type=int, required=True, help="listening socket inherited from the master")
+    parser.add_argument("--socket-fd", type=int, required=True, help="socket to the master, inherited from it")
     parser.add_argument("--memory-fd", type=int, required=True, help="memory file of the step buffers, inherited too")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)

@@ -25,8 +25,8 @@ def serving(model: str, overrides: Sequence[str]) -> Iterator[HttpClient]:
     Raises:
         ServerError: It did not become ready.
     """
-    port, agent_port = _free_ports(2)
-    settings = [f"model_config.model_path={model}", f"serving_config.agent_ports=[{agent_port}]", *overrides]
+    port = _free_port()
+    settings = [f"model_config.model_path={model}", *overrides]
     options = [part for setting in settings for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="llm-serving-experiment-") as run_dir:
         try:
@@ -46,14 +46,10 @@ def _script(run_dir: str, name: str, *arguments: str) -> None:
         raise ServerError(f"{name} failed:\n{result.stdout}{result.stderr}")
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
+def _free_port() -> int:
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+        return int(probe.getsockname()[1])
 
 
 async def read_counters(http: HttpClient) -> dict[str, float]:

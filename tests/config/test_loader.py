@@ -191,7 +191,6 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ("pa_config: 7\n", 1, "must be a mapping of keys to values. Given: 7"),
         ("serving_config:\n    agent_ports: [1, 1]\n", 2, "each >= 1 and <= 65535. Given: [1, 1]"),
         ("serving_config:\n    agent_ports: []\n", 2, "`serving_config.agent_ports` must be"),
-        ("serving_config:\n    server_port: 16002\n", 2, "must differ from agent_ports [16002]. Given: 16002"),
         ("model_config:\n    model_dtype: int4\n", 2, "must be one of bfloat16, float16, float32. Given: 'int4'"),
         ("model_config:\n    batch_waiting_time: .nan\n", 2, "must be a number of seconds between 0 and 3600"),
         ("model_config:\n    batch_waiting_time: -1\n", 2, "Given: -1"),

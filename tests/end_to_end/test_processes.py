@@ -78,17 +78,6 @@ def test_started_twice_and_port_in_use() -> None:
         server.stop()
 
 
-def test_an_agent_port_in_use_is_named() -> None:
-    (port,) = free_ports(1)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        agent_port = taken.getsockname()[1]
-        failed = run_script("start.sh", "--port", str(port), "--set", f"serving_config.agent_ports=[{agent_port}]")
-    assert failed.returncode == 1
-    assert f"port {agent_port} is in use" in failed.stderr
-
-
 def test_errors_of_the_command_line_are_met_kindly(tmp_path: Path) -> None:
     typo = tmp_path / "typo.yaml"
     typo.write_text("model_config:\n    model_path: demo\n    decode_batchsize: 4\n")
@@ -104,9 +93,8 @@ def test_errors_of_the_command_line_are_met_kindly(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_a_server_in_the_foreground() -> None:
-    port, agent_port = free_ports(2)
+    (port,) = free_ports(1)
     command = ["bash", str(ROOT / "scripts" / "start.sh"), "--foreground", "--port", str(port)]
-    command += ["--set", f"serving_config.agent_ports=[{agent_port}]"]
     environment = dict(os.environ, LLM_SERVING_VENV=sys.prefix)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     assert process.stderr is not None

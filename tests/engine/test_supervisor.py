@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_runner import expected_output
 from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.engine import supervisor
 from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.engine.supervisor import load_settings, start_work_agent
-from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
-from server_process import free_ports
+from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
@@ -75,10 +77,9 @@ def run_stand_in(run_instead, monkeypatch, tmp_path):
     run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"')
 
 
-def a_config(port=None, num_blocks=None):
+def a_config(num_blocks=None):
     return ServingConfig(
         model=ModelConfig(max_generate_length=64, decode_batch_size=4),
-        serving=ServerConfig(agent_ports=(free_ports(1)[0] if port is None else port,)),
         scheduler=SchedulerConfig(max_prefill_tokens=64),
         pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
     )
@@ -112,24 +113,41 @@ def test_what_keeps_a_model_from_loading_is_told(run_stand_in):
         start_work_agent(a_config(num_blocks=1), 0, lambda text: None)
 
 
-def test_a_port_in_use_is_named():
+def test_no_port_is_needed(run_stand_in):
+    """Who has the port that stands in `agent_ports` keeps neither a WorkAgent nor its successor from starting."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"serving_config\.agent_ports: port {port} is in use by another"):
-            start_work_agent(a_config(port), 0, lambda text: None)
+        config = replace(a_config(), serving=ServerConfig(agent_ports=(other.getsockname()[1],)))
+        agents = [start_work_agent(config, 0, lambda text: None)]
+        agents[0].kill()
+        agents += [start_work_agent(config, 0, lambda text: None, agents[0].loaded) for _ in range(2)]
+        assert [agent.loaded.num_blocks for agent in agents] == [8, 8, 8]
+        assert not psutil.Process(agents[1].process.pid).net_connections("inet")
+        for agent in agents:
+            agent.stop()
 
 
-@pytest.mark.parametrize("script", ["exit 3", "read token; exit 3"])
-def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead, script):
-    run_instead(script)
+@pytest.mark.parametrize("call", ["llm_serving.transport.shared_arrays.os.memfd_create", "socket.socketpair"])
+def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypatch, call):
+    def fail(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(call, fail)
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(WorkerDiedError, match="WorkAgent 0 cannot be started: Too many open files"):
+        start_work_agent(a_config(), 0, lambda text: None)
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead):
+    run_instead("exit 3")
     with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
         start_work_agent(a_config(), 0, lambda text: None)
 
 
 def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
     answer = (
-        "import socket, sys; fd = int(sys.argv[sys.argv.index('--listen-fd') + 1]); "
-        "connection, _ = socket.socket(fileno=fd).accept(); "
+        "import socket, sys; fd = int(sys.argv[sys.argv.index('--socket-fd') + 1]); "
+        "connection = socket.socket(fileno=fd); "
         "connection.sendall(b'HTTP/1.1 400 Bad Request'); sys.stdin.read()"
     )
     run_instead(f'exec {shlex.quote(sys.executable)} -c "{answer}" "$@"')

@@ -48,10 +48,6 @@ def check_sections(values: Values) -> None:
     Raises:
         ConfigError: A combination that cannot be served.
     """
-    port, agent_ports = values["serving_config.server_port"], values["serving_config.agent_ports"]
-    if port in agent_ports:
-        raise _error(values, "serving_config.server_port", f"must differ from agent_ports {list(agent_ports)}", port)
-
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:

@@ -108,7 +108,8 @@ class ServerConfig:
     """Section `serving_config`: addresses, limits at the door, the processes."""
 
     agent_ports: tuple[int, ...] = option((16002,), integers(1, 65535, unique=True))
-    """One WorkAgent (a replica of the model) per port."""
+    """One WorkAgent (a replica of the model) per entry. They and the master inherit what they talk through, so that
+    none of these ports is opened."""
 
     start_device_id: int = option(0, integer(0, 1023))
     """Device of the first WorkAgent; the others take the following ones."""

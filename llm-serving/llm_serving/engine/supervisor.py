@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.errors import ChannelClosedError, ConfigError, ModelError, ProtocolError, WorkerDiedError
+from llm_serving.errors import ChannelClosedError, ModelError, ProtocolError, WorkerDiedError
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
@@ -43,8 +42,9 @@ _EXIT_TIMEOUT_S = 5.0
 class WorkAgentProcess:
     """A WorkAgent that has loaded its model.
 
-    The process has three ties to the master: the socket on its port (steps), the memory file (their arrays) and its
-    standard input, a pipe whose end tells it that the master is gone, however the master ended.
+    The process has three ties to the master, all inherited and none with a name that others could find: one end of a
+    pair of sockets (steps), the memory file (their arrays) and its standard input, a pipe whose end tells it that the
+    master is gone, however the master ended.
     """
 
     index: int
@@ -65,8 +65,7 @@ class WorkAgentProcess:
     def kill(self) -> None:
         """Ends the WorkAgent at once, whatever it does, and gives its memory back."""
         if not self._closed:
-            self.process.kill()
-            _end(self.process, None)
+            _end_at_once(self.process)
             self._close()
 
     def _close(self) -> None:
@@ -79,7 +78,7 @@ class WorkAgentProcess:
 def start_work_agent(
     config: ServingConfig, index: int, on_progress: Callable[[str], None], like: Loaded | None = None
 ) -> WorkAgentProcess:
-    """Starts WorkAgent `index` on its port and returns when its model is loaded.
+    """Starts WorkAgent `index` and returns when its model is loaded.
 
     Args:
         config: The configuration.
@@ -88,70 +87,60 @@ def start_work_agent(
         like: What a WorkAgent before it had loaded: the new one gets as many blocks.
 
     Raises:
-        ConfigError: The port is in use, or the model cannot be loaded.
-        WorkerDiedError: The process ended before it was ready.
+        ModelError: The model cannot be loaded.
+        WorkerDiedError: The process ended before it was ready, or could not be started: no file descriptors are left,
+            no memory, no processes.
     """
-    port = config.serving.agent_ports[index]
-    listener = _listen(port)
     settings = load_settings(config, index)
     if like is not None:
         settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
-    buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
-    token = secrets.token_hex(16)
-    with listener:
-        process = _spawn(index, listener.fileno(), buffers.fd, config.serving.log_level, token)
-    channel: Channel[AgentMessage] | None = None
-    try:
-        channel = Channel(socket.create_connection(("127.0.0.1", port)), AgentMessage)  # type: ignore[arg-type]
-        channel.send(Hello(PROTOCOL_VERSION, token))
-        welcome = channel.receive()
-        if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
-        channel.send(settings)
-        while isinstance(answer := channel.receive(), Progress):
-            on_progress(f"WorkAgent {index}: {answer.text}")
-        if isinstance(answer, Failed):
-            raise ModelError(answer.error)
-        if not isinstance(answer, Loaded):
-            raise ProtocolError(f"WorkAgent {index} answered {type(answer).__name__} to LoadModel")
-    except BaseException as error:
-        if channel is not None:
-            channel.close()
-        process.kill()
-        process.communicate()  # waits for its end and closes the pipe, even with something left in it
-        buffers.close()
-        os.close(buffers.fd)
-        if isinstance(error, ChannelClosedError | OSError):
+    with contextlib.ExitStack() as undo:
+        try:
+            buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
+            undo.callback(os.close, buffers.fd)
+            undo.callback(buffers.close)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                channel: Channel[AgentMessage] = Channel(ours, AgentMessage)  # type: ignore[arg-type]
+                undo.callback(channel.close)
+                process = _spawn(index, theirs.fileno(), buffers.fd, config.serving.log_level)
+        except OSError as error:
+            raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
+        undo.callback(_end_at_once, process)
+        try:
+            loaded = _load(index, channel, settings, on_progress)
+        except ChannelClosedError as error:
+            _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended (code {process.returncode}) before it was ready") from error
-        raise
-    return WorkAgentProcess(index, process, channel, buffers, answer)
+        undo.pop_all()
+    return WorkAgentProcess(index, process, channel, buffers, loaded)
 
 
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
-        rule = "is in use by another process; end that one or choose other ports"
-        raise ConfigError(f"serving_config.agent_ports: port {port} {rule} ({error.strerror})") from error
-    listener.listen(1)
-    return listener
+def _load(
+    index: int, channel: Channel[AgentMessage], settings: LoadModel, on_progress: Callable[[str], None]
+) -> Loaded:
+    """Makes sure that the WorkAgent is of this version, which an upgrade while the master lives may change."""
+    channel.send(Hello(PROTOCOL_VERSION))
+    welcome = channel.receive()
+    if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
+    channel.send(settings)
+    while isinstance(answer := channel.receive(), Progress):
+        on_progress(f"WorkAgent {index}: {answer.text}")
+    if isinstance(answer, Failed):
+        raise ModelError(answer.error)
+    if not isinstance(answer, Loaded):
+        raise ProtocolError(f"WorkAgent {index} answered {type(answer).__name__} to LoadModel")
+    return answer
 
 
-def _spawn(index: int, listen_fd: int, memory_fd: int, log_level: str, token: str) -> subprocess.Popen[bytes]:
+def _spawn(index: int, socket_fd: int, memory_fd: int, log_level: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
-    command += ["--listen-fd", str(listen_fd), "--memory-fd", str(memory_fd)]
+    command += ["--socket-fd", str(socket_fd), "--memory-fd", str(memory_fd)]
     # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
-    process = subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, pass_fds=(listen_fd, memory_fd), start_new_session=True
+    return subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, pass_fds=(socket_fd, memory_fd), start_new_session=True
     )
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # if it ended at once, the connection tells
-        process.stdin.write(token.encode() + b"\n")
-        process.stdin.flush()
-    return process
 
 
 def load_settings(config: ServingConfig, index: int) -> LoadModel:
@@ -184,6 +173,11 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
     )
+
+
+def _end_at_once(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    _end(process, None)
 
 
 def _end(process: subprocess.Popen[bytes], timeout_s: float | None) -> None:

@@ -1,7 +1,7 @@
 """Everything that master and WorkAgent say to each other.
 
 master                                 WorkAgent
-  |  -- Hello(version, token) -------->  |   one master holds the lease; others are refused
+  |  -- Hello(version) --------------->  |   the socket was inherited: nobody else can be at the other end
   |  <- Welcome(version, pid) ---------  |
   |  -- LoadModel(settings) ---------->  |
   |  <- Progress(text) ... ------------  |
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -28,7 +28,6 @@ class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int
-    token: str
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
