@@ -80,7 +80,11 @@ def test_preemption_gives_the_same_answers(alone: list[Answer], num_swap_blocks:
 
 def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> None:
     static = ("model_config.batching_strategy=static", "model_config.decode_batch_size=5")
-    assert together(llm("scheduler_config.policy=fcfs", *static)) == alone
+    model = llm("scheduler_config.policy=fcfs", *static)
+    assert together(model) == alone
+    with pytest.raises(RequestError, match="is not served with model_config"):
+        model.beam_search(PROMPTS[:1], BeamSearchParams(width=2), GREEDY)
+    assert not model.engine.has_unfinished_requests
 
 
 def test_beam_search_of_width_1_is_greedy(model: LLM) -> None:

@@ -12,7 +12,7 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.executor import LocalExecutor
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
@@ -115,6 +115,7 @@ class LLM:
         Raises:
             RequestError: A request can never be served; none has been started then.
         """
+        check_beam_search(self.config.model)
         requests = [self._request(prompt, sampling, 0) for prompt in prompts]
         for request in requests:
             request.beam_search = search

@@ -4,14 +4,14 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
-import msgspec
 import psutil
 import pytest
 from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, ServingConfig
+from llm_serving.core.memory import PROCESS_BYTES, working_bytes
 from llm_serving.engine.supervisor import load_settings
 from llm_serving.errors import ConfigError
 from llm_serving.worker import loading
-from llm_serving.worker.loading import PROCESS_BYTES, load_runner, working_bytes
+from llm_serving.worker.loading import load_runner
 from model_factories import tiny_spec, write_model
 
 pytestmark = pytest.mark.mindspore
@@ -26,7 +26,7 @@ def settings(folder=None, max_device_memory=None, **cache):
     return load_settings(ServingConfig(model=model, device=device, pa=CacheConfig(**cache)), 0)
 
 
-TAKEN_BYTES = PROCESS_BYTES + working_bytes(settings(), SPEC, 2) + 2 * SPEC.num_parameters
+TAKEN_BYTES = PROCESS_BYTES + working_bytes(SPEC, 2, settings().max_num_batched_tokens, 100) + 2 * SPEC.num_parameters
 """By everything but the cache."""
 
 
@@ -77,9 +77,7 @@ def test_the_cache_takes_what_the_memory_given_leaves(load):
 
 
 def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
-    given = settings()
     token, row = 2 * (6 * SPEC.hidden_size + 3 * SPEC.intermediate_size), 4 * 3 * SPEC.vocab_size
-    assert working_bytes(given, SPEC, 2) == given.max_num_batched_tokens * token + 100 * row
-    small_steps = msgspec.structs.replace(given, max_num_batched_tokens=1, max_num_seqs=1)
+    assert working_bytes(SPEC, 2, 2048, 100) == 2048 * token + 100 * row
     wide = dataclasses.replace(SPEC, hidden_size=4096, intermediate_size=11008)
-    assert working_bytes(small_steps, wide, 2) == 2 * (2 * 4096 * 2 * 11008)
+    assert working_bytes(wide, 2, 1, 1) == 2 * (2 * 4096 * 2 * 11008)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.checks import check_model, check_sections
+from llm_serving.config.device_checks import check_device
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -96,6 +97,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
     choose_step_budget(values, spec)
     check_model(values, spec, mindformers)
     check_sections(values)
+    check_device(values, spec)
     check_rows(values, reading.tables)
     return values.build(reading.tables)
 

@@ -154,7 +154,7 @@ class CacheConfig:
     """Blocks of each WorkAgent's KV cache. None: the WorkAgent chooses from the memory it may use."""
 
     block_size: int = option(16, integer(1, 1024))
-    """Tokens of one block."""
+    """Tokens of one block; a multiple of 16, except with `kernels: plain`."""
 
     num_swap_blocks: int = option(0, integer(0))
     """Blocks of each WorkAgent's host pool, where preempted requests wait when `preemption_mode` swaps. 0: none."""

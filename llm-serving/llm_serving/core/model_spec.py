@@ -30,6 +30,8 @@ _LARGEST: Final[Mapping[str, int]] = {
 """Key of a config -> its largest value: several times that of any model, and small enough to count up to."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
+MAX_VOCAB_SIZE: Final = 2**20
+"""Most tokens whose weights are summed exactly when one is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,12 @@ def check_request(
     _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
 
 
+def check_beam_search(limits: ModelConfig) -> None:
+    """Raises RequestError where beam searches are not served: their beams need places that a static batch has not."""
+    if limits.batching_strategy == "static":
+        raise RequestError("use_beam_search", "is not served with model_config.batching_strategy: static", True)
+
+
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
     """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer."""
     configured = () if config.end_token is None else (config.end_token,)

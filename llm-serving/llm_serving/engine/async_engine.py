@@ -21,7 +21,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.class_metrics import ClassLoad
 from llm_serving.engine.door import Door
 from llm_serving.engine.engine import Engine, Publish
@@ -30,7 +30,7 @@ from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
-from llm_serving.errors import ContextLengthError, RequestError, UnavailableError
+from llm_serving.errors import ContextLengthError, UnavailableError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -221,9 +221,8 @@ class AsyncEngine:
         num_tokens = len(prompt_token_ids)
         self._check_capacity(replica, engine, [num_tokens], priority, tenant)
         static = self.config.model.batching_strategy == "static"
-        if beam_search is not None and static:
-            rule = "is not served with model_config.batching_strategy: static"
-            raise RequestError("use_beam_search", rule, True)
+        if beam_search is not None:
+            check_beam_search(self.config.model)
         request = Request(
             # A client may send the same id twice; inside, every request has its own.
             request_id=f"{request_id}-{next(self._counter)}",

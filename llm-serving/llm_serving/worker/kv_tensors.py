@@ -9,13 +9,11 @@ from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend
 from llm_serving.backends.parameters import host_blocks
+from llm_serving.core.memory import MAX_SLOTS
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import BlockMove, Int32Array
 from llm_serving.errors import ConfigError
 from llm_serving.worker.block_moves import runs
-
-# Slots are int32 on every device.
-_MAX_SLOTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,9 @@ class KVTensors:
         Raises:
             ConfigError: More slots than a slot number can name.
         """
-        if num_blocks * block_size > _MAX_SLOTS:
+        if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
-                f"`num_blocks` times `block_size` must be at most {_MAX_SLOTS}. Given: {num_blocks} x {block_size}"
+                f"`num_blocks` times `block_size` must be at most {MAX_SLOTS}. Given: {num_blocks} x {block_size}"
             )
         layers = tuple(
             backend.kv_cache(num_blocks, block_size, spec.num_key_value_heads, spec.head_dim, f"kv_cache.{index}")
@@ -83,4 +81,4 @@ def num_blocks_for(num_bytes: int, spec: ModelSpec, backend: Backend, block_size
     one = block_bytes(spec, backend, block_size)
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
-    return min(num_bytes // one, _MAX_SLOTS // block_size)
+    return min(num_bytes // one, MAX_SLOTS // block_size)

@@ -10,14 +10,12 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.memory import PROCESS_BYTES, working_bytes
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
-
-PROCESS_BYTES = 600_000_000
-"""What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""
 
 SHARE_OF_FREE_MEMORY = 0.5
 """What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
@@ -75,17 +73,5 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         limit -= settings.num_swap_blocks * one
     dtype_bytes = one // (settings.block_size * spec.kv_bytes_per_token(1))
     weights = spec.num_parameters * dtype_bytes
-    reserved = PROCESS_BYTES + working_bytes(settings, spec, dtype_bytes)
-    return min(useful, num_blocks_for(limit - weights - reserved, spec, backend, settings.block_size))
-
-
-def working_bytes(settings: LoadModel, spec: ModelSpec, dtype_bytes: int) -> int:
-    """Most that is needed at once for a while: by the largest step, or before it by one weight on its way.
-
-    A step holds a few tensors as wide as the hidden size, gate, up and their product, and the logits of every row with
-    what sampling makes of them. A weight is there as stored, and once more where several are stacked.
-    """
-    token = dtype_bytes * (6 * spec.hidden_size + 3 * spec.intermediate_size)
-    row = 4 * 3 * spec.vocab_size
-    largest_weight = dtype_bytes * spec.hidden_size * max(spec.vocab_size, 2 * spec.intermediate_size)
-    return max(settings.max_num_batched_tokens * token + settings.max_num_seqs * row, 2 * largest_weight)
+    working = working_bytes(spec, dtype_bytes, settings.max_num_batched_tokens, settings.max_num_seqs)
+    return min(useful, num_blocks_for(limit - weights - PROCESS_BYTES - working, spec, backend, settings.block_size))

@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.core.model_spec import MAX_VOCAB_SIZE
 from llm_serving.core.step import SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
 from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.logprobs import logprobs_of
 from llm_serving.worker.model_inputs import resolve_token_ids
 from llm_serving.worker.token_choice import Choices, Failure
-from llm_serving.worker.token_weights import MAX_VOCAB_SIZE
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]

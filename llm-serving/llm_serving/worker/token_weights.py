@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 Float32Array = NDArray[np.float32]
 
-MAX_VOCAB_SIZE = 2**20
-"""Most tokens whose weights are summed exactly."""
-
 _LARGEST = np.finfo(np.float32).max
 _LOG2_E = np.float32(1 / math.log(2))
 # The weight of anything below is rounded to 0.

@@ -1,0 +1,110 @@
+"""What kernels and memory of the device ask of the configuration, so that no WorkAgent is the first to find out."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llm_serving.config.values import Values
+from llm_serving.core.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
+from llm_serving.core.model_spec import MAX_VOCAB_SIZE, ModelSpec
+from llm_serving.errors import ConfigError
+
+BLOCK_SIZE: Final = "pa_config.block_size"
+NUM_BLOCKS: Final = "pa_config.num_blocks"
+NUM_SWAP_BLOCKS: Final = "pa_config.num_swap_blocks"
+MODEL_PATH: Final = "model_config.model_path"
+DTYPE: Final = "model_config.model_dtype"
+MAX_MEMORY: Final = "device_config.max_device_memory"
+PREEMPTION: Final = "scheduler_config.preemption_mode"
+
+MULTIPLE: Final = 16
+"""Tokens of a block, and numbers of a head: caches lie in groups of so many."""
+ASCEND_DTYPES: Final = ("bfloat16", "float16")
+ASCEND_HEAD_MULTIPLE: Final = 32
+ASCEND_LARGEST_HEAD: Final = 256
+ASCEND_LARGEST_BLOCK: Final = 16384
+"""Numbers in one head of one block that PagedAttention takes."""
+
+
+def check_device(values: Values, spec: ModelSpec | None) -> None:
+    """Refuses what only the load of the model or the first step would refuse otherwise.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    if values["device_config.device_target"] == "Ascend":
+        _check_ascend(values, spec)
+    elif values["device_config.kernels"] != "plain":
+        hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
+        _check_multiple(values, spec, MULTIPLE, hint)
+    for name in (NUM_BLOCKS, NUM_SWAP_BLOCKS):
+        if (values[name] or 0) * values[BLOCK_SIZE] > MAX_SLOTS:
+            rule = f"times pa_config.block_size {values[BLOCK_SIZE]} must be at most {MAX_SLOTS} tokens"
+            raise _error(values, name, rule, values[name])
+    if spec is not None:
+        if spec.vocab_size > MAX_VOCAB_SIZE:
+            rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
+            raise _error(values, MODEL_PATH, rule, spec.vocab_size)
+        _check_memory(values, spec)
+    _notice_what_is_not_served(values)
+
+
+def _check_multiple(values: Values, spec: ModelSpec | None, head_multiple: int, hint: str) -> None:
+    if values[BLOCK_SIZE] % MULTIPLE:
+        raise _error(values, BLOCK_SIZE, f"must be a multiple of {MULTIPLE} {hint}", values[BLOCK_SIZE])
+    if spec is not None and spec.head_dim % head_multiple:
+        rule = f"must name a model whose head_dim is a multiple of {head_multiple} {hint}"
+        raise _error(values, MODEL_PATH, rule, spec.head_dim)
+
+
+def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
+    if values[DTYPE] not in ASCEND_DTYPES:
+        raise _error(values, DTYPE, f"must be one of {', '.join(ASCEND_DTYPES)} on Ascend", values[DTYPE])
+    _check_multiple(values, spec, ASCEND_HEAD_MULTIPLE, "on Ascend")
+    if spec is None:
+        return
+    if spec.head_dim > ASCEND_LARGEST_HEAD:
+        rule = f"must name a model whose head_dim is at most {ASCEND_LARGEST_HEAD} on Ascend"
+        raise _error(values, MODEL_PATH, rule, spec.head_dim)
+    if spec.head_dim * values[BLOCK_SIZE] > ASCEND_LARGEST_BLOCK:
+        rule = f"times the model's head_dim {spec.head_dim} must be at most {ASCEND_LARGEST_BLOCK} on Ascend"
+        raise _error(values, BLOCK_SIZE, rule, values[BLOCK_SIZE])
+
+
+def _check_memory(values: Values, spec: ModelSpec) -> None:
+    """Where the cache takes what `max_device_memory` leaves, it must leave room for one block."""
+    limit = values[MAX_MEMORY]
+    if limit is None or values[NUM_BLOCKS] is not None:
+        return
+    # The plain backend computes in float32 whatever the dtype; where it stands in for the library is found out later.
+    is_plain = values["device_config.device_target"] == "CPU" and values["device_config.kernels"] == "plain"
+    dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
+    budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
+    weights = spec.num_parameters * dtype_bytes
+    working = working_bytes(spec, dtype_bytes, budget, seqs)
+    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes)
+    least = PROCESS_BYTES + weights + working + block
+    if limit < least:
+        rule = (
+            f"must be at least {least} bytes: {PROCESS_BYTES} for the process, {weights} for the weights, {working} "
+            f"for the largest step and {block} for one block of the KV cache"
+        )
+        raise _error(values, MAX_MEMORY, rule, limit)
+
+
+def _notice_what_is_not_served(values: Values) -> None:
+    if values["model_config.batching_strategy"] == "static":
+        _notice(values, "model_config.batching_strategy", "static: requests with use_beam_search are refused with 400")
+    swaps, num_blocks = values[PREEMPTION] != "recompute", values[NUM_SWAP_BLOCKS]
+    if swaps and num_blocks == 0:
+        _notice(values, PREEMPTION, f"{values[PREEMPTION]} moves nothing out: {NUM_SWAP_BLOCKS} is 0")
+    if not swaps and num_blocks > 0:
+        _notice(values, NUM_SWAP_BLOCKS, f"{num_blocks} blocks are never used: {PREEMPTION} is recompute")
+
+
+def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
+    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
+
+
+def _notice(values: Values, name: str, text: str) -> None:
+    values.notices.append(f"{values.source(name)}: {name}: {text}")

@@ -1,0 +1,132 @@
+"""What only a WorkAgent would find out otherwise is refused with the configuration."""
+
+import json
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.config.loader import MODEL_PATH
+from llm_serving.core.memory import PROCESS_BYTES, working_bytes
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import ConfigError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+ASCEND = "device_config.device_target=Ascend"
+
+
+def write_model(folder, **changes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return folder
+
+
+def error_of(*overrides, model=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plugin"])
+@pytest.mark.parametrize("block_size", [1, 8, 24, 100])
+def test_blocks_the_operator_library_cannot_lay_out(kernels, block_size):
+    message = error_of(f"pa_config.block_size={block_size}", f"device_config.kernels={kernels}")
+    assert message == (
+        "--set: `pa_config.block_size` must be a multiple of 16 for the operator library; device_config.kernels: plain "
+        f"takes any, many times slower. Given: {block_size}"
+    )
+
+
+def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
+    model = write_model(tmp_path / "model", head_dim=10)
+    config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)
+    assert config.pa.block_size == 5
+
+
+def test_heads_the_operator_library_cannot_lay_out(tmp_path):
+    message = error_of(model=write_model(tmp_path / "model", head_dim=40))
+    assert message.startswith(f"--model: `{MODEL_PATH}` must name a model whose head_dim is a multiple of 16 for the")
+    assert message.endswith("Given: 40")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "head_dim", "message"),
+    [
+        (
+            ["model_config.model_dtype=float32"],
+            64,
+            "--set: `model_config.model_dtype` must be one of bfloat16, float16 on Ascend. Given: float32",
+        ),
+        (["pa_config.block_size=8"], 64, "`pa_config.block_size` must be a multiple of 16 on Ascend. Given: 8"),
+        ([], 48, "must name a model whose head_dim is a multiple of 32 on Ascend. Given: 48"),
+        ([], 512, "must name a model whose head_dim is at most 256 on Ascend. Given: 512"),
+        (
+            ["pa_config.block_size=256"],
+            128,
+            "`pa_config.block_size` times the model's head_dim 128 must be at most 16384 on Ascend. Given: 256",
+        ),
+    ],
+)
+def test_what_ascend_does_not_compute(tmp_path, overrides, head_dim, message):
+    model = write_model(tmp_path / "model", head_dim=head_dim)
+    assert message in error_of(ASCEND, *overrides, model=model)
+
+
+def test_ascend_takes_its_own_largest_block(tmp_path):
+    model = write_model(tmp_path / "model", head_dim=128)
+    assert load_config(None, [ASCEND, "pa_config.block_size=128"], model).pa.block_size == 128
+
+
+@pytest.mark.parametrize("key", ["num_blocks", "num_swap_blocks"])
+def test_more_slots_than_their_numbers_can_name(key):
+    message = error_of(f"pa_config.{key}=200000000")
+    rule = "times pa_config.block_size 16 must be at most 2147483647 tokens. Given: 200000000"
+    assert message == f"--set: `pa_config.{key}` {rule}"
+
+
+def test_a_vocabulary_too_large_to_choose_from(tmp_path):
+    message = error_of(model=write_model(tmp_path / "model", vocab_size=2**20 + 1))
+    assert "must name a model with a vocabulary of at most 1048576. Given: 1048577" in message
+
+
+@pytest.mark.parametrize(("kernels", "dtype_bytes"), [("auto", 2), ("plain", 4)])
+def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
+    model = write_model(tmp_path / "model")
+    spec = ModelSpec.from_folder(model)
+    block = 16 * spec.kv_bytes_per_token(dtype_bytes)
+    working = working_bytes(spec, dtype_bytes, 2048, 128)
+    least = PROCESS_BYTES + dtype_bytes * spec.num_parameters + working + block
+    overrides = [f"device_config.kernels={kernels}", f"device_config.max_device_memory={least}"]
+    assert load_config(None, overrides, model).device.max_device_memory == least
+    overrides[1] = f"device_config.max_device_memory={least - 1}"
+    message = error_of(*overrides, model=model)
+    assert message.startswith(f"--set: `device_config.max_device_memory` must be at least {least} bytes: 600000000 for")
+    assert load_config(None, [*overrides, "pa_config.num_blocks=4"], model).pa.num_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "notice"),
+    [
+        (
+            "model_config.batching_strategy=static",
+            "--set: model_config.batching_strategy: static: requests with use_beam_search are refused with 400",
+        ),
+        (
+            "scheduler_config.preemption_mode=swap",
+            "--set: scheduler_config.preemption_mode: swap moves nothing out: pa_config.num_swap_blocks is 0",
+        ),
+        (
+            "pa_config.num_swap_blocks=4",
+            "--set: pa_config.num_swap_blocks: 4 blocks are never used: scheduler_config.preemption_mode is recompute",
+        ),
+    ],
+)
+def test_what_is_served_otherwise_than_it_looks(override, notice):
+    assert load_config(None, [override]).notices == (notice,)
