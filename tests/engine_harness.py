@@ -31,11 +31,17 @@ class Harness:
     """An engine over a fake model, run by hand."""
 
     def __init__(
-        self, *, ahead: bool = True, journal: Journal | None = None, clock: Clock | None = None, **scheduler
+        self,
+        *,
+        ahead: bool = True,
+        journal: Journal | None = None,
+        clock: Clock | None = None,
+        runner: type[FakeRunner] = FakeRunner,
+        **scheduler,
     ) -> None:
         self.scheduler = create_scheduler(**scheduler)
         blocks = self.scheduler.blocks
-        self.runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
+        self.runner = runner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
         self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)
         self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
         self.metrics = Metrics()

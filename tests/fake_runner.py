@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
 
 VOCAB_SIZE = 1000
@@ -43,8 +44,13 @@ class FakeRunner:
         contexts = self._contexts(step)
         sampling = step.sampling
         assert sampling.position.tolist() == [len(context) for context in contexts]
+        output = self._choose(step, contexts)
+        self._previous = output.token_ids.tolist()
+        return output
+
+    def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
+        sampling = step.sampling
         tokens = [next_token(context, seed) for context, seed in zip(contexts, sampling.seed.tolist(), strict=True)]
-        self._previous = tokens
         return StepOutput(step.step, np.array(tokens, np.int32), *_logprobs(contexts, tokens, sampling.num_logprobs))
 
     def _contexts(self, step: StepInput) -> list[list[int]]:
@@ -74,6 +80,19 @@ class FakeRunner:
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)
             into[target] = out_of[source]
+
+
+class SamplingRunner(FakeRunner):
+    """Chooses as a WorkAgent does, by its checks and its NumPy sampler, over logits that follow from the context."""
+
+    scale = 1.0
+    """Of the logits."""
+
+    def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
+        sampler.check_sampling(step.sampling, VOCAB_SIZE)
+        logits = np.array([self.scale * next_logprobs(context) for context in contexts], np.float32)
+        previous = np.array(self._previous, np.int32)
+        return sampler.sample(step.step, logits.reshape(-1, VOCAB_SIZE), step.sampling, previous)
 
 
 def _logprobs(

@@ -143,7 +143,7 @@ class LLM:
     def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
-        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks)
+        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks, self._end_ids)
         return Request(
             request_id=f"offline-{next(self._counter)}",
             prompt_token_ids=token_ids,

@@ -13,6 +13,7 @@ from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
 
 VOCAB_SIZE = 50
+END_IDS = frozenset({2})
 LIMITS = ModelConfig(max_generate_length=40, seq_length=(8, 20))
 
 
@@ -20,7 +21,7 @@ def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
     """16 blocks of 4 slots hold more than the longest request."""
     prompt = [1] * num_prompt if prompt is None else prompt
     params = SamplingParams(**{"max_tokens": 4, **sampling})
-    check_request(prompt, params, priority, VOCAB_SIZE, LIMITS, BlockManager(num_blocks, 4))
+    check_request(prompt, params, priority, VOCAB_SIZE, LIMITS, BlockManager(num_blocks, 4), END_IDS)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
         {"prompt": [0, VOCAB_SIZE - 1]},
         {"stop_token_ids": (0, VOCAB_SIZE - 1)},
         {"logit_bias": ((VOCAB_SIZE - 1, 1.0),)},
+        {"stop_token_ids": range(VOCAB_SIZE)},
+        {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "ignore_eos": True, "min_tokens": 1},
     ],
 )
 def test_what_just_fits_is_let_in(fields):
@@ -70,6 +73,11 @@ def test_what_just_fits_is_let_in(fields):
         ({"prompt": [-1]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: -1"),
         ({"stop_token_ids": (50,)}, RequestError, "`stop_token_ids` must hold token ids from 0 to 49. Given: 50"),
         ({"logit_bias": ((50, 1.0),)}, RequestError, "`logit_bias` must hold token ids from 0 to 49. Given: 50"),
+        (
+            {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "min_tokens": 1},
+            RequestError,
+            "`min_tokens` leaves no token to choose: all of them would end the output",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused(fields, kind, text):

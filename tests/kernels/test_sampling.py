@@ -55,7 +55,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
         top_k=pick(0, 0, 1, 2, 40, max(vocab_size - 1, 0), vocab_size, 2**31 - 1),
         top_p=pick(1, 1, 0.999999, 0.95, 0.5, 1e-30),
         min_p=pick(0, 0, 1e-9, 0.1, 1),
-        repetition_penalty=pick(1, 1, 1.3, 0.01, 100, 1e-40),
+        repetition_penalty=pick(1, 1, 1.3, 0.01, 100),
         presence_penalty=pick(0, 0, 0.5, -2),
         frequency_penalty=pick(0, 0, 0.3, -2),
         seed=rng.integers(0, 2**64, num_samples, dtype=np.uint64),

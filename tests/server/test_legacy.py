@@ -6,6 +6,7 @@ import json
 
 import pytest
 from fakes import FULL_QUEUE, FakeEngine, Piece, Script
+from llm_serving.core.parameter_rules import as_float32
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, WorkerDiedError
@@ -128,8 +129,8 @@ class TestParameters:
         assert self.sampling(max_new_tokens="7", temperature="0.5", top_k="4").max_tokens == 7
 
     def test_what_the_older_server_ignored_is_honoured(self):
-        sampling = self.sampling(repetition_penalty=1.3, seed=5, stop=["END"])
-        assert (sampling.repetition_penalty, sampling.seed, sampling.stop) == (1.3, 5, ("END",))
+        sampling = self.sampling(repetition_penalty=1.25, seed=5, stop=["END"])
+        assert (sampling.repetition_penalty, sampling.seed, sampling.stop) == (1.25, 5, ("END",))
 
     def test_a_given_seed_is_reported(self):
         assert post(FakeEngine(), "/models/llama2", body(seed=5, max_new_tokens=5)).json()["seed"] == 5
@@ -140,7 +141,7 @@ class TestParameters:
 
     @pytest.mark.parametrize(("sent", "used"), [(0.0, 0.01), (-1, 0.01), (5, 1.0), (0.5, 0.5)])
     def test_top_p_is_cut_to_its_range(self, sent, used):
-        assert self.sampling(top_p=sent).top_p == used
+        assert self.sampling(top_p=sent).top_p == as_float32(used)
 
     @pytest.mark.parametrize("value", [0, -1.5])
     def test_a_temperature_not_above_zero_is_greedy(self, value):

@@ -58,7 +58,7 @@ def test_the_prompt_is_repeated_where_asked_for():
 
 @pytest.mark.parametrize(
     ("parameters", "temperature"),
-    [({}, 0.0), ({"do_sample": True}, 1.0), ({"temperature": 0.7}, 0.7), ({"top_k": 5}, 1.0), ({"top_p": 0.9}, 1.0)],
+    [({}, 0.0), ({"do_sample": True}, 1.0), ({"temperature": 0.75}, 0.75), ({"top_k": 5}, 1.0), ({"top_p": 0.9}, 1.0)],
 )
 def test_sampling_starts_with_a_parameter_that_needs_it(parameters, temperature):
     engine = FakeEngine()

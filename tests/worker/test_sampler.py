@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -160,8 +161,8 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
 
 def test_presence_and_frequency_penalties_look_at_the_output_only():
     history = {0: [0, 0, 1, 1]}
-    assert tokens([[5, 3]], presence_penalty=2.5, history=history, history_prompt_lens=2) == [0]
-    assert tokens([[3, 5]], presence_penalty=2.5, history=history, history_prompt_lens=2) == [0]
+    assert tokens([[5, 3]], presence_penalty=2, history=history, history_prompt_lens=2) == [0]
+    assert tokens([[3, 4.5]], presence_penalty=2, history=history, history_prompt_lens=2) == [0]
     assert tokens([[3, 5]], presence_penalty=1.5, history=history, history_prompt_lens=2) == [1]
     assert tokens([[3, 5]], frequency_penalty=1.1, history=history, history_prompt_lens=2) == [0]
 
@@ -302,3 +303,28 @@ def test_fields_of_another_length_are_refused(field):
 def test_a_vocabulary_whose_sums_would_round_is_refused():
     with pytest.raises(WorkerError, match=r"vocab_size must be at most 1048576 to sample\. Given: 1048577"):
         check_sampling(sampling_input(1), 2**20 + 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"top_p": 0}, "top_p must be above 0.0 and at most 1.0. Given: 0.0"),
+        ({"top_p": [1, NAN]}, "top_p must be above 0.0 and at most 1.0. Given: nan"),
+        ({"temperature": INF}, "temperature must be a number from 0.0 to 100.0. Given: inf"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty must be a number from 0.01 to 100.0. Given: "),
+        ({"top_k": -1}, "top_k must be at least 0. Given: -1"),
+        ({"num_logprobs": -2}, "num_logprobs must be at least -1. Given: -2"),
+        ({"position": -1}, "position must be at least 0. Given: -1"),
+        ({"bias": {0: {1: NAN}}}, "bias_values must be at most 100.0. Given: nan"),
+        ({"bias": {0: {1: INF}}}, "bias_values must be at most 100.0. Given: inf"),
+    ],
+)
+def test_parameters_are_checked_again_where_they_are_used(fields, text):
+    with pytest.raises(WorkerError, match=re.escape(text)):
+        check_sampling(sampling_input(2, **fields), 10)
+
+
+@pytest.mark.parametrize("logits", [[3e38, 1], [-3e38, -3.1e38]])
+@pytest.mark.parametrize("penalty", [0.01, 100])
+def test_a_penalty_leaves_finite_logits_finite(logits, penalty):
+    assert choose([logits], repetition_penalty=penalty, history={0: [0, 1]}).row_errors == {}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
+from llm_serving.core.parameter_rules import Real
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.errors import RequestError
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
 """Every beam needs twice as many of its most likely tokens."""
-MAX_LENGTH_PENALTY: Final = 10.0
+LENGTH_PENALTY: Final = Real(-10.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,4 @@ class BeamSearchParams:
             raise RequestError("best_of", f"must be from 1 to {MAX_BEAM_WIDTH} with use_beam_search", self.width)
         if not 1 <= self.num_returned <= self.width:
             raise RequestError("n", f"must be from 1 to {self.width}, the width of the beam search", self.num_returned)
-        if not (math.isfinite(self.length_penalty) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY):
-            rule = f"must be a number from {-MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
-            raise RequestError("length_penalty", rule, self.length_penalty)
+        object.__setattr__(self, "length_penalty", LENGTH_PENALTY.checked("length_penalty", self.length_penalty))

@@ -8,8 +8,9 @@ nothing but the key/value cache and the tokens of its latest step.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,16 @@ class SamplingInput:
     @property
     def num_samples(self) -> int:
         return len(self.temperature)
+
+
+SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
+    name: get_args(get_args(hint)[1])[0] for name, hint in get_type_hints(SamplingInput).items()
+}
+"""Field of `SamplingInput` -> type of its numbers, in the order of the fields."""
+SAMPLE_FIELDS: Final = tuple(
+    name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values"))
+)
+"""Those with one number for each sample; the others are ragged lists."""
 
 
 @dataclass(frozen=True, slots=True)

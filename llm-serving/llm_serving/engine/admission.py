@@ -20,8 +20,9 @@ def check_request(
     vocab_size: int,
     limits: ModelConfig,
     blocks: BlockManager,
+    end_ids: frozenset[int],
 ) -> None:
-    """Raises RequestError unless an empty server could serve the request."""
+    """Raises RequestError unless an empty server could serve the request, whatever the model says."""
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("prompt", "must hold at least one token", num_prompt)
@@ -39,6 +40,8 @@ def check_request(
     _check_ids("prompt", prompt_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    if sampling.min_tokens and len(stop_token_ids(sampling, end_ids)) >= vocab_size:
+        raise RequestError("min_tokens", "leaves no token to choose: all of them would end the output")
 
 
 def check_beam_search(limits: ModelConfig) -> None:

@@ -214,6 +214,7 @@ class AsyncEngine:
                 self.model_spec.vocab_size,
                 self.config.model,
                 engine.scheduler.blocks,
+                self._end_ids,
             )
         except ContextLengthError:
             self.metrics.classes.refused(request_class, "never_fits")

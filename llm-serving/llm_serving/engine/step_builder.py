@@ -5,15 +5,26 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import Int32Array, Move, SamplingInput, StepInput, sampled_in_previous_step
+from llm_serving.core.sampling_params import RULES
+from llm_serving.core.step import (
+    SAMPLE_FIELDS,
+    SAMPLING_DTYPES,
+    Int32Array,
+    Move,
+    SamplingInput,
+    StepInput,
+    sampled_in_previous_step,
+)
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule
 
 _FORBIDDEN = float("-inf")
+_NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
 
 
 class StepBuilder:
@@ -71,14 +82,7 @@ class StepBuilder:
         biases = [_biases(request) for request in requests] if params.has_biases else []
         none = np.zeros(len(requests) + 1, np.int32)
         return SamplingInput(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            seed=params.seed,
+            **params.numbers,
             position=positions,
             num_logprobs=params.num_logprobs,
             history_offsets=_offsets([len(history) for history in histories]) if histories else none,
@@ -105,14 +109,10 @@ class _SamplingParams:
     def __init__(self, requests: list[Request]) -> None:
         params = [request.sampling for request in requests]
         self.requests = requests
-        self.temperature = np.array([p.temperature for p in params], np.float32)
-        self.top_k = np.array([p.top_k for p in params], np.int32)
-        self.top_p = np.array([p.top_p for p in params], np.float32)
-        self.min_p = np.array([p.min_p for p in params], np.float32)
-        self.repetition_penalty = np.array([p.repetition_penalty for p in params], np.float32)
-        self.presence_penalty = np.array([p.presence_penalty for p in params], np.float32)
-        self.frequency_penalty = np.array([p.frequency_penalty for p in params], np.float32)
-        self.seed = np.array([p.seed for p in params], np.uint64)
+        self.numbers: dict[str, Any] = {
+            name: np.array([getattr(each, name) for each in params], dtype) for name, dtype in _NUMBERS.items()
+        }
+        """What a step takes as it stands in the parameters."""
         self.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
         penalized = [p.has_penalties for p in params]
         self.has_penalties = any(penalized)

@@ -10,32 +10,13 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import SamplingInput
+from llm_serving.core.step import SAMPLING_DTYPES, SamplingInput
 from llm_serving.kernels import library
 from llm_serving.worker.token_choice import Choices
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
-# Fields of `SamplingInput` by the type the library reads, in the order of csrc/sample_args.h.
-_SAMPLING_FIELDS = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "seed": np.uint64,
-    "position": np.int32,
-    "num_logprobs": np.int32,
-    "history_offsets": np.int32,
-    "history_token_ids": np.int32,
-    "history_prompt_lens": np.int32,
-    "bias_offsets": np.int32,
-    "bias_token_ids": np.int32,
-    "bias_values": np.float32,
-}
 _RESULT_FIELDS = ("token_ids", "failures", "largest", "total_weights", "top_token_ids")
 
 
@@ -46,8 +27,9 @@ class SampleArgs(ctypes.Structure):
         ("num_samples", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
+        # Those of `SamplingInput`, in its order.
         # Pointers to bytes: several times cheaper to make than those to arrays, and a step makes many.
-        *[(name, ctypes.c_char_p) for name in _SAMPLING_FIELDS],
+        *[(name, ctypes.c_char_p) for name in SAMPLING_DTYPES],
         ("top_width", ctypes.c_int64),
         *[(name, ctypes.c_void_p) for name in _RESULT_FIELDS],
     )
@@ -65,7 +47,7 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
     logits = np.ascontiguousarray(logits, np.float32)
     inputs = [
         (history if name == "history_token_ids" else getattr(sampling, name)).astype(dtype, copy=False).tobytes()
-        for name, dtype in _SAMPLING_FIELDS.items()
+        for name, dtype in SAMPLING_DTYPES.items()
     ]
     arguments = SampleArgs(
         *logits.shape,

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.model_spec import MAX_VOCAB_SIZE
-from llm_serving.core.step import SamplingInput, StepOutput
+from llm_serving.core.parameter_rules import Real
+from llm_serving.core.sampling_params import LOGIT_BIAS, RULES
+from llm_serving.core.step import SAMPLE_FIELDS, SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
 from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.logprobs import logprobs_of
@@ -32,16 +34,25 @@ def choose_tokens_for(backend_name: str) -> ChooseTokens:
     return kernel_choice.choose_tokens if backend_name == "cpu" else token_choice.choose_tokens
 
 
+_REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
+_REALS_LOW = np.array([[rule.low] for rule in _REALS.values()], np.float32)
+_REALS_HIGH = np.array([[rule.high] for rule in _REALS.values()], np.float32)
+_REALS_LOW_OUTSIDE = np.array([[rule.above_low] for rule in _REALS.values()])
+# Whole numbers; the range of `seed` is that of its type.
+_BIAS_HIGH = LOGIT_BIAS.high
+_LEAST = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 0}
+
+
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
     """Refuses what would reach outside the logits, before anything of the step is computed.
 
     Raises:
-        WorkerError: Offsets do not cut their lists, a token id lies outside the vocabulary, or the arrays do not
-            describe the same number of samples.
+        WorkerError: Offsets do not cut their lists, a token id lies outside the vocabulary, the arrays do not
+            describe the same number of samples, or a parameter is outside its range.
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
-    for name in token_choice.SAMPLE_FIELDS:
+    for name in SAMPLE_FIELDS:
         if len(getattr(sampling, name)) != sampling.num_samples:
             raise WorkerError(f"{name} must have {sampling.num_samples} entries. Given: {len(getattr(sampling, name))}")
     for name, offsets, token_ids in (
@@ -61,8 +72,25 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
         )
     if sampling.bias_token_ids.size and sampling.bias_token_ids.min() < 0:
         raise WorkerError(f"bias_token_ids must be at least 0. Given: {sampling.bias_token_ids.min()}")
-    if sampling.history_token_ids.size and sampling.history_prompt_lens.min() < 0:
-        raise WorkerError(f"history_prompt_lens must be at least 0. Given: {sampling.history_prompt_lens.min()}")
+    if not (sampling.bias_values <= _BIAS_HIGH).all():  # minus infinity forbids
+        raise WorkerError(f"bias_values must be at most {_BIAS_HIGH}. Given: {sampling.bias_values.max()}")
+    _check_ranges(sampling)
+
+
+def _check_ranges(sampling: SamplingInput) -> None:
+    """Checks the numbers that `SamplingParams` checked at the door, as they arrive."""
+    if not sampling.num_samples:
+        return
+    reals = np.stack([getattr(sampling, name) for name in _REALS])
+    inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & ~((reals == _REALS_LOW) & _REALS_LOW_OUTSIDE)
+    if not inside.all():
+        row, sample = np.argwhere(~inside)[0].tolist()
+        name, rule = list(_REALS.items())[row]
+        raise WorkerError(f"{name} {rule.text}. Given: {reals[row, sample]}")
+    for name, least in _LEAST.items():
+        smallest = getattr(sampling, name).min()
+        if smallest < least:
+            raise WorkerError(f"{name} must be at least {least}. Given: {smallest}")
 
 
 def sample(

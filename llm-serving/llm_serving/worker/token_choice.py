@@ -20,20 +20,7 @@ from llm_serving.worker.token_weights import draw_token, filter_weights, token_w
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
-SAMPLE_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "position",
-    "num_logprobs",
-    "history_prompt_lens",
-)
-"""Fields of `SamplingInput` with one number for each sample."""
+_LARGEST = np.finfo(np.float32).max
 
 
 class Failure(enum.IntEnum):
@@ -149,7 +136,9 @@ def _penalize(
     if repetition != 1:
         seen = np.unique(tokens)
         before = values[seen]
-        values[seen] = np.where(before > 0, before / repetition, before * repetition)
+        after = np.where(before > 0, before / repetition, before * repetition)
+        # A finite logit stays finite.
+        values[seen] = np.where(np.isinf(before), before, np.clip(after, -_LARGEST, _LARGEST))
     if presence != 0 or frequency != 0:
         generated, counts = np.unique(output, return_counts=True)
         values[generated] -= presence + frequency * counts.astype(np.float32)

@@ -1,6 +1,8 @@
 #include "penalties.h"
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstring>
 
 namespace llm {
@@ -24,8 +26,9 @@ void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* c
   // Always from the untouched logit, so that a token may come any number of times.
   auto repeated = [&](int32_t token) {
     const float before = logits[token];
-    if (repetition == 1) return before;
-    return before > 0 ? before / repetition : before * repetition;
+    if (repetition == 1 || std::isinf(before)) return before;
+    // A finite logit stays finite.
+    return std::clamp(before > 0 ? before / repetition : before * repetition, -FLT_MAX, FLT_MAX);
   };
   if (repetition != 1) {
     for (const int32_t* token = begin; token < end; token++) values[*token] = repeated(*token);

@@ -47,9 +47,9 @@ from starlette.responses import Response
 from llm_serving import __version__
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.sampling_params import RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import ContextLengthError, LLMServingError, RequestError
+from llm_serving.errors import ContextLengthError, LLMServingError
 from llm_serving.server.caller import Caller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
@@ -138,8 +138,7 @@ async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams, cal
 
 def _sampling(parameters: LegacyParameters, vocab_size: int) -> SamplingParams:
     max_new_tokens = 300 if parameters.max_new_tokens is None else parameters.max_new_tokens
-    if not 1 <= max_new_tokens < 2**31:
-        raise RequestError("parameters.max_new_tokens", f"must be an integer from 1 to {2**31 - 1}", max_new_tokens)
+    RULES["max_tokens"].checked("parameters.max_new_tokens", max_new_tokens)
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     greedy = parameters.do_sample is False or temperature <= 0.0
     top_k = 3 if parameters.top_k is None else parameters.top_k

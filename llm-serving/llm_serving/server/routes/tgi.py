@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
+from llm_serving.core.parameter_rules import Real
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
@@ -26,6 +27,7 @@ from llm_serving.server.choices import MAX_CHOICES
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, tgi_error_content, tgi_error_response
 from llm_serving.server.generation import (
+    MIN_LOGPROB,
     Generation,
     encode_text,
     raise_on_error,
@@ -38,6 +40,8 @@ from llm_serving.server.schemas import CallerFields
 from llm_serving.server.streaming import StreamResponse, complete
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
+
+_TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
 
 JsonObject = dict[str, Any]
 
@@ -114,11 +118,10 @@ def _refuse_unsupported(parameters: TGIParameters) -> None:
 
 
 def _sampling(parameters: TGIParameters) -> SamplingParams:
-    if parameters.temperature is not None and parameters.temperature <= 0.0:
-        raise RequestError("temperature", "must be above 0", parameters.temperature)
+    if parameters.temperature is not None:
+        _TEMPERATURE.checked("temperature", parameters.temperature)
     max_new_tokens = DEFAULT_MAX_NEW_TOKENS if parameters.max_new_tokens is None else parameters.max_new_tokens
-    if not 1 <= max_new_tokens < 2**31:
-        raise RequestError("max_new_tokens", f"must be an integer from 1 to {2**31 - 1}", max_new_tokens)
+    RULES["max_tokens"].checked("max_new_tokens", max_new_tokens)
     samples = (
         parameters.do_sample
         or parameters.temperature not in (None, 1.0)
@@ -201,7 +204,7 @@ class _Answer:
     def _top_tokens(self, output: RequestOutput) -> list[list[JsonObject]]:
         return [
             [
-                self._token(token_id, logprob, self._tokenizer.token_text(token_id))
+                self._token(token_id, max(logprob, MIN_LOGPROB), self._tokenizer.token_text(token_id))
                 for token_id, logprob in zip(token.top_token_ids, token.top_logprobs, strict=True)
             ]
             for token in output.logprobs
