@@ -56,6 +56,39 @@ def test_single_keys_can_be_overridden(tmp_path):
     assert only.weight == 6
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_only_this_machine_asks_so_nobody_has_a_ceiling(address):
+    config = load_config(None, [f"serving_config.server_ip={address!r}"])
+    assert config.serving.anonymous_highest_class is None
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.1.2.3", "server.example"])
+def test_whoever_comes_over_the_network_without_a_key_has_the_ceiling_of_priority_0(address):
+    name = "serving_config.anonymous_highest_class"
+    overrides = [f"serving_config.server_ip={address!r}"]
+    config = load_config(None, overrides)
+    assert config.serving.anonymous_highest_class == "standard"
+    assert config.sources[name] == "serving_config.server_ip is not a loopback address"
+    given = load_config(None, [*overrides, f"{name}=interactive"])
+    assert (given.serving.anonymous_highest_class, given.sources[name]) == ("interactive", "--set")
+    with_keys = load_config(None, [*overrides, f"api_keys.me.key_sha256={HASH}"])
+    assert with_keys.serving.anonymous_highest_class is None
+
+
+def test_the_ceiling_of_anonymous_callers_is_the_name_of_a_class():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["serving_config.anonymous_highest_class=standart"])
+    assert str(caught.value) == (
+        "--set: `serving_config.anonymous_highest_class` must be the name of a class; the nearest known one is "
+        "`standard`. Given: standart"
+    )
+
+
+def test_a_key_is_no_administrator_s_unless_it_says_so():
+    overrides = [f"api_keys.me.key_sha256={HASH}", f"api_keys.root.key_sha256={OTHER_HASH}", "api_keys.root.admin=True"]
+    assert [key.admin for key in load_config(None, overrides).api_keys] == [False, True]
+
+
 def test_an_override_can_add_a_row(tmp_path):
     config = load_config(None, ["request_classes.vip.rank=-5", f"api_keys.me.key_sha256={HASH.upper()}"])
     assert [each.name for each in config.request_classes] == ["vip", "interactive", "standard", "batch"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import FakeEngine
 from llm_serving.config.schema import ApiKey
@@ -133,6 +135,47 @@ def test_at_or_below_the_ceiling_a_request_runs(highest_class, fields, priority)
 def test_the_tenant_is_the_name_of_the_key_whatever_the_user_says(path):
     engine = FakeEngine(api_keys=key(None))
     assert submitted(path, {"user": "team-b"}, engine, headers=HEADERS).tenant == "team-a"
+
+
+def anonymous(highest_class: str | None) -> FakeEngine:
+    engine = FakeEngine()
+    serving = replace(engine.config.serving, anonymous_highest_class=highest_class)
+    engine.config = replace(engine.config, serving=serving)
+    return engine
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"priority": -1},
+            "`priority` must not go before class standard, rank 0, without an API key "
+            "(serving_config.anonymous_highest_class). Given: -1",
+        ),
+        ({"priority_class": "interactive"}, "`priority_class` must not go before class standard, rank 0"),
+    ],
+)
+def test_without_a_key_a_request_above_the_ceiling_is_refused(path, fields, named):
+    engine = anonymous("standard")
+    response = post(engine, path, BODIES[path] | fields)
+    assert response.status_code == 403
+    assert named in response.text
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("highest_class", "fields", "priority"),
+    [("standard", {}, 0), ("standard", {"priority": 5}, 5), ("batch", {}, 1), (None, {"priority": -1000}, -1000)],
+)
+def test_without_a_key_a_request_at_or_below_the_ceiling_runs(highest_class, fields, priority):
+    assert submitted("/v1/completions", fields, anonymous(highest_class)).priority == priority
+
+
+def test_the_ceiling_of_a_key_counts_not_that_of_anonymous_callers():
+    engine = FakeEngine(api_keys=key("interactive"))
+    engine.config = replace(engine.config, serving=replace(engine.config.serving, anonymous_highest_class="batch"))
+    assert submitted("/v1/completions", {"priority": -1}, engine, headers=HEADERS).priority == -1
 
 
 def test_the_openapi_document_has_the_fields():

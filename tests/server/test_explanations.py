@@ -61,6 +61,15 @@ def test_a_tenant_asks_for_its_own():
     assert engine.asked == [("a", "team-a"), (10000, "team-a")]
 
 
+def test_an_administrator_asks_for_everybody_s():
+    admin = ApiKey(name="root", key_sha256=hash_key("r" * 20), admin=True)
+    engine = FakeEngine(api_keys=(*KEYS, admin), explanations=[an_explanation(with_tenant=True)])
+    headers = {"x-api-key": "r" * 20}
+    assert request(engine, "GET", "/v1/requests/a/explain", headers=headers).json()["requests"][0]["tenant"] == "team-a"
+    assert request(engine, "GET", "/v1/timeline", headers=headers).status_code == 200
+    assert engine.asked == [("a", None), (10000, None)]
+
+
 @pytest.mark.parametrize("steps", ["0", "-1", "10001", "x", "", "1.5", "9" * 5000, "%D9%A3"])
 def test_a_timeline_of_a_wrong_number_of_steps_is_refused(steps):
     response = request(FakeEngine(), "GET", f"/v1/timeline?steps={steps}")

@@ -1,12 +1,18 @@
 """Rules that span the rows of the tables."""
 
 import difflib
+import ipaddress
 from collections.abc import Mapping
+from typing import Final
 
 from llm_serving.config.schema import TABLES
 from llm_serving.config.tables import TableReader
 from llm_serving.config.values import Values
+from llm_serving.core.request_class import class_of
 from llm_serving.errors import ConfigError
+
+ADDRESS: Final = "serving_config.server_ip"
+ANONYMOUS: Final = "serving_config.anonymous_highest_class"
 
 
 def check_rows(values: Values, tables: Mapping[str, TableReader]) -> None:
@@ -17,6 +23,7 @@ def check_rows(values: Values, tables: Mapping[str, TableReader]) -> None:
     """
     _check_request_classes(values, tables["request_classes"])
     _check_api_keys(tables["api_keys"], tables["request_classes"])
+    _limit_anonymous_callers(values, tables)
 
 
 def _check_request_classes(values: Values, table: TableReader) -> None:
@@ -38,14 +45,36 @@ def _check_request_classes(values: Values, table: TableReader) -> None:
 def _check_api_keys(table: TableReader, classes: TableReader) -> None:
     keys = table.build()
     _check_distinct(table, "key_sha256")
-    names = list(classes.rows)
     for key in keys:
-        if key.highest_class is not None and key.highest_class not in classes.rows:
-            nearest = difflib.get_close_matches(key.highest_class, names, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"{table.rows[key.name].source_of('highest_class')}: `api_keys.{key.name}.highest_class` must be the "
-                f"name of a class; the nearest known one is `{nearest}`. Given: {key.highest_class}"
-            )
+        if key.highest_class is not None:
+            source = table.rows[key.name].source_of("highest_class")
+            _check_class_name(f"api_keys.{key.name}.highest_class", key.highest_class, source, classes)
+
+
+def _limit_anonymous_callers(values: Values, tables: Mapping[str, TableReader]) -> None:
+    """A server that others than this machine's users reach lets nobody go before priority 0 unless it is told to."""
+    given, classes = values[ANONYMOUS], tables["request_classes"]
+    if given is not None:
+        _check_class_name(ANONYMOUS, given, values.source(ANONYMOUS), classes)
+    elif not tables["api_keys"].rows and not is_loopback(values[ADDRESS]):
+        ordered = sorted(classes.build(), key=lambda each: each.rank)
+        values.set(ANONYMOUS, class_of(0, ordered).name, f"{ADDRESS} is not a loopback address")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine's own users reach a server on the address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _check_class_name(key: str, name: str, source: str, classes: TableReader) -> None:
+    if name not in classes.rows:
+        nearest = difflib.get_close_matches(name, list(classes.rows), n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"{source}: `{key}` must be the name of a class; the nearest known one is `{nearest}`. Given: {name}"
+        )
 
 
 def _check_distinct(table: TableReader, key: str) -> None:

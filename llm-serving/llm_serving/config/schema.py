@@ -142,6 +142,10 @@ class ServerConfig:
     audit_every: int = option(100, integer(0))
     """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
 
+    anonymous_highest_class: str | None = option(None, row_name())
+    """Where no API keys are needed, requests of a better class, or with a priority before this class's rank, are
+    refused with 403. None: no limit on a loopback address; on any other the class of priority 0."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 
@@ -280,6 +284,8 @@ class ApiKey:
     """Requests of a better class, or with a priority before this class's rank, are refused with 403. None: no limit."""
     max_waiting: int | None = None
     """Most of its requests that wait to be scheduled. None: only the other limits count."""
+    admin: bool = False
+    """Whether it sees and controls everybody's requests, not only its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +352,14 @@ TABLES: Final[Mapping[str, Table]] = {
         },
         DEFAULT_CLASSES,
     ),
-    "api_keys": Table(ApiKey, {"key_sha256": sha256(), "highest_class": ROW_NAME, "max_waiting": integer(1, 10**6)}),
+    "api_keys": Table(
+        ApiKey,
+        {
+            "key_sha256": sha256(),
+            "highest_class": ROW_NAME,
+            "max_waiting": integer(1, 10**6),
+            "admin": boolean(),
+        },
+    ),
 }
 """YAML section, which is also the attribute of `ServingConfig` -> what its rows hold."""

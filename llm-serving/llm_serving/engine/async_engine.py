@@ -282,6 +282,7 @@ class AsyncEngine:
             tenant: Who asks and sees its own requests only; None: everybody's.
         """
         found = []
+        with_tenant = bool(self.config.api_keys)
         for index, engine in sorted(self._engines.items()):
             lives = [
                 life
@@ -292,7 +293,7 @@ class AsyncEngine:
                 record = engine.journal.record(self.clock())
                 bounds = {each.name: each for each in engine.scheduler.bounds}
                 found += [
-                    explain(life, record, bounds[life.request_class.name], index, with_tenant=tenant is not None)
+                    explain(life, record, bounds[life.request_class.name], index, with_tenant=with_tenant)
                     for life in lives
                 ]
         return found

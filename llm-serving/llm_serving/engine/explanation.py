@@ -67,7 +67,7 @@ class Explanation(Struct, kw_only=True):
     """The client's id, and a number that tells choices apart."""
     request_class: str
     tenant: str | None
-    """Only told to its owner."""
+    """Only told where API keys say who asks."""
     replica: int
     status: str
     finish_reason: str | None

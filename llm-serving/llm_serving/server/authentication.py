@@ -65,6 +65,16 @@ def api_key_of(connection: HTTPConnection) -> ApiKey | None:
     return key
 
 
+def tenant_seen(connection: HTTPConnection) -> str | None:
+    """Whose requests the caller sees and controls: those of its API key's tenant.
+
+    None: everybody's, with the key of an administrator, or where keys are not needed: whoever can ask such a server can
+    already claim to be anybody.
+    """
+    key = api_key_of(connection)
+    return None if key is None or key.admin else key.name
+
+
 def hash_key(key: str) -> str:
     """What `api_keys` has in place of a key: its SHA-256 in hexadecimal digits."""
     return hashlib.sha256(key.encode()).hexdigest()

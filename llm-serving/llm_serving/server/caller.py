@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 
 from llm_serving.config.schema import ApiKey, ServingConfig
 from llm_serving.core.exchange import Exchange
-from llm_serving.core.request_class import RequestClass
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.exchange import exchange_of
@@ -44,27 +43,52 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     """
     key = api_key_of(http_request)
     user, cache_salt = _name("user", bodies), _name("cache_salt", bodies)
-    priority = _priority(_given("priority", bodies), _given("priority_class", bodies), config.request_classes, key)
+    ceiling = ceiling_of(config, key)
+    priority = wanted_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
+    if priority is None:  # a request that asks for nothing is not refused: it runs as high as it may
+        priority = 0 if ceiling is None else max(0, ceiling.rank)
     return Caller(priority, user if key is None else key.name, cache_salt, exchange_of(http_request))
 
 
-def _priority(priority: int | None, class_name: str | None, classes: Sequence[RequestClass], key: ApiKey | None) -> int:
-    ranks = {each.name: each.rank for each in classes}
-    highest_class = None if key is None else key.highest_class
+class Ceiling(NamedTuple):
+    """Before which nobody may go with a key, or without one."""
+
+    class_name: str
+    rank: int
+    place: str
+    """Whose ceiling it is, worded for an error."""
+
+
+def ceiling_of(config: ServingConfig, key: ApiKey | None) -> Ceiling | None:
+    """What a caller with this key, or without one, may not go before; None: there is no limit."""
+    name = config.serving.anonymous_highest_class if key is None else key.highest_class
+    if name is None:
+        return None
+    whose = "without an API key (serving_config.anonymous_highest_class)"
+    rank = next(each.rank for each in config.request_classes if each.name == name)
+    return Ceiling(name, rank, whose if key is None else f"with the API key of {key.name}")
+
+
+def wanted_priority(
+    config: ServingConfig, ceiling: Ceiling | None, priority: int | None, class_name: str | None
+) -> int | None:
+    """The priority that is asked for, by number or by the name of a class; None: by neither.
+
+    Raises:
+        RequestError: By both, or by a name that no class has.
+        PermissionDeniedError: It goes before the ceiling.
+    """
+    ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
         raise RequestError("priority_class", "must not be given together with `priority`")
     if class_name is not None and class_name not in ranks:
         raise RequestError("priority_class", f"must be one of {', '.join(ranks)}", class_name)
     wanted = priority if class_name is None else ranks[class_name]
-    if key is None or highest_class is None:
-        return wanted or 0
-    ceiling = ranks[highest_class]
-    if wanted is not None and wanted < ceiling:
+    if ceiling is not None and wanted is not None and wanted < ceiling.rank:
         field, given = ("priority", priority) if class_name is None else ("priority_class", class_name)
-        rule = f"must not go before class {highest_class}, rank {ceiling}, with the API key of {key.name}"
+        rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.place}"
         raise PermissionDeniedError(field, rule, given)
-    # A request that asks for nothing is not refused: it runs as high as it may.
-    return max(0, ceiling) if wanted is None else wanted
+    return wanted
 
 
 def _name(field: str, bodies: Sequence[CallerFields]) -> str:

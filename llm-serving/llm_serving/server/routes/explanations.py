@@ -12,7 +12,7 @@ from starlette.responses import Response
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.explanation import Explanation
 from llm_serving.errors import RequestError, RequestNotFoundError
-from llm_serving.server.authentication import api_key_of
+from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 
@@ -34,7 +34,7 @@ class Trace(Struct):
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Where the time of a request went; it may still run."""
     request_id = http_request.path_params["request_id"]
-    found = await asyncio.to_thread(engine.explain, request_id, _tenant(http_request))
+    found = await asyncio.to_thread(engine.explain, request_id, tenant_seen(http_request))
     if not found:
         rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
         raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
@@ -47,12 +47,7 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
         raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
-    return json_response(await asyncio.to_thread(engine.timeline, int(given), _tenant(http_request)))
-
-
-def _tenant(http_request: Request) -> str | None:
-    key = api_key_of(http_request)
-    return None if key is None else key.name
+    return json_response(await asyncio.to_thread(engine.timeline, int(given), tenant_seen(http_request)))
 
 
 ENDPOINTS: Final = (
