@@ -12,6 +12,7 @@ LLMServingError
 │   ├── ModelNotFoundError 404  the request names a model that is not served
 │   ├── RequestTooLargeError 413
 │   └── RequestTimeoutError  408  its body did not arrive in time
+├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── WorkerError           500   a WorkAgent failed on a step
@@ -104,6 +105,15 @@ class RequestNotFoundError(RequestError):
     """No request of that id is known, or it is another tenant's."""
 
     http_status: ClassVar[int] = 404
+
+
+class RequestCancelledError(LLMServingError):
+    """Somebody who may has cancelled the request."""
+
+    http_status: ClassVar[int] = 409
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled")
 
 
 class RequestTooLargeError(RequestError):

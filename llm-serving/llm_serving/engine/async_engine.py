@@ -26,11 +26,13 @@ from llm_serving.engine.class_metrics import ClassLoad
 from llm_serving.engine.door import Door
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.explanation import Explanation, answers_to, explain
+from llm_serving.engine.journal import Life
+from llm_serving.engine.live_requests import LiveRequests
 from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
-from llm_serving.errors import ContextLengthError, UnavailableError
+from llm_serving.errors import ContextLengthError, RequestNotFoundError, UnavailableError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -113,6 +115,7 @@ class AsyncEngine:
         self._threads: list[threading.Thread] = []
         self._streams: dict[str, RequestStream] = {}
         self._owners: dict[str, Engine] = {}
+        self._live = LiveRequests()
         self._num_open: Counter[Engine] = Counter()
         """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
         self._room = WaitingRoom(config)
@@ -242,6 +245,7 @@ class AsyncEngine:
         stream = RequestStream(request.request_id, self._abort)
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
+        self._live.add(request)
         self._num_open[engine] += 1
         self._room.enter(request.request_id, replica, request_class, tenant, num_tokens)
         try:
@@ -274,6 +278,27 @@ class AsyncEngine:
             honours_classes=engine.scheduler.policy.honours_classes,
         )
 
+    def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
+        """Ends every request that a client means by this id; call it on the event loop.
+
+        Each gets its last piece, with the finish reason `abort`, and its blocks are free, as soon as the engine has
+        taken notice. One that is the client's and has ended, as far as that is remembered, is no error.
+
+        Args:
+            request_id: The client's, alone or as the id of an answer.
+            tenant: Who asks and controls its own requests only; None: everybody's.
+
+        Returns:
+            Ids of the requests that end by this.
+
+        Raises:
+            RequestNotFoundError: Nobody knows of such a request, or it is another tenant's.
+        """
+        found = self._find(request_id, tenant)
+        for request in found:
+            self._owners[request.request_id].abort(request.request_id)
+        return [request.request_id for request in found]
+
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
         """Where the time of every request went that a client means by this id; call it from any thread.
 
@@ -284,11 +309,7 @@ class AsyncEngine:
         found = []
         with_tenant = bool(self.config.api_keys)
         for index, engine in sorted(self._engines.items()):
-            lives = [
-                life
-                for life in engine.journal.lives()
-                if answers_to(life, request_id) and tenant in (None, life.tenant)
-            ]
+            lives = self._lives(engine, request_id, tenant)
             if lives:
                 record = engine.journal.record(self.clock())
                 bounds = {each.name: each for each in engine.scheduler.bounds}
@@ -311,6 +332,24 @@ class AsyncEngine:
             ],
             num_steps,
         )
+
+    def _find(self, request_id: str, tenant: str | None) -> list[Request]:
+        """The requests that live and are meant by an id; none when all have ended.
+
+        Raises:
+            RequestNotFoundError: No request is known by it, or it is another tenant's.
+        """
+        found = self._live.find(request_id, tenant)
+        if not found and not any(self._lives(engine, request_id, tenant) for engine in self._engines.values()):
+            num_kept = self.config.serving.explain_requests
+            rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
+            raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
+        return found
+
+    def _lives(self, engine: Engine, request_id: str, tenant: str | None) -> list[Life]:
+        return [
+            life for life in engine.journal.lives() if answers_to(life, request_id) and tenant in (None, life.tenant)
+        ]
 
     def _least_loaded(self) -> tuple[int, Engine]:
         """The replica that gets the next request."""
@@ -340,6 +379,7 @@ class AsyncEngine:
 
     def _forget(self, request_id: str) -> None:
         self._room.leave(request_id)
+        self._live.discard(request_id)
         self._streams.pop(request_id, None)
         engine = self._owners.pop(request_id, None)
         if engine is not None:

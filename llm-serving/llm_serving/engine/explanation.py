@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from msgspec import Struct
 
 from llm_serving.engine.attribution import OwnRow, Part, Span, attribute, largest_decode_gap, own_rows
 from llm_serving.engine.journal import Life, Record
+from llm_serving.engine.live_requests import client_id_of, client_ids
 from llm_serving.scheduler.bounds import ClassBounds
-
-ID_PREFIXES: Final = ("cmpl-", "chatcmpl-")
-"""What answers put before the id of their request."""
 
 
 class ExplainedPart(Struct, kw_only=True):
@@ -81,9 +78,7 @@ class Explanation(Struct, kw_only=True):
 
 def answers_to(life: Life, request_id: str) -> bool:
     """Whether a client means this request by `request_id`: its own id, that of the answer, or the engine's."""
-    own = life.request_id.rpartition("-")[0]
-    stripped = [request_id.removeprefix(prefix) for prefix in ID_PREFIXES]
-    return request_id == life.request_id or own in (request_id, *stripped)
+    return request_id == life.request_id or client_id_of(life.request_id) in client_ids(request_id)
 
 
 def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, with_tenant: bool) -> Explanation:

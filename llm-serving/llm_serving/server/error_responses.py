@@ -15,6 +15,7 @@ from llm_serving.errors import (
     LLMServingError,
     ModelNotFoundError,
     PermissionDeniedError,
+    RequestCancelledError,
     RequestError,
     RequestNotFoundError,
     UnavailableError,
@@ -26,6 +27,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (PermissionDeniedError, "permission_error", None),
     (ModelNotFoundError, "not_found_error", "model_not_found"),
     (RequestNotFoundError, "not_found_error", "request_not_found"),
+    (RequestCancelledError, "request_cancelled_error", "cancelled"),
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
     (CapacityError, "rate_limit_error", "queue_full"),
@@ -56,6 +58,8 @@ def tgi_error_content(error: LLMServingError) -> dict[str, str]:
         kind = "validation"
     elif isinstance(error, CapacityError | UnavailableError):
         kind = "overloaded"
+    elif isinstance(error, RequestCancelledError):
+        kind = "incomplete_generation"
     else:
         kind = "generation"
     return {"error": str(error), "error_type": kind}

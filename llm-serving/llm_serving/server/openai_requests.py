@@ -65,9 +65,14 @@ def identify(engine: AsyncEngine, http_request: Request, request: GenerationRequ
     if request_id is not None and not REQUEST_ID.fullmatch(request_id):
         raise RequestError("request_id", "must be 1 to 128 letters, digits or any of . _ : -", request_id)
     if request_id is None:
-        header = http_request.headers.get("x-request-id", "")
-        request_id = header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)
+        request_id = request_id_of(http_request)
     return Identity(f"{prefix}-{request_id}", request_id, int(time.time()), engine.config.model.model_name)
+
+
+def request_id_of(http_request: Request) -> str:
+    """The header `x-request-id` if it is an id, otherwise a random one."""
+    header = http_request.headers.get("x-request-id", "")
+    return header if REQUEST_ID.fullmatch(header) else secrets.token_hex(16)
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:

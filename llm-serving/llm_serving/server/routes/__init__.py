@@ -3,7 +3,7 @@
 from typing import Final
 
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.routes import chat, completions, explanations, health, legacy, metrics, models, tgi
+from llm_serving.server.routes import chat, completions, control, explanations, health, legacy, metrics, models, tgi
 
 __all__ = ["ENDPOINTS"]
 
@@ -12,6 +12,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *chat.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
+    *control.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
     *tgi.ENDPOINTS,

@@ -54,7 +54,7 @@ from llm_serving.server.caller import Caller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
-from llm_serving.server.openai_requests import check_model
+from llm_serving.server.openai_requests import check_model, request_id_of
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import seed_or_random, stop_strings
 from llm_serving.server.schemas import CallerFields
@@ -109,21 +109,25 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     sampling = _sampling(parameters, engine.model_spec.vocab_size)
     answer = _Answer(parameters)
     stream = bool(request.stream) if stream is None else stream
-    generation = await _start(engine, request.inputs, sampling, caller)
+    request_id = request_id_of(http_request)
+    generation = await _start(engine, request.inputs, sampling, caller, request_id)
     if isinstance(generation, str):
         reason = "prompt_token_ids_empty" if generation == PROMPT_EMPTY else "prompt_out_of_range"
         answer.add_text(generation, reason)
         content = answer.stream_of_text(generation) if stream else answer.whole_line()
         media_type = EVENT_STREAM if stream and answer.is_sse else JSON_TYPE
         return Response(content, HTTPStatus.OK, headers={"content-type": media_type})
+    headers = {"x-request-id": request_id}
     if stream:
         media_type = EVENT_STREAM if answer.is_sse else JSON_TYPE
-        return StreamResponse(generation, answer, answer.failure_line, media_type=media_type)
+        return StreamResponse(generation, answer, answer.failure_line, media_type=media_type, headers=headers)
     await complete(http_request.receive, generation, answer.read(generation))
-    return Response(answer.whole_line(), media_type=JSON_TYPE)
+    return Response(answer.whole_line(), media_type=JSON_TYPE, headers=headers)
 
 
-async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams, caller: Caller) -> Generation | str:
+async def _start(
+    engine: AsyncEngine, inputs: str, sampling: SamplingParams, caller: Caller, request_id: str
+) -> Generation | str:
     """The running generation, or the text that stands for it."""
     if not inputs:
         return PROMPT_EMPTY
@@ -131,7 +135,7 @@ async def _start(engine: AsyncEngine, inputs: str, sampling: SamplingParams, cal
         prompt = await encode_text(engine, inputs, "inputs")
         if len(prompt) + sampling.max_tokens >= engine.max_model_len:
             return PROMPT_OUT_OF_RANGE
-        return await start_generation(engine, [prompt], [sampling], request_id="legacy", caller=caller)
+        return await start_generation(engine, [prompt], [sampling], request_id=request_id, caller=caller)
     except ContextLengthError:
         return PROMPT_OUT_OF_RANGE
 

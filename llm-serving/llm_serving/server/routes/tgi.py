@@ -21,7 +21,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import RequestError
+from llm_serving.errors import RequestCancelledError, RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
 from llm_serving.server.endpoint import Endpoint
@@ -34,6 +34,7 @@ from llm_serving.server.generation import (
     start_generation,
     token_pieces,
 )
+from llm_serving.server.openai_requests import request_id_of
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import seed_or_random, stop_strings
 from llm_serving.server.schemas import CallerFields
@@ -99,12 +100,14 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
-    generation = await start_generation(engine, [prompt], [sampling], request_id="tgi", caller=caller)
+    request_id = request_id_of(http_request)
+    generation = await start_generation(engine, [prompt], [sampling], request_id=request_id, caller=caller)
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if stream or (stream is None and request.stream):
-        return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)))
+        headers = {"x-request-id": request_id}
+        return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
     result = await complete(http_request.receive, generation, answer.whole(generation))
-    return json_response([result] if stream is None else result)
+    return json_response([result] if stream is None else result, headers={"x-request-id": request_id})
 
 
 def _refuse_unsupported(parameters: TGIParameters) -> None:
@@ -158,7 +161,7 @@ class _Answer:
         top_tokens: list[list[JsonObject]] = []
         details: JsonObject = {}
         async for _, output in generation.outputs():
-            raise_on_error(output)
+            _raise_on_failure(output)
             self._text += output.text
             tokens += [self._token(*piece) for piece in token_pieces(output)]
             top_tokens += self._top_tokens(output)
@@ -173,7 +176,7 @@ class _Answer:
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
-        raise_on_error(output)
+        _raise_on_failure(output)
         self._text += output.text
         pieces = token_pieces(output)
         top_tokens = self._top_tokens(output)
@@ -245,6 +248,12 @@ async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
             "docker_label": None,
         }
     )
+
+
+def _raise_on_failure(output: RequestOutput) -> None:
+    raise_on_error(output)
+    if output.finish_reason is FinishReason.ABORT:  # clients of this protocol know only ends of their own making
+        raise RequestCancelledError
 
 
 def _event(content: JsonObject) -> bytes:

@@ -1,0 +1,83 @@
+"""The whole master over fake replicas whose steps a test lets through, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from threading import Event
+from typing import Any
+
+import httpx
+from fake_runner import FakeRunner
+from fakes import DEMO_FOLDER, DEMO_TOKENIZER
+from llm_serving.config.schema import ApiKey, CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.server.app import create_app
+
+NUM_BLOCKS = 64
+
+
+class GatedRunner(FakeRunner):
+    """Computes a step whenever its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, 16)
+        self.gate = Event()
+        self.gate.set()
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.gate.wait()
+        return super().execute(step)
+
+
+class GatedServer:
+    """A server; as a context it runs, and gives a client."""
+
+    def __init__(self, *, max_num_seqs: int = 4, api_keys: tuple[ApiKey, ...] = (), **scheduler: Any) -> None:
+        self.runner = GatedRunner()
+        config = ServingConfig(
+            model=ModelConfig(model_name="demo", max_generate_length=512, decode_batch_size=max_num_seqs),
+            serving=ServerConfig(audit_every=0),
+            pa=CacheConfig(block_size=16),
+            scheduler=SchedulerConfig(**scheduler),
+            api_keys=api_keys,
+        )
+        spec = replace(ModelSpec.from_folder(DEMO_FOLDER), eos_token_ids=())
+        self.metrics = Metrics("demo")
+        self.engine = AsyncEngine(config, spec, DEMO_TOKENIZER, self.metrics, self._open_replica)
+
+    @contextmanager
+    def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        executor = LocalExecutor(self.runner)
+        yield build_engine(self.engine.config, NUM_BLOCKS, executor, DEMO_TOKENIZER, self.metrics, publish, index)
+
+    @property
+    def replica(self) -> Engine:
+        return self.engine._engines[0]
+
+    @asynccontextmanager
+    async def running(self, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
+        self.engine.start()
+        try:
+            while not self.engine.health().ready:
+                await asyncio.sleep(0)
+            transport = httpx.ASGITransport(create_app(self.engine))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
+                yield client
+        finally:
+            self.runner.gate.set()
+            await self.engine.stop()
+
+    async def reach(self, holds: Callable[[], bool]) -> None:
+        """Waits until something holds that the engine's thread brings about."""
+        async with asyncio.timeout(30):
+            while not holds():
+                await asyncio.sleep(0)

@@ -1,0 +1,160 @@
+"""Ending requests by their id, through the whole master: who may, what their clients see, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gated_server import GatedServer
+from llm_serving.config.schema import ApiKey
+from llm_serving.server.authentication import hash_key
+from server_client import error_of
+
+KEYS = {name: name * 20 for name in ("a", "b", "root")}
+API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
+LONG = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+PATHS = [("POST", "/v1/requests/{}/cancel"), ("DELETE", "/v1/requests/{}")]
+
+
+def as_tenant(name):
+    return {"x-api-key": KEYS[name]}
+
+
+def num_used_blocks(server):
+    return server.replica.scheduler.blocks.pool.num_used_blocks
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize("request_id", ["mine", "cmpl-mine"])
+def test_a_cancelled_request_ends_with_what_there_is(method, path, request_id):
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            server.runner.gate.clear()
+            asking = asyncio.create_task(client.post("/v1/completions", json=LONG | {"request_id": "mine", "n": 2}))
+            await server.reach(lambda: num_used_blocks(server) > 0)
+            cancelled = await client.request(method, path.format(request_id))
+            server.runner.gate.set()
+            answer = await asking
+            assert cancelled.status_code == 200
+            assert cancelled.json() == {"request_id": request_id, "cancelled": ["mine-0", "mine-1"]}
+            assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["abort", "abort"]
+            assert answer.json()["usage"]["completion_tokens"] < 400
+            await server.reach(lambda: num_used_blocks(server) == 0)
+            again = await client.request(method, path.format(request_id))
+            assert (again.status_code, again.json()["cancelled"]) == (200, [])
+            assert (await client.post("/v1/completions", json=LONG | {"max_tokens": 3})).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_is_cancelled_before_it_runs():
+    async def run():
+        server = GatedServer(max_num_seqs=1)
+        async with server.running() as client:
+            server.runner.gate.clear()
+            first = asyncio.create_task(client.post("/v1/completions", json=LONG | {"max_tokens": 5}))
+            await server.reach(lambda: num_used_blocks(server) > 0)
+            waiting = asyncio.create_task(client.post("/v1/completions", json=LONG | {"request_id": "w"}))
+            await server.reach(lambda: server.engine.num_running == server.engine.num_waiting == 1)
+            assert (await client.post("/v1/requests/w/cancel")).json()["cancelled"] == ["w-1"]
+            server.runner.gate.set()
+            answer = (await waiting).json()
+            assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == ("abort", "")
+            assert (await first).json()["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", LONG | {"stream": True}, '"finish_reason":"abort"'),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "seed": 1, "stream": True},
+            '"finish_reason":"abort"',
+        ),
+        (
+            "/generate_stream",
+            {"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}},
+            '{"error":"the request was cancelled","error_type":"incomplete_generation"}',
+        ),
+        (
+            "/models/demo/generate_stream",
+            {"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}},
+            '"finish_reason": "abort"',
+        ),
+    ],
+)
+def test_every_protocol_tells_the_client_of_a_stream(path, body, told):
+    async def run():
+        server = GatedServer()
+        async with server.running(**{"x-request-id": "mine"}) as client:
+            server.runner.gate.clear()
+            asking = asyncio.create_task(client.post(path, json=body))
+            await server.reach(lambda: num_used_blocks(server) > 0)
+            await client.delete("/v1/requests/mine")
+            server.runner.gate.set()
+            answer = await asking
+            assert answer.status_code == 200
+            assert answer.headers["x-request-id"] == "mine"
+            assert told in answer.text
+
+    asyncio.run(run())
+
+
+def test_tgi_tells_the_client_of_a_whole_answer():
+    async def run():
+        server = GatedServer()
+        async with server.running(**{"x-request-id": "mine"}) as client:
+            server.runner.gate.clear()
+            asking = asyncio.create_task(
+                client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}})
+            )
+            await server.reach(lambda: num_used_blocks(server) > 0)
+            await client.delete("/v1/requests/mine")
+            server.runner.gate.set()
+            answer = await asking
+            assert (answer.status_code, answer.json()["error_type"]) == (409, "incomplete_generation")
+
+    asyncio.run(run())
+
+
+def test_a_tenant_cancels_its_own_and_an_administrator_all():
+    async def run():
+        server = GatedServer(api_keys=API_KEYS)
+        async with server.running() as client:
+            server.runner.gate.clear()
+            body = LONG | {"request_id": "same"}
+            asking = [
+                asyncio.create_task(client.post("/v1/completions", json=body, headers=as_tenant(name)))
+                for name in ("a", "b")
+            ]
+            await server.reach(lambda: server.engine.num_running + server.engine.num_waiting == 2)
+            path = "/v1/requests/{}/cancel"
+            foreign = await client.post(path.format("same-1"), headers=as_tenant("a"))
+            unknown = await client.post(path.format("same-9"), headers=as_tenant("a"))
+            assert foreign.status_code == unknown.status_code == 404
+            assert error_of(foreign)["code"] == "request_not_found"
+            assert foreign.text.replace("same-1", "") == unknown.text.replace("same-9", ""), "it tells who exists"
+            own = await client.post(path.format("same"), headers=as_tenant("a"))
+            assert own.json()["cancelled"] == ["same-0"]
+            server.runner.gate.set()
+            assert (await asking[0]).json()["choices"][0]["finish_reason"] == "abort"
+            server.runner.gate.clear()
+            others = await client.delete("/v1/requests/same", headers=as_tenant("root"))
+            assert others.status_code == 200
+            server.runner.gate.set()
+            assert (await asking[1]).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_without_a_key_nothing_is_cancelled():
+    async def run():
+        async with GatedServer(api_keys=API_KEYS).running() as client:
+            for method, path in PATHS:
+                assert (await client.request(method, path.format("x"))).status_code == 401
+
+    asyncio.run(run())
