@@ -17,6 +17,7 @@ Imports are read from the source, so those inside functions and under TYPE_CHECK
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +98,7 @@ def exists(module: str, root: Path) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+@cache  # every test asks for those of all files
 def imports_of(path: Path, root: Path) -> list[Import]:
     """Every module a file names in an import, most specific: `from a import b` is `a.b` where that is a module."""
     tree = ast.parse(path.read_text(), str(path))
