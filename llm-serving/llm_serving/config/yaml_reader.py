@@ -76,7 +76,7 @@ def plain(located: Located) -> Any:
 def _parse(content: bytes, name: str, show_lines: bool = True) -> Located:
     loader = None
     try:
-        loader = yaml.SafeLoader(content)
+        loader = _ShallowLoader(content)
         node = loader.get_single_node()
         if node is None:
             return Located(None, name)
@@ -84,14 +84,33 @@ def _parse(content: bytes, name: str, show_lines: bool = True) -> Located:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and show_lines else name
+        if isinstance(error, _TooDeepError):
+            raise ConfigError(f"{where}: must be nested at most {MAX_DEPTH} deep") from None
         raise ConfigError(f"{where}: is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{name}: is not valid YAML: {shorten(str(error))}") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: must be nested at most {MAX_DEPTH} deep") from None
     finally:
         if loader is not None:
             loader.dispose()
+
+
+class _TooDeepError(yaml.MarkedYAMLError):
+    pass
+
+
+class _ShallowLoader(yaml.SafeLoader):
+    """Stops at the first value that is nested too deep: the rest would take a time that grows with its square."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH + 1:
+            raise _TooDeepError(problem_mark=self.peek_event().start_mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 class _Builder:
