@@ -48,6 +48,12 @@ make_venv() {
         die "cannot make a virtual environment in $venv; install Python's venv (on Debian: python3.11-venv) and try again"
 }
 
+# compile_kernels: compiles the operator library if it is not there, beside what follows; whoever needs the library
+# waits for it, and says what went wrong.
+compile_kernels() {
+    PYTHONPATH="$root/llm-serving" "$venv/bin/python" -S -m llm_serving.kernels.library >"$venv/compile.log" 2>&1 9>&- &
+}
+
 # install EXTRAS: makes $venv hold the package with the given extras ("" or "[dev]"); at once when it does already.
 install() {
     local extras=$1 fingerprint
@@ -59,6 +65,7 @@ install() {
     # An install with extras serves where none are asked for.
     if ! grep -qF -- "$extras installed $fingerprint" "$venv/installed" 2>/dev/null; then
         make_venv
+        compile_kernels
         if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
             -c "$root/llm-serving/requirements.lock" -e "$root/llm-serving$extras" 2>&1 |
             tee "$venv/install.log" | show_progress "installing into ${venv/#$root\//}"; then

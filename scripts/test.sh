@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs lint, types and all tests. Arguments go to pytest.
+# Sets up what is missing, then runs lint, types and all tests, the latter in as many processes as there are CPUs, four
+# at most. Arguments go to pytest, which then runs in one process unless they say otherwise (-n 2 --dist loadfile).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 install "[dev]"
+compile_kernels
 cd "$root"
 config=llm-serving/pyproject.toml
 python_folders=(llm-serving tests performance scripts)
@@ -13,5 +15,8 @@ python_folders=(llm-serving tests performance scripts)
 find llm-serving/llm_serving/kernels/csrc \( -name '*.cc' -o -name '*.h' \) -print0 |
     xargs -0 "$venv/bin/clang-format" --dry-run -Werror
 (cd llm-serving && "$venv/bin/mypy")
-[ $# -gt 0 ] || set -- tests
+if [ $# -eq 0 ]; then
+    processes=$(nproc)
+    set -- tests --numprocesses $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder
+fi
 exec "$venv/bin/python" -m pytest -c "$config" --rootdir "$root" "$@"

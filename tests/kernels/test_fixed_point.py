@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import real_isas
 from kernel_calls import (
     FIXED_POINT_ISA,
     Array,
@@ -19,7 +20,6 @@ from kernel_calls import (
     status_of,
     typed,
 )
-from llm_serving.errors import KernelError
 from llm_serving.kernels import fixed_point, library, reference
 from llm_serving.kernels.bfloat16 import round_to_bfloat16
 
@@ -31,14 +31,9 @@ LARGEST_BELOW_TWO = 1.9921875
 """The bfloat16 whose multiple is the largest, and whose norm is beside its exponent's power of two."""
 
 
-def has_isa() -> bool:
-    try:
-        return FIXED_POINT_ISA in library.supported_isas()
-    except KernelError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_isa(), reason=f"needs a compiler and a CPU with {FIXED_POINT_ISA}")
+pytestmark = pytest.mark.skipif(
+    FIXED_POINT_ISA not in real_isas(), reason=f"needs a compiler and a CPU with {FIXED_POINT_ISA}"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,9 +1,13 @@
+import fcntl
 import logging
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from instruction_sets import real_isas
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 
@@ -82,6 +86,46 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
     paths = {process.communicate(timeout=60)[0] for process in started}
     assert len(paths) == 1
     assert sum("-shared" in line for line in calls(compiler)) == 1
+
+
+def test_a_process_that_waits_for_another_to_compile_says_so(compiler: Path) -> None:
+    folder = compiler.parent / "cache"
+    folder.mkdir()
+    logger = logging.getLogger("llm_serving")
+    waits = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting" in record.getMessage():
+                waits.set()
+
+    watch = Watch()
+    logger.addHandler(watch)
+    logger.setLevel(logging.INFO)
+    try:
+        with (folder / "build.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = pool.submit(library.library_path)
+            assert waits.wait(60)
+            assert not path.done()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert path.result(60).exists()
+    finally:
+        logger.removeHandler(watch)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_the_module_is_a_command_that_compiles(compiler: Path) -> None:
+    """With nothing installed: scripts/setup.sh runs it while packages are being installed."""
+    source = Path(library.__file__).parents[2]
+    command = [sys.executable, "-S", "-m", "llm_serving.kernels.library"]
+    finished = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=True)
+    assert len(list((compiler.parent / "cache").glob("*.so"))) == 1, finished.stderr
+    assert "compiled the operator library in" in finished.stderr
+
+
+def test_the_tests_go_through_every_instruction_set_of_this_cpu() -> None:
+    assert real_isas() == library.supported_isas()
 
 
 def test_progress_is_logged(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from llm_serving.errors import KernelError
+from instruction_sets import real_isas
 from llm_serving.kernels import library
 from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.philox import uniform
@@ -32,14 +32,7 @@ LOGITS = {
 }
 
 
-def isas():
-    try:
-        return library.supported_isas()
-    except KernelError:
-        return []
-
-
-pytestmark = pytest.mark.skipif(not isas(), reason="needs the operator library")
+pytestmark = pytest.mark.skipif(not real_isas(), reason="needs the operator library")
 
 
 def batch(seed, vocab_size, kind, num_samples=6):
@@ -82,7 +75,7 @@ def test_every_instruction_set_and_number_of_threads_equals_numpy(seed, vocab_si
     logits, sampling = batch(seed, vocab_size, kind)
     history = sampling.history_token_ids
     expected = token_choice.choose_tokens(logits, sampling, history)
-    for isa in isas():
+    for isa in real_isas():
         for threads in (1, 2):
             with library.isa_in_use(isa), library.threads_in_use(threads):
                 assert_equal_choices(kernel_choice.choose_tokens(logits, sampling, history), expected)

@@ -3,6 +3,8 @@
 The library is built once for a set of sources, a compiler and its flags, and kept in a cache folder. It carries every
 instruction set and chooses when it is loaded, so the folder may be shared between machines.
 
+    python -m llm_serving.kernels.library       # builds it if it is not there; needs no package but Python's own
+
 Environment:
     CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
     LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
@@ -21,6 +23,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llm_serving.errors import KernelError
-from llm_serving.log import get_logger
+from llm_serving.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 
@@ -283,7 +286,11 @@ def _digest(*parts: bytes) -> str:
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock that other processes respect; the system drops it if this one dies."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that compiles the operator library")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -320,3 +327,11 @@ def _run(command: list[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if finished.returncode != 0:
         raise KernelError(f"`{' '.join(command)}` failed:\n{finished.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    configure_logging(process="compiler")
+    try:
+        library_path()
+    except KernelError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,50 @@
+"""Which instruction sets the tests of the kernels go through, told without the library: it may still be compiling."""
+
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+from llm_serving.errors import KernelError
+from llm_serving.kernels import library
+
+EMULATED = "amx_emulated"
+"""The code of amx with loops for its instructions."""
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_NEEDED = {
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+"""What /proc/cpuinfo calls the instructions of each set, best first."""
+
+
+def real_isas() -> list[str]:
+    """Those of the library that this CPU runs, best first; nothing where there can be no library."""
+    if not _there_can_be_a_library():
+        return []
+    return [*(isa for isa, needed in _NEEDED.items() if needed <= _cpu_flags()), "plain"]
+
+
+def isas() -> list[str]:
+    """The same, and the emulated one."""
+    real = real_isas()
+    return [*real, *([EMULATED] if "avx512" in real else [])]
+
+
+def _there_can_be_a_library() -> bool:
+    for find in (library.find_compiler, library.library_path):  # without a compiler, one that was built before serves
+        with suppress(KernelError):
+            find()
+            return True
+    return False
+
+
+def _cpu_flags() -> frozenset[str]:
+    if platform.machine() != "x86_64":
+        return frozenset()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next(line for line in lines if line.startswith("flags")).split())
