@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llm_serving.server.app import create_app
 from llm_serving.server.routes import ENDPOINTS
 
-POSTS = [endpoint for endpoint in ENDPOINTS if endpoint.method == "POST"]
+POSTS = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 USUAL = {
     "prompt": "hello",
     "inputs": "hello",
