@@ -58,6 +58,7 @@ class Submitted:
     cache_salt: str = ""
     fork_of: FakeStream | None = None
     beam_search: BeamSearchParams | None = None
+    deadline: float | None = None
 
 
 class FakeStream:
@@ -195,13 +196,14 @@ class FakeEngine:
         tenant: str = "",
         cache_salt: str = "",
         exchange: Exchange | None = None,
+        deadline: float | None = None,
         fork_of: FakeStream | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
         submitted = Submitted(
-            prompt_token_ids, sampling, request_id, priority, tenant, cache_salt, fork_of, beam_search
+            prompt_token_ids, sampling, request_id, priority, tenant, cache_salt, fork_of, beam_search, deadline
         )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)

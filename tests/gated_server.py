@@ -41,10 +41,22 @@ class GatedRunner(FakeRunner):
 class GatedServer:
     """A server; as a context it runs, and gives a client."""
 
-    def __init__(self, *, max_num_seqs: int = 4, api_keys: tuple[ApiKey, ...] = (), **scheduler: Any) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 4,
+        batch_waiting_time: float = 0.0,
+        api_keys: tuple[ApiKey, ...] = (),
+        **scheduler: Any,
+    ) -> None:
         self.runner = GatedRunner()
         config = ServingConfig(
-            model=ModelConfig(model_name="demo", max_generate_length=512, decode_batch_size=max_num_seqs),
+            model=ModelConfig(
+                model_name="demo",
+                max_generate_length=512,
+                decode_batch_size=max_num_seqs,
+                batch_waiting_time=batch_waiting_time,
+            ),
             serving=ServerConfig(audit_every=0),
             pa=CacheConfig(block_size=16),
             scheduler=SchedulerConfig(**scheduler),

@@ -13,6 +13,7 @@ LLMServingError
 │   ├── RequestTooLargeError 413
 │   └── RequestTimeoutError  408  its body did not arrive in time
 ├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
+├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── WorkerError           500   a WorkAgent failed on a step
@@ -114,6 +115,12 @@ class RequestCancelledError(LLMServingError):
 
     def __init__(self) -> None:
         super().__init__("the request was cancelled")
+
+
+class TimedOutError(LLMServingError):
+    """The deadline of the request has passed, or cannot be met any more."""
+
+    http_status: ClassVar[int] = 504
 
 
 class RequestTooLargeError(RequestError):

@@ -126,6 +126,9 @@ class ServerConfig:
     shutdown_timeout_s: float = option(30.0, seconds())
     """Seconds that running requests get to finish when the server is told to stop."""
 
+    max_timeout_s: float = option(86400.0, positive("seconds"))
+    """Seconds. Most that a request may give itself (`timeout_s`) until it ends with an error."""
+
     step_timeout_s: float = option(300.0, seconds())
     """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
 

@@ -30,6 +30,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
+    """Its deadline passed, or could not be met any more."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
@@ -71,6 +73,8 @@ class Request:
     """Set on a beam: the request it is computed for."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
+    deadline: float | None = None
+    """When it is of no more use to who asked, on the same clock; None: never."""
     exchange: Exchange | None = None
     """The HTTP request it answers, alone or with others."""
     sequence: int = 0

@@ -40,7 +40,7 @@ class RequestOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the output; None for the model's end of sequence."""
     error: str | None = None
-    """Set when finish_reason is ERROR."""
+    """Set when it `failed`."""
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
     beams: tuple[RequestOutput, ...] = ()
@@ -49,6 +49,11 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is all there will be, and not an answer."""
+        return self.finish_reason is FinishReason.ERROR or self.finish_reason is FinishReason.TIMEOUT
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:

@@ -194,6 +194,7 @@ class AsyncEngine:
         tenant: str = "",
         cache_salt: str = "",
         exchange: Exchange | None = None,
+        deadline: float | None = None,
         fork_of: RequestStream | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> RequestStream:
@@ -237,6 +238,7 @@ class AsyncEngine:
             tenant=tenant,
             cache_salt=cache_salt,
             arrival_time=self.clock(),
+            deadline=deadline,
             exchange=exchange,
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,

@@ -106,6 +106,7 @@ class BeamGroups:
             waits_for_reply=True,
             beam_of=root,
             arrival_time=root.arrival_time,
+            deadline=root.deadline,
             output_token_ids=output_token_ids,
         )
         if parent is not None:  # it goes ahead of its class, as what its parent did was done for it too

@@ -71,7 +71,8 @@ class ClassMetrics:
     ) -> None:
         """A request ended; it kept its class's promises or not.
 
-        A request that failed has kept none. One that the client gave up counts where a promise was broken before.
+        A request that failed has kept none. One that the client gave up, or gave no more time,
+        counts where a promise was broken before.
 
         Args:
             priority: Of the request.
@@ -81,7 +82,7 @@ class ClassMetrics:
             e2e_s: Seconds from arrival to the end.
         """
         request_class = class_of(priority, self._classes)
-        failed, left = reason is FinishReason.ERROR, reason is FinishReason.ABORT
+        failed, left = reason is FinishReason.ERROR, reason in (FinishReason.ABORT, FinishReason.TIMEOUT)
         outcomes: dict[str, bool | None] = {
             "ttft": _is_met(request_class.ttft_slo_s, e2e_s if ttft_s is None else ttft_s, failed and ttft_s is None),
             "tpot": _is_met(request_class.tpot_slo_s, tpot_s, failed),

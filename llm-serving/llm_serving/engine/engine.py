@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import threading
@@ -17,6 +18,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.beam_groups import BeamGroups
+from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.executor import Executor, StepFailedError
 from llm_serving.engine.journal import Journal
 from llm_serving.engine.load_estimator import LoadEstimator
@@ -82,6 +84,7 @@ class Engine:
         self._publish = publish
         self._clock = clock
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
+        self._deadlines = Deadlines()
         self._in_flight: deque[Schedule] = deque()
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
@@ -160,6 +163,7 @@ class Engine:
         try:
             self._executor.await_ending()
             self._take_inbox()
+            self._end_overdue()
             progressed = self._advance()
         except (StepFailedError, WorkerError) as error:
             self._recover(error)
@@ -283,6 +287,15 @@ class Engine:
         self._finish(request, reason)
         self._outputs.append(self._processor.piece(request, error))
 
+    def _end_overdue(self) -> None:
+        """Ends the requests whose deadline has passed, wherever they are."""
+        if self._deadlines.next is None:
+            return
+        for request in self._deadlines.take_passed(self._clock()):
+            self._end_request(
+                request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s"
+            )
+
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a request that has not got its last piece, for this reason, whatever limit its newest token reached."""
         if request.beam_search is not None:
@@ -294,6 +307,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         self._processor.start(request)
         self._auditor.started(request)
+        self._deadlines.add(request)
         if request.beam_search is not None:
             self._beams.start(request)
         else:
@@ -335,13 +349,16 @@ class Engine:
             self._publish(outputs)
 
     def _wait(self) -> None:
-        """Sleeps until a message comes, the WorkAgent dies or a batch has waited long enough to be formed."""
+        """Sleeps until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""
         executor_fd = self._executor.fileno()
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if executor_fd is not None:
             poll.register(executor_fd, select.POLLIN)
-        timeout_ms = 1000 * self.scheduler.limits.batch_waiting_time if len(self.scheduler.waiting) else None
+        timeouts_s = [self.scheduler.limits.batch_waiting_time] if len(self.scheduler.waiting) else []
+        if (deadline := self._deadlines.next) is not None:
+            timeouts_s.append(max(0.0, deadline - self._clock()))
+        timeout_ms = math.ceil(1000 * min(timeouts_s)) if timeouts_s else None
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,8 @@ from llm_serving.server.exchange import exchange_of
 from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256
+TIMEOUT_HEADER: Final = "x-request-timeout-s"
+SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Caller:
     cache_salt: str = ""
     exchange: Exchange | None = field(default=None, compare=False)
     """The HTTP request it came with."""
+    deadline: float | None = None
+    """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> Caller:
@@ -47,7 +52,9 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     priority = wanted_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
     if priority is None:  # a request that asks for nothing is not refused: it runs as high as it may
         priority = 0 if ceiling is None else max(0, ceiling.rank)
-    return Caller(priority, user if key is None else key.name, cache_salt, exchange_of(http_request))
+    exchange, timeout_s = exchange_of(http_request), _timeout(config, http_request, bodies)
+    deadline = None if timeout_s is None or exchange is None else exchange.received_time + timeout_s
+    return Caller(priority, user if key is None else key.name, cache_salt, exchange, deadline)
 
 
 class Ceiling(NamedTuple):
@@ -89,6 +96,23 @@ def wanted_priority(
         rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.place}"
         raise PermissionDeniedError(field, rule, given)
     return wanted
+
+
+def _timeout(config: ServingConfig, http_request: Request, bodies: Sequence[CallerFields]) -> float | None:
+    """Seconds the request gives itself, by the field or the header."""
+    value: float | None = _given("timeout_s", bodies)
+    header = http_request.headers.get(TIMEOUT_HEADER)
+    most = config.serving.max_timeout_s
+    rule = f"must be a number of seconds above 0 and at most {most:g} (serving_config.max_timeout_s)"
+    if header is not None:
+        if not SECONDS.fullmatch(header):
+            raise RequestError(TIMEOUT_HEADER, rule, header)
+        if value is not None and value != float(header):
+            raise RequestError("timeout_s", f"must be given once, or with the value of {TIMEOUT_HEADER}", value)
+        value = float(header)
+    if value is not None and not 0 < value <= most:
+        raise RequestError("timeout_s" if header is None else TIMEOUT_HEADER, rule, value)
+    return value
 
 
 def _name(field: str, bodies: Sequence[CallerFields]) -> str:

@@ -18,6 +18,7 @@ from llm_serving.errors import (
     RequestCancelledError,
     RequestError,
     RequestNotFoundError,
+    TimedOutError,
     UnavailableError,
 )
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -28,6 +29,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (ModelNotFoundError, "not_found_error", "model_not_found"),
     (RequestNotFoundError, "not_found_error", "request_not_found"),
     (RequestCancelledError, "request_cancelled_error", "cancelled"),
+    (TimedOutError, "timeout_error", "timeout"),
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
     (CapacityError, "rate_limit_error", "queue_full"),
@@ -58,7 +60,7 @@ def tgi_error_content(error: LLMServingError) -> dict[str, str]:
         kind = "validation"
     elif isinstance(error, CapacityError | UnavailableError):
         kind = "overloaded"
-    elif isinstance(error, RequestCancelledError):
+    elif isinstance(error, RequestCancelledError | TimedOutError):
         kind = "incomplete_generation"
     else:
         kind = "generation"

@@ -12,7 +12,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
-from llm_serving.errors import ContextLengthError, WorkerError
+from llm_serving.errors import ContextLengthError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import with_choice_seed
@@ -143,6 +143,7 @@ async def start_generation(
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
                     exchange=caller.exchange,
+                    deadline=caller.deadline,
                     fork_of=first,
                     beam_search=choices.beams,
                 )
@@ -155,8 +156,10 @@ async def start_generation(
 
 
 def raise_on_error(output: RequestOutput) -> None:
-    """Raises WorkerError where the engine ended the request with an error."""
-    if output.finished and output.finish_reason is FinishReason.ERROR:
+    """Raises what the engine ended the request with: WorkerError, or TimedOutError where its deadline passed."""
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise TimedOutError(output.error or "the deadline of the request has passed")
+    if output.failed:
         raise WorkerError(output.error or "the request failed")
 
 

@@ -29,6 +29,8 @@ class CallerFields(Struct, kw_only=True):
     """The tenant, where API keys do not tell it: within a class, tenants share fairly."""
     cache_salt: str | None = None
     """Requests share computed prefixes only with those of the same salt."""
+    timeout_s: float | None = None
+    """Seconds after which the answer is of no more use; also the header `x-request-timeout-s`."""
 
 
 class GenerationRequest(CallerFields, kw_only=True):

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.server.choices import Choices
 
@@ -31,7 +30,7 @@ async def select_best(
     """
     by_sequence: dict[int, list[RequestOutput]] = {}
     async for index, output in pieces:
-        if output.finish_reason is FinishReason.ERROR:
+        if output.failed:
             yield ChoiceOutput(index // choices.best_of * choices.n, output)
         by_sequence.setdefault(index, []).append(output)
     whole = [join_pieces(by_sequence[index]) for index in sorted(by_sequence)]

@@ -214,7 +214,7 @@ class _Answer:
         self._tokens += tokens
         self._text += output.text
         self._num_generated = output.num_output_tokens
-        if output.finish_reason is FinishReason.ERROR:
+        if output.failed:
             tokens.append(self.add_text(PREDICT_FAILED, "predict_failed"))
         elif output.finish_reason is not None:
             ended_by_model = output.finish_reason is FinishReason.STOP and output.stop_reason is None

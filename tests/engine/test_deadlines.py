@@ -1,0 +1,106 @@
+"""Deadlines: what has passed ends with an error wherever it is, and nothing else notices."""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import Harness
+from factories import create_request
+from fake_runner import expected_output
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.exchange import Exchange
+from llm_serving.core.request import FinishReason
+from llm_serving.engine.deadlines import SMALLEST_SWEEP, Deadlines, timeout_of
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def create_timed(deadline, **arguments):
+    request = create_request(**arguments)
+    request.deadline = deadline
+    return request
+
+
+def test_they_pass_in_their_order_and_once():
+    deadlines = Deadlines()
+    late, soon, never = create_timed(9.0), create_timed(3.0), create_timed(None)
+    for request in (late, soon, never):
+        deadlines.add(request)
+    assert deadlines.next == 3.0
+    assert deadlines.pending() == [soon, late]
+    assert deadlines.take_passed(2.9) == []
+    assert deadlines.take_passed(3.0) == [soon]
+    assert deadlines.take_passed(99.0) == [late]
+    assert (deadlines.next, deadlines.take_passed(1e9)) == (None, [])
+
+
+def test_requests_that_have_ended_are_forgotten():
+    harness, deadlines = Harness(), Deadlines()
+    for _ in range(10 * SMALLEST_SWEEP):
+        request = create_timed(5.0)
+        deadlines.add(request)
+        harness.scheduler.add(request)
+        harness.scheduler.finish(request, FinishReason.ABORT)
+    assert len(deadlines._heap) <= SMALLEST_SWEEP + 1
+    assert deadlines.next is None
+    assert deadlines.take_passed(9.0) == []
+
+
+def test_the_time_is_counted_from_when_the_headers_had_come():
+    request = create_timed(7.0, arrival_time=3.0)
+    assert timeout_of(request) == 4.0
+    request.exchange = Exchange(2.0)
+    assert timeout_of(request) == 5.0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_request_whose_deadline_has_passed_ends_and_the_others_go_on(ahead, num_steps):
+    clock = HandClock()
+    harness = Harness(ahead=ahead, clock=clock, max_num_seqs=2, num_blocks=16)
+    timed = create_timed(105.0, request_id="timed", arrival_time=100.0, max_tokens=40)
+    other = create_request(request_id="other", num_prompt_tokens=5, max_tokens=6)
+    waiting = create_timed(105.0, request_id="waiting", arrival_time=100.0)
+    for request in (timed, other, waiting):
+        harness.engine.submit(request)
+    for _ in range(num_steps):
+        harness.engine.step()
+    clock.now = 105.0
+    harness.run()
+    for request in (timed, waiting):
+        last = harness.last(request.request_id)
+        assert (last.finish_reason, last.failed) == (FinishReason.TIMEOUT, True)
+        assert last.error == "the request was not done within its 5 s"
+    assert harness.token_ids("other") == expected_output(other.prompt_token_ids, 6)
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+    assert not harness.engine.has_unfinished_requests
+
+
+def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
+    clock = HandClock()
+    harness = Harness(clock=clock)
+    request = create_timed(101.0, request_id="beams", arrival_time=100.0, max_tokens=40, logprobs=0)
+    request.beam_search = BeamSearchParams(width=3)
+    harness.engine.submit(request)
+    for _ in range(6):
+        harness.engine.step()
+    assert len(harness.scheduler.running) > 1
+    clock.now = 102.0
+    harness.run()
+    assert harness.last("beams").finish_reason is FinishReason.TIMEOUT
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_who_is_done_in_time_is_left_alone():
+    clock = HandClock()
+    harness = Harness(clock=clock)
+    harness.engine.submit(create_timed(200.0, request_id="timed"))
+    harness.run()
+    clock.now = 300.0
+    harness.run()
+    assert harness.last("timed").finish_reason is FinishReason.LENGTH

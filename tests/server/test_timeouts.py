@@ -1,0 +1,131 @@
+"""`timeout_s` and its header: who may say what, and what clients of each protocol see when the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fakes import FakeEngine
+from gated_server import GatedServer
+from server_client import error_of, post
+
+BODIES = {
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 300, "seed": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "seed": 1},
+    "/": {"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}},
+    "/generate": {"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}},
+    "/models/demo/generate": {"inputs": "x", "parameters": {"max_new_tokens": 300, "seed": 1}},
+}
+HEADER = "x-request-timeout-s"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("fields", "headers"), [({"timeout_s": 2.5}, {}), ({}, {HEADER: "2.5"})])
+def test_every_protocol_takes_the_field_and_the_header(path, fields, headers):
+    engine = FakeEngine()
+    body = BODIES[path] | {"max_tokens": 3, "parameters": {"max_new_tokens": 3}}
+    assert post(engine, path, body | fields, headers=headers).status_code == 200
+    [submitted], [exchange] = engine.submitted, engine.exchanges
+    assert submitted.deadline == exchange.received_time + 2.5
+
+
+@pytest.mark.parametrize("path", [path for path, body in BODIES.items() if "inputs" in body])
+def test_the_field_may_stand_among_the_parameters(path):
+    engine = FakeEngine()
+    post(engine, path, {"inputs": "x", "parameters": {"max_new_tokens": 3, "timeout_s": 2}})
+    assert engine.submitted[0].deadline == engine.exchanges[0].received_time + 2
+
+
+def test_without_it_there_is_no_deadline():
+    engine = FakeEngine()
+    post(engine, "/v1/completions", {"prompt": "x"})
+    assert engine.submitted[0].deadline is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "named"),
+    [
+        ({"timeout_s": 0}, {}, "`timeout_s` must be a number of seconds above 0 and at most 86400"),
+        ({"timeout_s": -1.5}, {}, "`timeout_s` must be a number of seconds above 0"),
+        ({"timeout_s": 86401}, {}, "at most 86400 (serving_config.max_timeout_s). Given: 86401"),
+        ({"timeout_s": "5"}, {}, "`timeout_s` is not valid: expected `float | null`, got `str`"),
+        ({}, {HEADER: "0"}, f"`{HEADER}` must be a number of seconds above 0"),
+        ({}, {HEADER: "nan"}, f"`{HEADER}` must be a number of seconds above 0"),
+        ({}, {HEADER: "1e3"}, f"`{HEADER}` must be a number"),
+        ({}, {HEADER: ""}, f"`{HEADER}` must be a number"),
+        ({"timeout_s": 2}, {HEADER: "3"}, f"`timeout_s` must be given once, or with the value of {HEADER}"),
+    ],
+)
+def test_a_wrong_time_is_refused_by_name(fields, headers, named):
+    engine = FakeEngine()
+    response = post(engine, "/v1/completions", {"prompt": "x"} | fields, headers=headers)
+    assert response.status_code == 400
+    assert named in error_of(response)["message"]
+    assert engine.submitted == []
+
+
+def test_a_field_and_a_header_may_agree():
+    assert post(FakeEngine(), "/v1/completions", {"prompt": "x", "timeout_s": 2}, headers={HEADER: "2.0"}).is_success
+
+
+class Late:
+    """A server whose requests wait for a batch that does not come, so that only their deadlines wake it."""
+
+    def __init__(self):
+        self.server = GatedServer(max_num_seqs=4, batch_waiting_time=3600.0)
+
+    def ask(self, path, body):
+        async def run():
+            async with self.server.running() as client:
+                answer = await client.post(path, json=body | {"timeout_s": 0.05})
+                await self.server.reach(lambda: not self.server.replica.has_unfinished_requests)
+                assert self.server.replica.num_steps == 0
+                assert self.server.engine.num_waiting == 0
+                return answer
+
+        return asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_openai_routes_answer_504(path):
+    answer = Late().ask(path, BODIES[path] | {"n": 2})
+    assert answer.status_code == 504
+    error = error_of(answer)
+    assert (error["type"], error["code"]) == ("timeout_error", "timeout")
+    assert error["message"] == "the request was not done within its 0.05 s"
+
+
+def test_a_stream_ends_with_an_error_event():
+    answer = Late().ask("/v1/completions", BODIES["/v1/completions"] | {"stream": True})
+    assert answer.status_code == 200
+    assert '"message":"the request was not done within its 0.05 s"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_tgi_answers_504():
+    answer = Late().ask("/generate", BODIES["/generate"])
+    assert (answer.status_code, answer.json()["error_type"]) == (504, "incomplete_generation")
+
+
+def test_the_legacy_routes_answer_as_to_every_failure():
+    answer = Late().ask("/models/demo/generate", BODIES["/models/demo/generate"])
+    assert (answer.status_code, answer.json()["finish_reason"]) == (200, "predict_failed")
+
+
+def test_a_running_request_ends_with_its_time_and_frees_its_blocks():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            server.runner.gate.clear()
+            body = BODIES["/v1/completions"] | {"timeout_s": 0.05, "stream": True}
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            await server.reach(lambda: server.replica.scheduler.blocks.pool.num_used_blocks > 0)
+            deadline = server.replica._deadlines.next
+            await server.reach(lambda: server.engine.clock() > deadline)
+            server.runner.gate.set()
+            assert '"code":"timeout"' in (await asking).text
+            await server.reach(lambda: server.replica.scheduler.blocks.pool.num_used_blocks == 0)
+            answer = await client.post("/v1/completions", json=BODIES["/v1/completions"] | {"max_tokens": 3})
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(run())
