@@ -41,7 +41,7 @@ def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: i
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     seconds: list[float] = []
     with bind("127.0.0.1", 0) as listener:
-        server = HttpServer(create_app(engine), listener, shutdown_timeout_s=10.0)
+        server = HttpServer(create_app(engine), listener, engine.config.serving)
         port = listener.getsockname()[1]
 
         async def measure() -> None:

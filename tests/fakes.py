@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import llm_serving.demo_model
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
@@ -132,6 +133,8 @@ class FakeEngine:
     refuse_from: int = 0
     """Number of requests accepted before `refusal`."""
     max_body_bytes: int = 4096
+    limits: dict[str, Any] = field(default_factory=dict)
+    """Further keys of `serving_config`."""
     api_keys: tuple[ApiKey, ...] = ()
     ready: bool = True
     num_running: int = 3
@@ -151,7 +154,9 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.config = ServingConfig(
             model=ModelConfig(model_name=self.model_name, max_generate_length=MAX_MODEL_LEN, decode_batch_size=8),
-            serving=ServerConfig(server_port=0, max_request_body_bytes=self.max_body_bytes, shutdown_timeout_s=10.0),
+            serving=ServerConfig(
+                server_port=0, max_request_body_bytes=self.max_body_bytes, shutdown_timeout_s=10.0, **self.limits
+            ),
             scheduler=SchedulerConfig(max_waiting_queue=20),
             api_keys=self.api_keys,
         )

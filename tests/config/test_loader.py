@@ -191,6 +191,13 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
         ("pa_config: 7\n", 1, "must be a mapping of keys to values. Given: 7"),
         ("serving_config:\n    agent_ports: [1, 1]\n", 2, "each >= 1 and <= 65535. Given: [1, 1]"),
         ("serving_config:\n    agent_ports: []\n", 2, "`serving_config.agent_ports` must be"),
+        (
+            "serving_config:\n    max_buffered_bytes: 8000000\n",
+            2,
+            "`serving_config.max_buffered_bytes` must be at least twice max_request_body_bytes 4194304",
+        ),
+        ("serving_config:\n    max_url_bytes: 40000\n", 2, "must be less than max_header_bytes 32768"),
+        ("serving_config:\n    idle_timeout_s: 0\n", 2, "must be a number of seconds above 0. Given: 0"),
         ("model_config:\n    model_dtype: int4\n", 2, "must be one of bfloat16, float16, float32. Given: 'int4'"),
         ("model_config:\n    batch_waiting_time: .nan\n", 2, "must be a number of seconds between 0 and 3600"),
         ("model_config:\n    batch_waiting_time: -1\n", 2, "Given: -1"),
@@ -297,6 +304,12 @@ def test_errors_do_not_echo_long_values():
 
 
 # Older files
+
+
+def test_room_for_all_bodies_grows_with_the_longest():
+    config = load_config(None, [f"serving_config.max_request_body_bytes={2**27}"])
+    assert config.serving.max_buffered_bytes == 2**28
+    assert config.sources["serving_config.max_buffered_bytes"] == "twice max_request_body_bytes"
 
 
 def test_names_of_mindie_are_accepted(tmp_path):

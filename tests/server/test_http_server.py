@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -18,12 +17,11 @@ import httpx
 import openai
 import pytest
 from fakes import FakeEngine, Script
-from llm_serving.config.schema import ApiKey
+from http_serving import serving
+from llm_serving.config.schema import ApiKey, ServerConfig
 from llm_serving.errors import ConfigError
-from llm_serving.server import request_body
-from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.http_server import MAX_OPEN_FILES, HttpServer, bind, raise_open_files_limit
+from llm_serving.server.http_server import MAX_OPEN_FILES, bind, possible_connections, raise_open_files_limit
 
 TESTS = Path(__file__).parents[1]
 SERVE = """
@@ -50,19 +48,6 @@ code = serve(engine)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard)
 print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
 """
-
-
-@contextmanager
-def serving(engine):
-    with bind("127.0.0.1", 0) as listener:
-        server = HttpServer(create_app(engine), listener, 5.0)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-        thread.start()
-        try:
-            yield "http://{}:{}".format(*listener.getsockname())
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @pytest.fixture
@@ -148,9 +133,8 @@ def test_a_client_that_closes_its_connection_aborts():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/models/demo"])
-def test_a_body_that_does_not_arrive_ends_the_connection(path, monkeypatch):
-    monkeypatch.setattr(request_body, "READ_TIMEOUT_S", 0.0)
-    engine = FakeEngine()
+def test_a_body_that_does_not_arrive_ends_the_connection(path):
+    engine = FakeEngine(limits={"body_timeout_s": 0.01})
     with serving(engine) as url:
         port = int(url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
@@ -160,7 +144,7 @@ def test_a_body_that_does_not_arrive_ends_the_connection(path, monkeypatch):
     status, *headers = head.split(b"\r\n")
     assert status == b"HTTP/1.1 408 Request Timeout"
     assert b"connection: close" in headers
-    assert b"`body` must arrive within 0 seconds" in body
+    assert b"`body` must arrive within 0.01 seconds" in body
     assert engine.submitted == []
 
 
@@ -187,6 +171,11 @@ class TestOpenFiles:
         limits[:] = soft, hard
         raise_open_files_limit()
         assert limits == [raised, hard]
+
+    @pytest.mark.parametrize(("soft", "possible"), [(256, 192), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
+    def test_connections_leave_files_for_the_rest(self, limits, soft, possible):
+        limits[:] = soft, soft
+        assert possible_connections(ServerConfig()) == possible
 
 
 class TestBind:

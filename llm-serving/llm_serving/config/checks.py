@@ -48,6 +48,7 @@ def check_sections(values: Values) -> None:
     Raises:
         ConfigError: A combination that cannot be served.
     """
+    _check_door(values)
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:
@@ -89,6 +90,19 @@ def check_sections(values: Values) -> None:
         _notice(values, "model_config.backend", "ge is served as kbk: no MindIR is read")
     if not values["model_config.page_attention"]:
         _notice(values, "model_config.page_attention", "False has no meaning here: the KV cache is always paged")
+
+
+def _check_door(values: Values) -> None:
+    name, body = "serving_config.max_buffered_bytes", values["serving_config.max_request_body_bytes"]
+    if values[name] < 2 * body:
+        if values.is_given(name):
+            rule = f"must be at least twice max_request_body_bytes {body}, or the first bodies would end the others"
+            raise _error(values, name, rule, values[name])
+        values.set(name, 2 * body, "twice max_request_body_bytes")
+    url, headers = values["serving_config.max_url_bytes"], values["serving_config.max_header_bytes"]
+    if url >= headers:
+        rule = f"must be less than max_header_bytes {headers}, of which the URL is part"
+        raise _error(values, "serving_config.max_url_bytes", rule, url)
 
 
 def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:

@@ -120,8 +120,43 @@ class ServerConfig:
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
 
+    max_connections: int = option(1024, integer(1, 10**6))
+    """Connections, handshakes included. Beyond, one that does not wait for an answer makes room, else 503."""
+
+    max_connections_per_address: int = option(512, integer(1, 10**6))
+    """Connections from one address (of IPv6, a network of 64 bits), by the same rule. A proxy is one address."""
+
+    max_url_bytes: int = option(8192, integer(256, 65535))
+    """Bytes. A longer URL is refused (414)."""
+
+    max_header_bytes: int = option(32 * 1024, integer(1024, 2**20))
+    """Bytes of a request line and its headers (431 beyond), and of what is not body within a chunked body."""
+
+    max_headers: int = option(100, integer(8, 10**4))
+    """Headers of a request; more are refused (431)."""
+
     max_request_body_bytes: int = option(4 * 2**20, integer(1024, 2**30))
     """Bytes. A longer request body is refused (413) while it is read."""
+
+    max_pipelined_bytes: int = option(32 * 1024, integer(0, 2**30))
+    """Bytes of further requests that are read while a connection waits for an answer; the rest stays unread."""
+
+    max_buffered_bytes: int = option(64 * 2**20, integer(1024, 2**40))
+    """Bytes that all connections together make the server hold: received and not read to the end, or written and not
+    taken. Beyond, the connection that holds most is ended (503 where no answer has begun)."""
+
+    header_timeout_s: float = option(10.0, positive("seconds"))
+    """Seconds from a connection, or the first byte of a request, to the end of its headers (408); and for TLS's
+    handshake."""
+
+    body_timeout_s: float = option(60.0, positive("seconds"))
+    """Seconds from the headers of a request to the end of its body (408)."""
+
+    idle_timeout_s: float = option(30.0, positive("seconds"))
+    """Seconds between two requests of a connection, then it is closed. An answer may take any time."""
+
+    write_timeout_s: float = option(60.0, positive("seconds"))
+    """Seconds a client may take none of what was written to it; then its connection is cut, its request aborted."""
 
     shutdown_timeout_s: float = option(30.0, seconds())
     """Seconds that running requests get to finish when the server is told to stop."""

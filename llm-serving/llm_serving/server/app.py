@@ -76,7 +76,7 @@ def serve(engine: AsyncEngine) -> int:
     collect_garbage_rarely()
     serving = engine.config.serving
     with bind(serving.server_ip, serving.server_port) as listener:
-        HttpServer(create_app(engine), listener, serving.shutdown_timeout_s).run_within(_running(engine))
+        HttpServer(create_app(engine), listener, serving).run_within(_running(engine))
     return 0
 
 

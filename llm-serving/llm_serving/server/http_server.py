@@ -16,8 +16,11 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
+from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
+from llm_serving.server.front_door import Acceptor, Connection, Guests
+from llm_serving.server.front_door.request_head import RequestHead
 
 logger = get_logger(__name__)
 
@@ -25,6 +28,8 @@ BACKLOG: Final = 2048
 """Connections the kernel keeps until they are accepted."""
 MAX_OPEN_FILES: Final = 65536
 """Files and connections the process may have open; the usual 1,024 are fewer than the backlog alone."""
+RESERVED_FILES: Final = 64
+"""Of these, those that connections leave for everything else."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -63,29 +68,42 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """A server whose signals end it in order and do not end the process.
+    """A server with a door of its own, whose signals end it in order and do not end the process.
 
     Args:
         app: ASGI application.
         listener: From `bind`.
-        shutdown_timeout_s: Seconds running requests get after the first signal.
+        limits: What clients may do, and how long running requests get after the first signal.
     """
 
-    def __init__(self, app: Any, listener: socket.socket, shutdown_timeout_s: float) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=math.ceil(shutdown_timeout_s),
-            )
+    def __init__(self, app: Any, listener: socket.socket, limits: ServerConfig) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(limits.shutdown_timeout_s),
         )
+        config.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # any number will do
+        super().__init__(config)
         self._listener = listener
+        self._limits = limits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the door, in place of uvicorn's own listening."""
+        await self.lifespan.startup()
+        limits, head = self._limits, RequestHead(self._limits)
+        guests = Guests(possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes)
+
+        def new_connection(address: str) -> Connection:
+            return Connection(self.config, self.server_state, address, guests, limits, head)
+
+        acceptor = Acceptor(self._listener, guests, new_connection, None, limits.header_timeout_s)
+        self.servers = [acceptor]  # type: ignore[list-item]  # closed and waited for as one of asyncio's
+        self.started = True
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         """Serves until told to stop by SIGINT or SIGTERM; call it in the main thread.
@@ -124,3 +142,12 @@ class HttpServer(uvicorn.Server):
         self.force_exit = True
         for stop_signal in STOP_SIGNALS:
             signal.signal(stop_signal, signal.SIG_DFL)
+
+
+def possible_connections(limits: ServerConfig) -> int:
+    """As many as the configuration allows and the process can have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = limits.max_connections if soft == resource.RLIM_INFINITY else max(1, soft - RESERVED_FILES)
+    if possible < limits.max_connections:
+        logger.warning("at most %d connections: the process may open %d files", possible, soft)
+    return min(possible, limits.max_connections)

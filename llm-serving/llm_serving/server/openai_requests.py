@@ -34,7 +34,7 @@ async def read_request(engine: AsyncEngine, http_request: Request, kind: type[An
     Raises:
         RequestError: Names the field that is wrong.
     """
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    body = await read_body(http_request, engine.config.serving)
     request = decode_body(body, kind)
     check_model(engine, request.model)
     refuse_unsupported(request)

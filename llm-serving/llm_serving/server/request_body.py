@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
-
-READ_TIMEOUT_S: Final = 60.0
-"""A client that needs longer to send its body holds a connection for nothing."""
 
 T = TypeVar("T")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, limits: ServerConfig) -> bytes:
     """The whole body.
 
     Raises:
-        RequestTooLargeError: It is longer than `max_bytes`; noticed before it is all read.
-        RequestTimeoutError: It did not arrive in time.
+        RequestTooLargeError: It is longer than `max_request_body_bytes`; noticed before it is all read.
+        RequestTimeoutError: It did not arrive within `body_timeout_s`.
         ClientDisconnect: The client left before.
     """
+    max_bytes = limits.max_request_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
-    chunks, size = [], 0
+    body = bytearray()  # not a list of pieces: a piece of one byte would take forty
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
+        async with asyncio.timeout(limits.body_timeout_s):
             more = True
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                size += len(chunk)
-                if size > max_bytes:
+                if len(body) + len(chunk) > max_bytes:
                     raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes")
-                chunks.append(chunk)
+                body += chunk
     except TimeoutError:
-        raise RequestTimeoutError("body", f"must arrive within {READ_TIMEOUT_S:g} seconds") from None
-    return b"".join(chunks)
+        raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
+    return bytes(body)
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:

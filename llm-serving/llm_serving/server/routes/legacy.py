@@ -102,7 +102,7 @@ async def generate_stream(engine: AsyncEngine, http_request: Request) -> Respons
 
 async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
     check_model(engine, http_request.path_params["name"])
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    body = await read_body(http_request, engine.config.serving)
     request = decode_body(body, LegacyRequest, strict=False)
     parameters = request.parameters or LegacyParameters()
     caller = caller_of(engine.config, http_request, request, parameters)

@@ -43,7 +43,7 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    body = await read_body(http_request, engine.config.serving)
     request = decode_body(body, TokenizeRequest)
     check_model(engine, request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -59,7 +59,7 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     """The text of token ids."""
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    body = await read_body(http_request, engine.config.serving)
     request = decode_body(body, DetokenizeRequest)
     check_model(engine, request.model)
     vocab_size = engine.model_spec.vocab_size

@@ -89,7 +89,7 @@ async def generate_stream(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
-    body = await read_body(http_request, engine.config.serving.max_request_body_bytes)
+    body = await read_body(http_request, engine.config.serving)
     request = decode_body(body, TGIRequest)
     parameters = request.parameters or TGIParameters()
     _refuse_unsupported(parameters)

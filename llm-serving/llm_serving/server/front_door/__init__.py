@@ -1,0 +1,19 @@
+"""The front door: who may connect, and how much and how slowly a client may send before any application sees it.
+
+| Room | What it does |
+| --- | --- |
+| `acceptor` | takes connections from the listening socket, TLS handshakes among them |
+| `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
+| `connection` | cuts what arrives into requests, one at a time, within limits of size and time |
+| `request_head` | the limits of a request line and its headers, as rules over bytes |
+| `parting` | ends a connection in bounded time, so that the last answer can be read |
+| `refusals` | the answers to what never becomes a request |
+
+Every limit is a key of the section `serving_config`.
+"""
+
+from llm_serving.server.front_door.acceptor import Acceptor
+from llm_serving.server.front_door.connection import Connection
+from llm_serving.server.front_door.guests import Guests
+
+__all__ = ["Acceptor", "Connection", "Guests"]

@@ -1,0 +1,135 @@
+"""Taking connections from the listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from llm_serving.log import get_logger
+from llm_serving.server.front_door.connection import Connection
+from llm_serving.server.front_door.guests import Guests, address_of
+from llm_serving.server.front_door.refusals import NO_PLACE
+
+logger = get_logger(__name__)
+
+ACCEPTED_AT_ONCE: Final = 64
+"""Connections taken before others get their turn on the event loop."""
+PAUSE_S: Final = 0.25
+"""Seconds until the next try when the system has no file descriptor or memory for a connection."""
+TLS_SHUTDOWN_S: Final = 2.0
+"""Seconds a client gets to take leave of TLS."""
+
+
+class Acceptor:
+    """Welcomes connections, as many as there is room for; the others are told so.
+
+    A connection counts from before its handshake. When the process has no file descriptor left, connections wait in
+    the kernel until there is one.
+
+    Args:
+        listener: Listening socket; the caller closes it.
+        guests: Counts the connections.
+        new_connection: Makes the protocol of a connection from its address.
+        tls: Gives the TLS context of a new connection; None: plain HTTP.
+        handshake_timeout_s: Seconds for a TLS handshake.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        guests: Guests,
+        new_connection: Callable[[str], Connection],
+        tls: Callable[[], ssl.SSLContext] | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._listener = listener
+        self._guests = guests
+        self._new_connection = new_connection
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._welcomes: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._exhausted = False
+        self._closed = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Takes no further connections and breaks off handshakes; connections that are made go on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+        for welcome in self._welcomes:
+            welcome.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits until handshakes have been broken off."""
+        await asyncio.gather(*self._welcomes, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                client, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it left before it was taken
+                continue
+            except OSError as error:
+                self._wait(error)
+                return
+            if self._exhausted:
+                self._exhausted = False
+                logger.warning("connections are accepted again")
+            self._receive(client, address_of(peer))
+
+    def _wait(self, error: OSError) -> None:
+        """Leaves connections in the kernel for a while: asking again at once would keep a core busy."""
+        if not self._exhausted:
+            self._exhausted = True
+            logger.error("connections cannot be accepted: %s; they wait until they can", error.strerror)
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._listener, self._accept)
+
+    def _receive(self, client: socket.socket, address: str) -> None:
+        client.setblocking(False)
+        connection = self._new_connection(address)
+        if not self._guests.admit(connection):
+            with client, contextlib.suppress(OSError):
+                if self._tls is None:
+                    client.send(NO_PLACE.to_bytes())
+            return
+        welcome = self._loop.create_task(self._welcome(client, connection))
+        connection.welcome = welcome
+        self._welcomes.add(welcome)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._welcomes.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is None and not task.cancelled():
+                return
+            self._guests.leave(connection)
+            client.close()
+            if not isinstance(error, OSError | None):  # what a client does wrong in a handshake is nothing to log
+                logger.error("a connection failed", exc_info=error)
+
+        welcome.add_done_callback(end)  # a task that is cancelled early never runs: it cannot clean up itself
+
+    async def _welcome(self, client: socket.socket, connection: Connection) -> None:
+        if self._tls is None:
+            await self._loop.connect_accepted_socket(lambda: connection, client)
+        else:
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                client,
+                ssl=self._tls(),
+                ssl_handshake_timeout=self._handshake_timeout_s,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
+            )

@@ -1,0 +1,318 @@
+"""One connection: what arrives is cut into requests within limits, and handed to the parser one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from llm_serving.config.schema import ServerConfig
+from llm_serving.server.front_door.guests import Guests
+from llm_serving.server.front_door.parting import PartingTransport
+from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
+from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead
+
+SLICE_BYTES: Final = 16 * 1024
+"""Most bytes of a chunked body that are parsed at once."""
+WRITE_BUFFER_BYTES: Final = 64 * 1024
+"""Bytes written and not taken by the client at which an answer waits."""
+BODY_GRACE_S: Final = 5.0
+"""Seconds after `body_timeout_s` in which the application may refuse the request in its own words."""
+
+
+class _Flow(FlowControl):
+    """Reading is resumed by whoever wants more of a body, but not while further requests are held back."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, with limits in front of its parser.
+
+    The parser gets whole heads, and nothing of a request before the answer to the one before it is complete; what
+    arrives earlier is held, unparsed. So each connection has one request at most, and whoever leaves is noticed by it.
+    A message without a declared length can only end at a blank line, so that pieces are cut there.
+
+    ```
+    between requests --first byte--> head --blank line--> body --last byte--> answer --last byte--> between requests
+      idle_timeout_s          header_timeout_s       body_timeout_s       write_timeout_s
+    ```
+
+    Args:
+        config: Loaded; the application and what uvicorn wants to know.
+        state: Connections and tasks of the server.
+        address: Of the client, as `Guests` counts it.
+        guests: Has admitted it, or will.
+        limits: Of the configuration.
+        head: Their part for heads.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        address: str,
+        guests: Guests,
+        limits: ServerConfig,
+        head: RequestHead,
+    ) -> None:
+        super().__init__(config, state, {})
+        self.address = address
+        self.weight = 0
+        self.welcome: asyncio.Task[None] | None = None
+        self._guests = guests
+        self._limits = limits
+        self._head = head
+        self._held = b""
+        self._searched = 0
+        self._in_body = False
+        self._body_left: int | None = None
+        """Bytes of a body of declared length that have not come; None: it is chunked."""
+        self._body_bytes = 0
+        self._gap_bytes = 0
+        self._undigested: RequestResponseCycle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._parting: PartingTransport | None = None
+
+    # A guest
+
+    @property
+    def is_served(self) -> bool:
+        cycle = self.cycle
+        return not (self._in_body or cycle is None or cycle.response_complete or self.transport.is_closing())
+
+    def end(self) -> None:
+        if self._parting is not None:
+            self._parting.abort()
+        elif self.welcome is not None:
+            self.welcome.cancel()
+
+    def unburden(self) -> None:
+        if self._write_timer is not None:
+            self.end()
+        else:
+            self._refuse(NO_MEMORY)
+
+    # The transport's calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self.flow = _Flow(transport)
+        self._parting = PartingTransport(
+            transport, self.loop, lambda: self._in_body or bool(self._held), self._limits.write_timeout_s
+        )
+        self.transport = cast(asyncio.Transport, self._parting)
+        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._held = b""
+        self._stop_timer()
+        self._stop_write_timer()
+        self._guests.leave(self)
+        super().connection_lost(exc)
+        assert self._parting is not None
+        self._parting.lost()
+
+    def data_received(self, data: bytes) -> None:
+        assert self._parting is not None
+        if self._parting.is_closing():
+            self._parting.drop(len(data))
+            return
+        self._held = self._held + data if self._held else data
+        self._advance()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self.end)
+        self._weigh()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+        self._weigh()
+
+    # Cutting what arrives
+
+    def _advance(self) -> None:
+        """Hands the parser what it may have of the bytes held."""
+        while self._held and not self.transport.is_closing() and not self.is_served:
+            size = self._next_body_piece() if self._in_body else self._next_head()
+            if size == 0:
+                break
+            piece, self._held = self._held[:size], self._held[size:]
+            self._unset_keepalive_if_required()
+            self._parse(piece)
+        if self._in_body and self._undigested is None and not self.cycle.response_complete:
+            self._watch_digestion(self.cycle)
+        self._hold_back()
+        self._weigh()
+
+    def _next_head(self) -> int:
+        """Bytes of the head that is complete, else 0."""
+        if self._held[0] in b"\r\n":  # empty lines before a request line mean nothing, and win no time
+            self._held = self._held.lstrip(b"\r\n")
+            if not self._held:
+                return 0
+        size = self._head.size(self._held, self._searched)
+        refusal = self._head.refusal(self._held, size or len(self._held))
+        if refusal is not None:
+            self._refuse(refusal)
+            return 0
+        self._searched = 0 if size else len(self._held)
+        if size == 0 and self._timer is None:
+            self._unset_keepalive_if_required()
+            self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+        return size
+
+    def _next_body_piece(self) -> int:
+        if self._body_left is not None:
+            size = min(self._body_left, len(self._held))
+            self._body_left -= size
+            return size
+        piece = self._held[:SLICE_BYTES]
+        end = piece.find(BLANK_LINE)
+        if end >= 0:
+            return end + len(BLANK_LINE)
+        begun = 2 if piece.endswith(BLANK_LINE[:2]) else 1 if piece.endswith(BLANK_LINE[:1]) else 0
+        return len(piece) - begun  # what may begin a blank line waits for its end
+
+    def _parse(self, piece: bytes) -> None:
+        was_head = not self._in_body
+        self._gap_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            # It is answered as what it is without the upgrade; what follows belongs to no protocol we speak.
+            self.cycle.keep_alive = False
+            self._held = b""
+        except httptools.HttpParserError:
+            self._refuse(NOT_HTTP)
+            return
+        if was_head and self._in_body:
+            self._body_left = self._declared_length()
+            self._timer = self.loop.call_later(self._limits.body_timeout_s + BODY_GRACE_S, self._body_is_late)
+        elif self._in_body and self._gap_bytes > self._limits.max_header_bytes:
+            rule = f"chunk extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
+            self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
+        elif self._in_body and self.cycle.response_complete and self._body_bytes > self._limits.max_request_body_bytes:
+            self.transport.close()
+
+    def _declared_length(self) -> int | None:
+        return next((int(value) for name, value in self.headers if name == b"content-length"), None)
+
+    def _hold_back(self) -> None:
+        """Reads no further while a client is too far ahead of its answers."""
+        if not isinstance(self.flow, _Flow):
+            return
+        if self.is_served and len(self._held) > self._limits.max_pipelined_bytes:
+            self.flow.held = True
+            self.flow.pause_reading()
+        elif self.flow.held:
+            self.flow.held = False
+            self.flow.resume_reading()
+
+    # The parser's calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._body_bytes = self._gap_bytes = 0
+        super().on_headers_complete()
+        self._in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._gap_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    # The application's side
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._undigested = None
+        if self._held:
+            self._advance()
+        else:
+            self._weigh()
+
+    def _watch_digestion(self, cycle: RequestResponseCycle) -> None:
+        """The bytes of a body weigh until the application asks for what comes after: it has parsed them by then."""
+        self._undigested = cycle
+        receive = cycle.receive
+
+        async def receive_and_note() -> Any:
+            if not cycle.more_body and not cycle.body and self._undigested is cycle:
+                self._undigested = None
+                self._weigh()
+            return await receive()
+
+        cycle.receive = receive_and_note  # type: ignore[method-assign]
+
+    def _weigh(self) -> None:
+        weight = len(self._held)
+        if self._undigested is not None:
+            weight += self._body_bytes
+        if self._write_timer is not None:
+            weight += self.transport.get_write_buffer_size()
+        if weight != self.weight:
+            self._guests.weigh(self, weight)
+
+    # Ends
+
+    def _head_is_late(self) -> None:
+        if self._held:
+            rule = f"the headers must arrive within {self._limits.header_timeout_s:g} seconds"
+            self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
+        else:
+            self.transport.close()
+
+    def _body_is_late(self) -> None:
+        rule = f"the body must arrive within {self._limits.body_timeout_s:g} seconds"
+        self._refuse(Refusal(HTTPStatus.REQUEST_TIMEOUT, rule))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Ends the connection, with an answer where none has begun."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete
+        if waits:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._undigested = None
+        if waits and cycle.response_started:
+            self.end()
+        elif not self.transport.is_closing():
+            if waits or not self._in_body:  # a request that is answered has no second answer
+                self.transport.write(refusal.to_bytes())
+            self.transport.close()
+        self._held = b""
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

@@ -1,0 +1,79 @@
+"""Ending a connection in bounded time, whatever the client does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+LINGER_S: Final = 2.0
+"""Seconds a client gets to read a refusal while it still sends: closing on unread bytes may destroy the answer."""
+LINGER_BYTES: Final = 4 * 2**20
+"""Bytes that are read and dropped meanwhile."""
+
+
+class PartingTransport:
+    """A transport whose `close` always ends, as the rest of the server sees it.
+
+    Where the client still sends, its bytes are read and dropped for a while. Where it does not take what was written,
+    the connection is cut after `write_timeout_s`.
+
+    Args:
+        transport: Of the event loop.
+        is_sending: Whether the client may be in the middle of a request.
+        write_timeout_s: Seconds for what is written still to be taken.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        is_sending: Callable[[], bool],
+        write_timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._is_sending = is_sending
+        self._write_timeout_s = write_timeout_s
+        self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_dropped = 0
+        # Bound here, so that a piece of a stream passes one call less.
+        self.write = transport.write
+        self.get_extra_info: Callable[..., Any] = transport.get_extra_info
+        self.get_write_buffer_size = transport.get_write_buffer_size
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Ends the connection once what was written is taken; cuts it when that takes too long."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._is_sending() and self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._transport.resume_reading()
+            self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
+            return
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._timer = self._loop.call_later(self._write_timeout_s, self._transport.abort)
+
+    def drop(self, size: int) -> None:
+        """Counts bytes that came after the end; cuts the connection when they do not cease."""
+        self._num_dropped += size
+        if self._num_dropped > LINGER_BYTES:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        self._closing = True
+        self._transport.abort()
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()

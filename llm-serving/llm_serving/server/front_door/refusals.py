@@ -1,0 +1,41 @@
+"""Answers to what never becomes a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+
+from msgspec import json
+
+RETRY_AFTER_S: Final = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a client is sent away; the connection ends with it.
+
+    Attributes:
+        status: HTTP status.
+        message: What rule was broken, and its limit.
+    """
+
+    status: HTTPStatus
+    message: str
+
+    def to_bytes(self) -> bytes:
+        """A whole HTTP response in the form of the OpenAI API."""
+        busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
+        kind = "service_unavailable_error" if busy else "invalid_request_error"
+        body = json.encode({"error": {"message": self.message, "type": kind, "param": None, "code": None}})
+        retry = f"retry-after: {RETRY_AFTER_S}\r\n" if busy else ""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+NO_PLACE: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+NO_MEMORY: Final = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the server holds too many unfinished requests")
+NOT_HTTP: Final = Refusal(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP/1.1")

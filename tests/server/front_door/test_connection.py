@@ -1,0 +1,357 @@
+"""A connection between a transport and an application, both seen from within: what is held, parsed and handed over."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.config.schema import ServerConfig
+from llm_serving.server.front_door import Connection, Guests
+from llm_serving.server.front_door.connection import WRITE_BUFFER_BYTES
+from llm_serving.server.front_door.request_head import RequestHead
+from uvicorn.server import ServerState
+
+GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+DECLARED = b"POST /%d HTTP/1.1\r\nContent-Length: 12\r\n\r\na\n\r\nb\r\n\r\ncd!"
+CHUNKED = (
+    b"POST /%d HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\na\n\r\nb\r\n7\r\n\r\n\r\ncd!\r\n0\r\nT: u\r\n\r\n"
+)
+
+
+class Transport(asyncio.Transport):
+    """Remembers what was written; never sends."""
+
+    def __init__(self):
+        super().__init__({"peername": ("10.0.0.1", 1), "sockname": ("10.0.0.2", 2)})
+        self.written = b""
+        self.unsent = 0
+        self.reading = True
+        self.closed = self.aborted = self.eof = False
+
+    def write(self, data):
+        self.written += data
+
+    def write_eof(self):
+        self.eof = True
+
+    def can_write_eof(self):
+        return True
+
+    def get_write_buffer_size(self):
+        return self.unsent
+
+    def set_write_buffer_limits(self, high=None, low=None):
+        self.high = high
+
+    def pause_reading(self):
+        self.reading = False
+
+    def resume_reading(self):
+        self.reading = True
+
+    def is_closing(self):
+        return self.closed or self.aborted
+
+    def close(self):
+        self.closed = True
+
+    def abort(self):
+        self.aborted = True
+
+    @property
+    def statuses(self):
+        return [int(part[:3]) for part in self.written.split(b"HTTP/1.1 ")[1:]]
+
+
+class Application:
+    """Echoes path and body; waits for `gate` before the answer."""
+
+    def __init__(self):
+        self.paths = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.left = []
+        self.reads = True
+
+    async def __call__(self, scope, receive, send):
+        self.paths.append(scope["path"])
+        body = bytearray()
+        more = self.reads
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.append(scope["path"])
+                return
+            body += message["body"]
+            more = message["more_body"]
+        watch = asyncio.ensure_future(receive())
+        gate = asyncio.ensure_future(self.gate.wait())
+        await asyncio.wait([watch, gate], return_when=asyncio.FIRST_COMPLETED)
+        for task in (watch, gate):
+            task.cancel()
+        if not self.gate.is_set():
+            self.left.append(scope["path"])
+            return
+        answer = scope["path"].encode() + b"=" + bytes(body) + b";"
+        headers = [(b"content-length", b"%d" % len(answer))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+
+class Door:
+    """An application behind the front door."""
+
+    def __init__(self, **limits):
+        self.limits = ServerConfig(**limits)
+        self.app = Application()
+        self.guests = Guests(100, 100, self.limits.max_buffered_bytes)
+        self.config = uvicorn.Config(self.app, http=Connection, ws="none", lifespan="off", log_config=None)
+        self.config.load()
+
+    def connect(self):
+        head = RequestHead(self.limits)
+        connection = Connection(self.config, ServerState(), "10.0.0.1", self.guests, self.limits, head)
+        assert self.guests.admit(connection)
+        transport = Transport()
+        connection.connection_made(transport)
+        return connection, transport
+
+
+@asynccontextmanager
+async def door(**limits):
+    """The door, an application and one connection; afterwards the connection is lost and nothing is left behind."""
+    house = Door(**limits)
+    connection, transport = house.connect()
+    try:
+        yield house, connection, transport
+    finally:
+        house.app.gate.set()
+        connection.connection_lost(None)
+        await settle()
+        for task in connection.tasks:
+            task.cancel()
+        assert house.guests.num_bytes == 0
+
+
+async def settle():
+    """Lets everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class TestCutting:
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_any_cuts_give_the_same_answers_in_order(self, data):
+        kinds = data.draw(st.lists(st.sampled_from([GET, DECLARED, CHUNKED]), min_size=1, max_size=6))
+        stream = b"".join(kind % number for number, kind in enumerate(kinds))
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
+        wait = data.draw(st.booleans())
+
+        async def run():
+            async with door() as (_, connection, transport):
+                for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+                    if begin < end:
+                        connection.data_received(stream[begin:end])
+                    if wait:
+                        await settle()
+                while len(transport.statuses) < len(kinds):
+                    await asyncio.sleep(0)
+                bodies = {GET: b"", DECLARED: b"a\n\r\nb\r\n\r\ncd!", CHUNKED: b"a\n\r\nb\r\n\r\ncd!"}
+                answers = [b"/%d=%s;" % (number, bodies[kind]) for number, kind in enumerate(kinds)]
+                places = [transport.written.find(answer) for answer in answers]
+                assert places == sorted(places)
+                assert -1 not in places
+                assert not transport.is_closing()
+
+        asyncio.run(run())
+
+    def test_a_byte_at_a_time(self):
+        async def run():
+            async with door() as (house, connection, transport):
+                for byte in GET % 1 + CHUNKED % 2 + DECLARED % 3:
+                    connection.data_received(bytes([byte]))
+                    await settle()
+                assert house.app.paths == ["/1", "/2", "/3"]
+                assert transport.statuses == [200, 200, 200]
+
+        asyncio.run(run())
+
+    def test_empty_lines_before_a_request_mean_nothing(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                for _ in range(3):
+                    connection.data_received(b"\r\n\r\n\n" + GET % 1)
+                    await settle()
+                assert transport.statuses == [200] * 3
+
+        asyncio.run(run())
+
+    def test_an_upgrade_is_answered_without_it(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                connection.data_received(
+                    b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n" + GET % 1
+                )
+                await settle()
+                assert transport.statuses == [200]
+                assert transport.closed
+
+        asyncio.run(run())
+
+
+class TestPipelining:
+    def test_one_request_at_a_time_reaches_the_application(self):
+        async def run():
+            async with door() as (house, connection, _):
+                house.app.gate.clear()
+                connection.data_received(b"".join(GET % number for number in range(9)))
+                await settle()
+                assert house.app.paths == ["/0"]
+                house.app.gate.set()
+                await settle()
+                await settle()
+                assert house.app.paths == [f"/{number}" for number in range(9)]
+
+        asyncio.run(run())
+
+    def test_what_is_far_ahead_stays_unread(self):
+        async def run():
+            async with door(max_pipelined_bytes=100) as (house, connection, transport):
+                house.app.gate.clear()
+                connection.data_received(GET % 0 + GET % 1)
+                await settle()
+                assert transport.reading  # so that a client that leaves is noticed
+                connection.data_received(GET % 2 * 10)
+                assert not transport.reading
+                await settle()
+                assert not transport.reading  # although the application watches for the client
+                house.app.gate.set()
+                while len(transport.statuses) < 12:
+                    await asyncio.sleep(0)
+                assert transport.reading
+
+        asyncio.run(run())
+
+    def test_whoever_leaves_with_requests_ahead_is_noticed(self):
+        async def run():
+            async with door() as (house, connection, _):
+                house.app.gate.clear()
+                connection.data_received(GET % 0 + GET % 1)
+                await settle()
+                connection.connection_lost(None)
+                await settle()
+                assert house.app.left == ["/0"]
+
+        asyncio.run(run())
+
+
+class TestBytesHeld:
+    def test_a_body_weighs_until_the_application_has_it(self):
+        async def run():
+            async with door() as (house, connection, _):
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
+                await settle()
+                assert house.guests.num_bytes == 3000
+                house.app.gate.clear()
+                connection.data_received(b"x" * 2000)
+                await settle()
+                assert house.guests.num_bytes == 0
+
+        asyncio.run(run())
+
+    def test_the_largest_unfinished_request_is_refused_when_there_is_too_much(self):
+        async def run():
+            async with door(max_buffered_bytes=10_000) as (house, connection, transport):
+                other, others_transport = house.connect()
+                head = b"POST / HTTP/1.1\r\nContent-Length: 50000\r\n\r\n"
+                connection.data_received(head + b"x" * 6000)
+                other.data_received(head + b"x" * 3000)
+                await settle()
+                assert transport.statuses == []
+                other.data_received(b"x" * 2000)
+                await settle()
+                assert transport.statuses == [503]
+                assert b"\r\nretry-after: 1\r\n" in transport.written
+                assert others_transport.statuses == []
+                assert house.app.left == ["/"]
+                other.connection_lost(None)
+
+        asyncio.run(run())
+
+    def test_what_a_slow_reader_leaves_weighs_too(self):
+        async def run():
+            async with door(max_buffered_bytes=10_000) as (house, connection, transport):
+                transport.unsent = 9000
+                connection.pause_writing()
+                assert house.guests.num_bytes == 9000
+                connection.resume_writing()
+                assert house.guests.num_bytes == 0
+                transport.unsent = 11_000
+                connection.pause_writing()
+                assert transport.aborted
+
+        asyncio.run(run())
+
+    def test_an_answer_waits_when_so_much_is_not_taken(self):
+        async def run():
+            async with door() as (_, _, transport):
+                assert transport.high == WRITE_BUFFER_BYTES
+
+        asyncio.run(run())
+
+
+class TestEnds:
+    def test_the_body_of_an_answered_request_does_not_go_on_for_ever(self):
+        async def run():
+            async with door(max_request_body_bytes=2000) as (house, connection, transport):
+                house.app.reads = False
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n")
+                await settle()
+                for _ in range(2):
+                    assert not transport.is_closing()
+                    connection.data_received(b"x" * 1500)
+                assert transport.statuses == [200]
+                assert transport.eof
+
+        asyncio.run(run())
+
+    def test_a_refused_client_may_read_the_answer_before_the_end(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                connection.data_received(b"GET /" + b"x" * 100_000)
+                assert transport.statuses == [414]
+                assert transport.eof
+                assert not transport.is_closing()
+                connection.data_received(b"x" * 4_000_000)
+                assert not transport.aborted
+                connection.data_received(b"x" * 1_000_000)
+                assert transport.aborted
+
+        asyncio.run(run())
+
+    def test_a_reader_that_takes_nothing_is_cut_off(self):
+        async def run():
+            async with door(write_timeout_s=0.01) as (_, connection, transport):
+                connection.data_received(GET % 0)
+                await settle()
+                connection.pause_writing()
+                while not transport.aborted:
+                    await asyncio.sleep(0.001)
+
+        asyncio.run(run())
+
+    def test_a_reader_that_takes_nothing_after_the_end_is_cut_off(self):
+        async def run():
+            async with door(write_timeout_s=0.01) as (_, connection, transport):
+                transport.unsent = 10
+                connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                await settle()
+                assert transport.closed
+                while not transport.aborted:
+                    await asyncio.sleep(0.001)
+
+        asyncio.run(run())

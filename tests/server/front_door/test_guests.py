@@ -1,0 +1,113 @@
+"""Who gets a place, who makes room, and who goes for the bytes held."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.server.front_door.guests import Guests, address_of
+
+
+class Guest:
+    def __init__(self, address="a", served=False):
+        self.address = address
+        self.is_served = served
+        self.weight = 0
+        self.ended = False
+
+    def end(self):
+        self.ended = True
+
+    unburden = end
+
+
+def admitted(guests, *those):
+    assert all(guests.admit(guest) for guest in those)
+    return list(those)
+
+
+class TestPlaces:
+    def test_there_is_no_place_while_all_are_served(self):
+        guests = Guests(2, 2, 100)
+        admitted(guests, Guest(served=True), Guest("b", served=True))
+        assert not guests.admit(Guest("c"))
+        assert len(guests) == 2
+
+    def test_the_oldest_that_waits_makes_room(self):
+        guests = Guests(3, 3, 100)
+        served, old, young = admitted(guests, Guest(served=True), Guest(), Guest())
+        assert guests.admit(Guest("b"))
+        assert [served.ended, old.ended, young.ended] == [False, True, False]
+        assert len(guests) == 3
+
+    def test_the_most_numerous_address_goes_first(self):
+        guests = Guests(3, 3, 100)
+        alone, first, second = admitted(guests, Guest("b"), Guest("a"), Guest("a"))
+        assert guests.admit(Guest("c"))
+        assert [alone.ended, first.ended, second.ended] == [False, True, False]
+
+    def test_others_make_room_where_the_most_numerous_are_all_served(self):
+        guests = Guests(3, 3, 100)
+        *_, idle = admitted(guests, Guest("a", served=True), Guest("a", served=True), Guest("b"))
+        assert guests.admit(Guest("c"))
+        assert idle.ended
+
+    def test_an_address_has_its_own_limit(self):
+        guests = Guests(10, 2, 100)
+        admitted(guests, Guest("a", served=True), Guest("a", served=True), Guest("b"))
+        assert not guests.admit(Guest("a"))
+        assert guests.admit(Guest("b"))
+
+    def test_a_place_is_free_again_when_somebody_leaves(self):
+        guests = Guests(1, 1, 100)
+        (guest,) = admitted(guests, Guest(served=True))
+        guests.leave(guest)
+        guests.leave(guest)
+        assert guests.admit(Guest())
+        assert len(guests) == 1
+
+    def test_several_make_room_at_once_where_there_are_many(self):
+        guests = Guests(64, 64, 100)
+        crowd = admitted(guests, *(Guest() for _ in range(64)))
+        assert guests.admit(Guest("b"))
+        assert [guest.ended for guest in crowd] == [True] * 2 + [False] * 62
+
+
+class TestBytes:
+    def test_whoever_holds_most_goes(self):
+        guests = Guests(9, 9, 100)
+        small, large, last = admitted(guests, Guest(), Guest(), Guest())
+        guests.weigh(small, 30)
+        guests.weigh(large, 60)
+        assert not large.ended
+        guests.weigh(last, 20)
+        assert [small.ended, large.ended, last.ended] == [False, True, False]
+        assert guests.num_bytes == 50
+
+    def test_what_was_handed_over_no_longer_counts(self):
+        guests = Guests(9, 9, 100)
+        first, second = admitted(guests, Guest(), Guest())
+        guests.weigh(first, 90)
+        guests.weigh(first, 0)
+        guests.weigh(second, 90)
+        assert not (first.ended or second.ended)
+
+    def test_who_leaves_holds_nothing(self):
+        guests = Guests(9, 9, 100)
+        (guest,) = admitted(guests, Guest())
+        guests.weigh(guest, 90)
+        guests.leave(guest)
+        guests.weigh(guest, 50)
+        assert guests.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("10.1.2.3", 5), "10.1.2.3"),
+        (("::ffff:10.1.2.3", 5, 0, 0), "10.1.2.3"),
+        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_what_counts_as_one_address(peer, address):
+    assert address_of(peer) == address

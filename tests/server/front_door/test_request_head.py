@@ -1,0 +1,58 @@
+"""The limits of a head, as rules over bytes."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import pytest
+from llm_serving.config.schema import ServerConfig
+from llm_serving.server.front_door.request_head import RequestHead
+
+LIMITS = ServerConfig(max_url_bytes=256, max_header_bytes=1024, max_headers=8)
+HEAD = RequestHead(LIMITS)
+GET = b"GET / HTTP/1.1\r\n"
+
+
+class TestSize:
+    def test_up_to_and_with_the_blank_line(self):
+        assert HEAD.size(GET + b"A: b\r\n\r\nbody\r\n\r\n", 0) == len(GET) + 8
+
+    def test_zero_where_it_is_not_complete(self):
+        assert HEAD.size(GET + b"A: b\r\n\r", 0) == 0
+
+    def test_a_blank_line_that_comes_in_pieces_is_found(self):
+        whole = GET + b"A: b\r\n\r\n"
+        assert [HEAD.size(whole, searched) for searched in range(len(whole))] == [len(whole)] * len(whole)
+
+
+def status(data: bytes) -> HTTPStatus | None:
+    refusal = HEAD.refusal(data, len(data))
+    return refusal and refusal.status
+
+
+class TestRefusal:
+    @pytest.mark.parametrize("ended", [True, False])
+    @pytest.mark.parametrize(("num_bytes", "expected"), [(256, None), (290, HTTPStatus.REQUEST_URI_TOO_LONG)])
+    def test_a_long_url(self, num_bytes, expected, ended):
+        line = b"GET /" + b"x" * (num_bytes - 1) + b" HTTP/1.1\r\n" * ended
+        assert status(line) == expected
+
+    @pytest.mark.parametrize("ended", [b"", b"\r\n\r\n"])
+    @pytest.mark.parametrize(
+        ("num_bytes", "expected"), [(900, None), (1024, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)]
+    )
+    def test_one_long_header(self, num_bytes, expected, ended):
+        assert status(GET + b"A: " + b"x" * num_bytes + ended) == expected
+
+    @pytest.mark.parametrize("ended", [b"", b"\r\n"])
+    @pytest.mark.parametrize(("count", "expected"), [(8, None), (10, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)])
+    def test_many_headers(self, count, expected, ended):
+        assert status(GET + b"A: b\r\n" * count + ended) == expected
+
+    @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02", b"get / HTTP/1.1", b" GET", b"\x00", b"\xff"])
+    def test_what_begins_no_request_is_known_by_its_first_byte(self, data):
+        assert status(data) == HTTPStatus.BAD_REQUEST
+
+    def test_the_limit_is_told(self):
+        refusal = HEAD.refusal(GET + b"A: b\r\n" * 20, len(GET) + 120)
+        assert b"there must be at most 8 headers" in refusal.to_bytes()
