@@ -108,6 +108,8 @@ class Request:
     """Whether it was admitted before a higher class that waited; no higher class displaces it then."""
     num_steps_as_first: int = 0
     """Most steps in a row that left it out while it was first in the order of its class."""
+    running_since: tuple[int, float] = (0, 0.0)
+    """The step, and seconds on the engine's clock, in which it was admitted the latest time."""
     last_scheduled_step: int = -1
     """The newest step that computed a token of this request, or the one before it was admitted."""
     first_scheduled_time: float | None = None

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
@@ -29,13 +29,17 @@ from llm_serving.engine.explanation import Explanation, answers_to, explain
 from llm_serving.engine.journal import Life
 from llm_serving.engine.live_requests import LiveRequests
 from llm_serving.engine.metrics import Metrics, ReplicaCounts
+from llm_serving.engine.scheduler_state import SchedulerState
 from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
-from llm_serving.errors import ContextLengthError, RequestNotFoundError, UnavailableError
+from llm_serving.errors import ContextLengthError, RequestNotFoundError, UnavailableError, WorkerDiedError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
+
+STATE_TIMEOUT_S: Final = 5.0
+"""How long a replica's state is waited for; one whose WorkAgent is started again answers later."""
 
 T = TypeVar("T")
 
@@ -116,6 +120,8 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._owners: dict[str, Engine] = {}
         self._live = LiveRequests()
+        self._states_asked: dict[int, asyncio.Future[SchedulerState]] = {}
+        """The newest question to each replica."""
         self._num_open: Counter[Engine] = Counter()
         """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
         self._room = WaitingRoom(config)
@@ -300,6 +306,21 @@ class AsyncEngine:
         for request in found:
             self._owners[request.request_id].abort(request.request_id)
         return [request.request_id for request in found]
+
+    async def scheduler_states(self) -> dict[int, SchedulerState | None]:
+        """Every living replica's scheduler as it is between two steps; None: it did not answer in time.
+
+        However many ask at once, each replica answers once.
+        """
+        for index, engine in self._living().items():
+            asked = self._states_asked.get(index)
+            if asked is None or asked.done():
+                with contextlib.suppress(WorkerDiedError):
+                    self._states_asked[index] = asyncio.wrap_future(engine.ask(engine.state))
+        asked_now = {index: self._states_asked[index] for index in self._living() if index in self._states_asked}
+        if asked_now:
+            await asyncio.wait(asked_now.values(), timeout=STATE_TIMEOUT_S)
+        return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
         """Where the time of every request went that a client means by this id; call it from any thread.

@@ -9,7 +9,8 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from concurrent.futures import Future
+from typing import Final, TypeVar
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
@@ -25,6 +26,7 @@ from llm_serving.engine.load_estimator import LoadEstimator
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.recovery import Recovery
+from llm_serving.engine.scheduler_state import SchedulerState, scheduler_state
 from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.engine.swap_metrics import SwapLoad
 from llm_serving.engine.tokenizer import Tokenizer
@@ -36,6 +38,8 @@ logger = get_logger(__name__)
 
 Publish = Callable[[list[RequestOutput]], None]
 
+T = TypeVar("T")
+
 SHORT_STEP_S: Final = 0.02
 """Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
@@ -43,8 +47,8 @@ SHORT_STEP_S: Final = 0.02
 class Engine:
     """Schedules, submits, collects, publishes; one step ahead of the WorkAgent where the executor allows it.
 
-    Everything but `submit`, `abort`, `stop` and the counts belongs to the thread that calls `run` (or `step`). Those
-    four put a message into the inbox and may be called from any thread.
+    Everything but `submit`, `abort`, `ask`, `stop` and the counts belongs to the thread that calls `run` (or `step`).
+    Those put a message into the inbox and may be called from any thread.
     """
 
     def __init__(
@@ -116,6 +120,28 @@ class Engine:
         """Ends a request at the next step; one that has ended already is left alone."""
         with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
             self._post(lambda: self._abort(request_id))
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """Has the engine's thread answer a question between two steps, where nothing changes meanwhile.
+
+        Raises:
+            WorkerDiedError: The engine has ended.
+        """
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except Exception as error:  # noqa: BLE001  whoever asked is told
+                    answer.set_exception(error)
+
+        self._post(reply)
+        return answer
+
+    def state(self) -> SchedulerState:
+        """To be called by the engine's thread."""
+        return scheduler_state(self.scheduler, self._clock())
 
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""

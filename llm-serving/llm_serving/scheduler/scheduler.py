@@ -52,6 +52,8 @@ class Scheduler:
         self._laid_aside: list[Request] = []
         """Requests that gave way while they were paused: they do not wait for a place before they go on."""
         self._step = 0
+        self._now = 0.0
+        """As the newest call of `schedule` was told."""
         self._sequence = 0
         self._prefill_gap = 0
         """Steps in a row in which prompts waited and none was computed."""
@@ -84,6 +86,7 @@ class Scheduler:
         Args:
             now: Seconds on the clock of `Request.arrival_time`.
         """
+        self._now = now
         draft = StepDraft(self._step, self.limits.max_num_batched_tokens, self.limits.max_prefill_seqs)
         running = Running(self.running)
         prompts_wait = len(self.waiting) > 0 or bool(running.prefilling)
@@ -191,6 +194,11 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have been formed."""
+        return self._step
 
     @property
     def num_waiting(self) -> int:
@@ -311,6 +319,7 @@ class Scheduler:
             # What a fork takes from its parent was computed for the two of them, not found.
             request.num_cached_tokens = num_found if parent is None else parent.num_cached_tokens
         request.status = RequestStatus.RUNNING
+        request.running_since = (self._step, self._now)
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
         insort(self.running, request, key=_queue_key)
 

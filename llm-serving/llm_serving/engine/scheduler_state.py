@@ -1,0 +1,129 @@
+"""What one scheduler looks like at one moment, copied by the engine's thread so that others may read it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final, NamedTuple
+
+from llm_serving.core.request import Request
+from llm_serving.scheduler import Scheduler
+
+MAX_WAITING: Final = 10_000
+"""Waiting requests that are looked at; the others are counted."""
+
+
+class RunningState(NamedTuple):
+    """A request that holds a slot."""
+
+    request_id: str
+    request_class: str
+    tenant: str
+    phase: str
+    since_step: int
+    since: float
+    """Seconds on the engine's clock."""
+    num_tokens: int
+    """Of prompt and output, as far as they are known."""
+    num_computed_tokens: int
+    num_blocks: int
+    num_preemptions: int
+
+
+class WaitingState(NamedTuple):
+    request_id: str
+    request_class: str
+    tenant: str
+    arrival_time: float
+    num_tokens: int
+    num_preemptions: int
+    has_run: bool
+
+
+class ClassState(NamedTuple):
+    name: str
+    rank: int
+    weight: int
+    num_waiting: int
+    served: dict[str, int]
+    """Tenant -> service it has got, as fairness among tenants counts it; of tenants that are known here."""
+    bounds: str
+
+
+class SchedulerState(NamedTuple):
+    """Everything is a copy: nothing of it changes any more."""
+
+    now: float
+    step: int
+    """The next one."""
+    num_slots: int
+    running: list[RunningState]
+    """In the order in which they decode."""
+    waiting: list[WaitingState]
+    """At most `MAX_WAITING`."""
+    num_waiting: int
+    """All of them, those included that wait for others of their own request."""
+    classes: list[ClassState]
+    """By rank."""
+    block_size: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    """Of those not used, they hold prefixes that can be found."""
+    num_host_blocks: int
+    num_used_host_blocks: int
+
+
+def scheduler_state(scheduler: Scheduler, now: float) -> SchedulerState:
+    """To be called by the thread that owns the scheduler."""
+    pool, host = scheduler.blocks.pool, scheduler.blocks.host_pool
+    bounds = {each.name: str(each) for each in scheduler.bounds}
+    running = [_running(scheduler, request) for request in scheduler.running]
+    waiting = [_waiting(request) for request in islice(scheduler.waiting, MAX_WAITING)]
+    tenants = {each.tenant for each in running} | {each.tenant for each in waiting}
+    classes = []
+    for each in scheduler.classes:
+        queue = scheduler.waiting.queues[each.name]
+        served = {tenant: queue.shares.served(tenant) for tenant in tenants}
+        classes.append(ClassState(each.name, each.rank, each.weight, len(queue), served, bounds[each.name]))
+    return SchedulerState(
+        now=now,
+        step=scheduler.num_steps,
+        num_slots=scheduler.limits.max_num_seqs,
+        running=running,
+        waiting=waiting,
+        num_waiting=scheduler.num_waiting,
+        classes=classes,
+        block_size=scheduler.blocks.block_size,
+        num_blocks=pool.num_blocks,
+        num_used_blocks=pool.num_used_blocks,
+        num_cached_blocks=pool.num_cached_blocks,
+        num_host_blocks=host.num_blocks,
+        num_used_host_blocks=host.num_used_blocks,
+    )
+
+
+def _running(scheduler: Scheduler, request: Request) -> RunningState:
+    phase = "paused" if request.paused else "decode" if request.is_decoding else "prefill"
+    return RunningState(
+        request.request_id,
+        request.request_class.name,
+        request.tenant,
+        phase,
+        *request.running_since,
+        request.num_tokens,
+        request.num_computed_tokens,
+        scheduler.blocks.num_blocks_held(request.request_id),
+        request.num_preemptions,
+    )
+
+
+def _waiting(request: Request) -> WaitingState:
+    return WaitingState(
+        request.request_id,
+        request.request_class.name,
+        request.tenant,
+        request.arrival_time,
+        request.num_tokens,
+        request.num_preemptions,
+        request.has_run,
+    )
