@@ -70,6 +70,10 @@ class FakeStream:
         self._next = 0
         self.finished = False
 
+    @property
+    def request_id(self) -> str:
+        return f"{self._submitted.request_id}-{self._engine.submitted.index(self._submitted)}"
+
     def __aiter__(self) -> FakeStream:
         return self
 
@@ -110,6 +114,7 @@ class FakeStream:
             finish_reason=(FinishReason.ERROR if failed else script.finish_reason) if last else None,
             stop_reason=script.stop_reason if last else None,
             error=script.error if failed else None,
+            queued_s=0.25,
         )
         search = self._submitted.beam_search
         if search is None or not last or failed:
@@ -212,6 +217,8 @@ class FakeEngine:
         )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)
+        if exchange is not None and exchange.first_token_time is None:
+            exchange.first_token_time = self.clock()
         return FakeStream(self, submitted, self.script if self.script_for is None else self.script_for(submitted))
 
 

@@ -9,7 +9,7 @@
 3   scheduler                              layers
 2   kvcache                                backends -> kernels
 1            transport
-0            errors < log < core < config
+0            errors < log, log_writer < core < config
 ```
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
@@ -40,6 +40,7 @@ PLACES = {
     "errors": Place(0.0, BOTH),
     "demo_model": Place(0.0, BOTH),
     "log": Place(0.1, BOTH),
+    "log_writer": Place(0.1, BOTH),
     "core": Place(0.2, BOTH),
     "config": Place(0.3, BOTH),
     "transport": Place(1, BOTH),

@@ -187,6 +187,17 @@ class ServerConfig:
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 
+    access_log: Path | None = option(None, path())
+    """File for one line of JSON a request (ids, tokens, times, no texts); relative to the folder the server was started
+    in. `-`: standard output. None: nothing is written."""
+
+    log_file_bytes: int = option(32 * 2**20, memory())
+    """Bytes after which the access log, or the log of `llm-serving start`, goes on in a new file, or text such as
+    "32MB"."""
+
+    log_files: int = option(4, integer(2, 1000))
+    """Files that are kept of each of these logs; the oldest is deleted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:

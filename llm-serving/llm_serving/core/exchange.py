@@ -14,6 +14,8 @@ class Exchange:
 
     received_time: float
     """Its headers had come."""
+    first_token_time: float | None = None
+    """When the first token of an answer came."""
     unfinished: set[str] = field(default_factory=set)
     """Ids of the requests that answer it and have not ended."""
     last_ended_time: float = 0.0

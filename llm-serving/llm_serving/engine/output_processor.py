@@ -119,6 +119,9 @@ class OutputProcessor:
         state, now = self._states[request.request_id], self._clock()
         if state.first_token_time is None:
             state.first_token_time = now
+            exchange = request.exchange
+            if exchange is not None and exchange.first_token_time is None:
+                exchange.first_token_time = now
             ttft_s = now - state.request.arrival_time
             self._metrics.first_token(ttft_s)
             self._metrics.classes.first_token(state.request.priority, ttft_s)

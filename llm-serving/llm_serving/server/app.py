@@ -16,6 +16,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.server.access_log import AccessLog, open_access_log
+from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
@@ -26,9 +28,11 @@ from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 GARBAGE_THRESHOLD: Final = 10_000
 """Objects that have become more since the last search for unreachable cycles before there is another."""
 
+OPENAPI_PATH: Final = "/openapi.json"
 
-def create_app(engine: AsyncEngine) -> ASGIApp:
-    """The ASGI application of an engine; it neither starts nor stops the engine."""
+
+def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> ASGIApp:
+    """The ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
     keys = engine.config.api_keys
     document = json.encode(openapi_document(ENDPOINTS, with_keys=bool(keys)))
     open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
@@ -36,10 +40,13 @@ def create_app(engine: AsyncEngine) -> ASGIApp:
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    application = Application(
-        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route("/openapi.json", show_openapi)]
+    application: ASGIApp = Application(
+        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)]
     )
-    return ApiKeyAuthentication(application, keys, open_paths) if keys else application
+    if keys:
+        application = ApiKeyAuthentication(application, keys, open_paths)
+    paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
+    return Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
 
 
 class Application:
@@ -70,13 +77,18 @@ def serve(engine: AsyncEngine) -> int:
         The exit code: 0 after an orderly end.
 
     Raises:
-        ConfigError: The address cannot be used.
+        ConfigError: The address or the access log cannot be used.
     """
     raise_open_files_limit()
     collect_garbage_rarely()
     serving = engine.config.serving
     with bind(serving.server_ip, serving.server_port) as listener:
-        HttpServer(create_app(engine), listener, serving).run_within(_running(engine))
+        access_log, close_log = open_access_log(serving)
+        try:
+            app = create_app(engine, access_log)
+            HttpServer(app, listener, serving).run_within(_running(engine))
+        finally:
+            close_log()
     return 0
 
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.schema import ApiKey
 from llm_serving.errors import AuthenticationError
 from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.note import note_of
 
 SCOPE_KEY: Final = "llm_serving.api_key"
 
@@ -39,8 +40,12 @@ class ApiKeyAuthentication:
         try:
             key = self._find(_shown_keys(scope["headers"]))
         except AuthenticationError as error:
+            if (note := note_of(HTTPConnection(scope))) is not None:
+                note.error = type(error).__name__
             await openai_error_response(error)(scope, receive, send)
             return
+        if (note := note_of(HTTPConnection(scope))) is not None:
+            note.tenant = key.name
         await self._app({**scope, SCOPE_KEY: key}, receive, send)
 
     def _find(self, shown: Sequence[bytes]) -> ApiKey:

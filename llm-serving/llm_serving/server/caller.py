@@ -11,9 +11,10 @@ from starlette.requests import Request
 
 from llm_serving.config.schema import ApiKey, ServingConfig
 from llm_serving.core.exchange import Exchange
+from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
-from llm_serving.server.exchange import exchange_of
+from llm_serving.server.note import Note, note_of
 from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256
@@ -28,10 +29,15 @@ class Caller:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
-    exchange: Exchange | None = field(default=None, compare=False)
-    """The HTTP request it came with."""
+    note: Note | None = field(default=None, compare=False)
+    """What is noted of the HTTP request it came with."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The times of that HTTP request."""
+        return None if self.note is None else self.note.exchange
 
 
 def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> Caller:
@@ -52,9 +58,12 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     priority = wanted_priority(config, ceiling, _given("priority", bodies), _given("priority_class", bodies))
     if priority is None:  # a request that asks for nothing is not refused: it runs as high as it may
         priority = 0 if ceiling is None else max(0, ceiling.rank)
-    exchange, timeout_s = exchange_of(http_request), _timeout(config, http_request, bodies)
-    deadline = None if timeout_s is None or exchange is None else exchange.received_time + timeout_s
-    return Caller(priority, user if key is None else key.name, cache_salt, exchange, deadline)
+    note, timeout_s = note_of(http_request), _timeout(config, http_request, bodies)
+    deadline = None if timeout_s is None or note is None else note.exchange.received_time + timeout_s
+    tenant = user if key is None else key.name
+    if note is not None:
+        note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
+    return Caller(priority, tenant, cache_salt, note, deadline)
 
 
 class Ceiling(NamedTuple):

@@ -14,7 +14,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
 from llm_serving.server.error_responses import openai_error_response
-from llm_serving.server.exchange import begin_exchange, respond_timed
+from llm_serving.server.note import note_of
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
@@ -45,6 +45,8 @@ class Endpoint:
         try:
             return await self.handler(engine, request)
         except LLMServingError as error:
+            if (note := note_of(request)) is not None:
+                note.error = " ".join(filter(None, [type(error).__name__, getattr(error, "field", None)]))
             return self.error_response(error)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=499)  # never read: the connection is gone
@@ -62,6 +64,7 @@ class _Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        exchange = begin_exchange(request, self._engine.clock)
+        if (note := note_of(request)) is not None:
+            note.route = self._endpoint.path
         response = await self._endpoint.respond(self._engine, request)
-        await respond_timed(response, exchange, self._engine.clock, scope, receive, send)
+        await response(scope, receive, send)

@@ -38,6 +38,8 @@ class Generation:
         self._streams = streams
         self._select = select
         self._tasks: list[asyncio.Task[None]] = []
+        self.newest: list[RequestOutput | None] = [None] * len(streams)
+        """The newest piece of each stream."""
 
     @property
     def num_streams(self) -> int:
@@ -52,6 +54,7 @@ class Generation:
     async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
+                self.newest[0] = output
                 yield ChoiceOutput(0, output)
             return
         queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue()
@@ -60,6 +63,7 @@ class Generation:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
+                self.newest[item[0]] = item[1]
                 yield item
 
     async def aclose(self) -> None:
@@ -152,7 +156,13 @@ async def start_generation(
     except BaseException:
         await Generation(streams).aclose()
         raise
-    return Generation(streams, select)
+    generation = Generation(streams, select)
+    if (note := caller.note) is not None:
+        note.request_id = note.request_id or streams[0].request_id
+        note.num_prompt_tokens = sum(map(len, prompts))
+        note.streams_per_prompt = len(streams) // len(prompts)
+        note.outputs = generation.newest
+    return generation
 
 
 def raise_on_error(output: RequestOutput) -> None:

@@ -16,6 +16,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
+from llm_serving.server.note import note_of
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.sampling import refuse_unsupported
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
@@ -66,6 +67,8 @@ def identify(engine: AsyncEngine, http_request: Request, request: GenerationRequ
         raise RequestError("request_id", "must be 1 to 128 letters, digits or any of . _ : -", request_id)
     if request_id is None:
         request_id = request_id_of(http_request)
+    if (note := note_of(http_request)) is not None:
+        note.request_id = request_id
     return Identity(f"{prefix}-{request_id}", request_id, int(time.time()), engine.config.model.model_name)
 
 

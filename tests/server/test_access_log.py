@@ -1,0 +1,232 @@
+"""One line a request, counted by route and status: what it tells, and what it never tells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes import FULL_QUEUE, FakeEngine, Script
+from llm_serving.config.schema import ApiKey, ServerConfig
+from llm_serving.core.request import FinishReason
+from llm_serving.errors import ConfigError
+from llm_serving.server import access_log, accounting
+from llm_serving.server.access_log import AccessLine, AccessLog, open_access_log
+from llm_serving.server.app import create_app
+from llm_serving.server.authentication import hash_key
+from llm_serving.server.line_budget import LineBudget
+from server_client import RawClient
+
+KEY = "0123456789abcdef"
+SECRET = "a word that no log may hold"
+
+
+class Site:
+    """An application with an access log in memory; every reading of the engine's clock is a second later."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.texts: list[str] = []
+        log = AccessLog(self.texts.append, lambda: datetime(2026, 1, 2, 3, 4, 5, 678000, UTC))
+        self.app = create_app(engine, log)
+
+    def send(self, method: str, path: str, times: int = 1, **arguments: object) -> httpx.Response:
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=("192.0.2.7", 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return [await client.request(method, path, **arguments) for _ in range(times)][-1]
+
+        return asyncio.run(run())
+
+    @property
+    def lines(self) -> list[dict]:
+        return [json.loads(text) for text in self.texts]
+
+    @property
+    def counts(self) -> Counter:
+        (metric,) = self.engine.metrics.http.collect()
+        keys = ("method", "route", "status")
+        return Counter({tuple(s.labels[key] for key in keys): s.value for s in metric.samples})
+
+
+def test_a_line_tells_who_what_how_much_and_how_long():
+    site = Site(FakeEngine())
+    body = {"prompt": "Hello", "user": "ann", "priority": -1, "request_id": "mine"}
+    site.send("POST", "/v1/completions", json=body)
+    assert site.lines == [
+        {
+            "time": "2026-01-02T03:04:05.678+00:00",
+            "client": "192.0.2.7",
+            "method": "POST",
+            "route": "/v1/completions",
+            "status": 200,
+            "total_ms": 2000.0,
+            "id": "mine",
+            "tenant": "ann",
+            "class": "interactive",
+            "prompt_tokens": 4,
+            "cached_tokens": 2,
+            "output_tokens": 3,
+            "finish": "stop",
+            "queue_ms": 250.0,
+            "ttft_ms": 1000.0,
+        }
+    ]
+    assert site.counts == {("POST", "/v1/completions", "200"): 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/models/llama2"])
+def test_every_protocol_tells_its_tokens_and_no_text(path, stream):
+    site = Site(FakeEngine())
+    body = {"prompt": SECRET, "inputs": SECRET, "messages": [{"role": "user", "content": SECRET}], "stream": stream}
+    site.send("POST", path, json=body | {"parameters": {"max_new_tokens": 4}})
+    [line] = site.lines
+    assert (line["output_tokens"], line["finish"]) == (3, "stop")
+    assert line["prompt_tokens"] > 2
+    assert "id" in line
+    assert not any(word in site.texts[0] for word in (*SECRET.split()[2:], "Hello"))
+
+
+def test_choices_are_summed_and_their_prompt_is_counted_once():
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 2, "best_of": 3, "temperature": 1})
+    [line] = site.lines
+    assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (8, 4, 18)
+
+
+@pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 499)])
+def test_a_client_that_leaves_is_a_line_with_what_it_got(stream, status):
+    site = Site(FakeEngine(script=Script(hold_after=1)))
+
+    async def run() -> None:
+        client = RawClient(site.engine, "/v1/completions", {"prompt": "Hello", "stream": stream})
+        client._app = site.app
+        task = asyncio.create_task(client.run())
+        await site.engine.held.wait()
+        client.leave()
+        await task
+
+    asyncio.run(run())
+    [line] = site.lines
+    assert (line["status"], line["finish"], line["output_tokens"]) == (status, "abort", 1)
+
+
+def test_an_error_tells_its_kind_and_field_but_not_the_value():
+    site = Site(FakeEngine())
+    assert site.send("POST", "/v1/completions", json={"prompt": "x", "temperature": SECRET}).status_code == 400
+    [line] = site.lines
+    assert (line["status"], line["error"]) == (400, "RequestError temperature")
+    assert "a word" not in site.texts[0]
+    assert site.counts == {("POST", "/v1/completions", "400"): 1}
+
+
+def test_a_failed_generation_is_an_error_line():
+    site = Site(FakeEngine(script=Script(finish_reason=FinishReason.ERROR, error=SECRET)))
+    site.send("POST", "/v1/completions", json={"prompt": "x"})
+    [line] = site.lines
+    assert (line["status"], line["finish"], line["error"]) == (500, "error", "WorkerError")
+
+
+def test_paths_and_methods_of_clients_make_no_new_series():
+    site = Site(FakeEngine())
+    for path in ("/nowhere", f"/{SECRET}", "/v1/requests/one/explain", "/v1/requests/two/explain", "/health"):
+        site.send("GET", path)
+    site.send("BREW", "/health")
+    assert site.counts == {
+        ("GET", "other", "404"): 2,
+        ("GET", "/v1/requests/{request_id}/explain", "404"): 2,
+        ("GET", "/health", "200"): 1,
+        ("other", "/health", "405"): 1,
+    }
+    assert "a word" not in "".join(site.texts)
+
+
+def test_a_wrong_key_is_counted_under_its_route_and_a_right_one_names_its_tenant():
+    site = Site(FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY)),)))
+    site.send("GET", "/v1/models", headers={"x-api-key": "wrong"})
+    site.send("GET", "/v1/models", headers={"x-api-key": KEY})
+    assert [(line["status"], line.get("tenant"), line.get("error")) for line in site.lines] == [
+        (401, None, "AuthenticationError"),
+        (200, "team-a", None),
+    ]
+    assert site.counts == {("GET", "/v1/models", "401"): 1, ("GET", "/v1/models", "200"): 1}
+
+
+def test_an_application_that_fails_is_a_500(monkeypatch):
+    site = Site(FakeEngine())
+
+    async def fail(scope, receive, send):
+        raise RuntimeError
+
+    monkeypatch.setattr(site.app, "_app", fail)
+    assert site.send("GET", "/health").status_code == 500
+    assert site.counts == {("GET", "/health", "500"): 1}
+
+
+def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monkeypatch):
+    engine = FakeEngine(refusal=FULL_QUEUE)
+    times = [100.0]
+    engine.clock = lambda: times[0]
+    site = Site(engine)
+    said: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    site.send("POST", "/v1/completions", 250, json={"prompt": "x"})
+    times[0] = 105.0
+    site.send("POST", "/v1/completions", json={"prompt": "x"})
+    assert site.counts == {("POST", "/v1/completions", "429"): 251}
+    assert len(site.lines) == access_log.REFUSED_BURST + 1
+    assert site.lines[-1]["suppressed"] == 50
+    assert len(said) == accounting.REFUSED_BURST + 1
+    assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
+    assert said[-1] == f"{said[0]}; 240 like it were not shown"
+
+
+def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
+    budget = LineBudget(2, 0.5)
+    assert [budget.take(10.0) for _ in range(4)] == [0, 0, None, None]
+    assert budget.take(11.0) is None
+    assert budget.take(12.0) == 3
+    assert [budget.take(1000.0) for _ in range(3)] == [0, 0, None]
+
+
+def test_lines_reach_the_file_of_the_configuration(tmp_path):
+    path = tmp_path / "access.log"
+    log, close = open_access_log(ServerConfig(access_log=path))
+    site = Site(FakeEngine())
+    site.app._access_log = log
+    site.send("GET", "/health", 3)
+    close()
+    assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/health"] * 3
+
+
+def test_lines_reach_standard_output(capsys):
+    log, close = open_access_log(ServerConfig(access_log=Path("-")))
+    site = Site(FakeEngine())
+    site.app._access_log = log
+    site.send("GET", "/health")
+    close()
+    assert json.loads(capsys.readouterr().out)["route"] == "/health"
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"serving_config\.access_log: .*/a/b cannot be written: No such file"):
+        open_access_log(ServerConfig(access_log=tmp_path / "a" / "b"))
+
+
+def test_without_a_log_requests_are_counted_all_the_same():
+    engine = FakeEngine()
+    site = Site(engine)
+    site.app._access_log = None
+    site.send("GET", "/health")
+    assert (site.lines, site.counts) == ([], {("GET", "/health", "200"): 1})
+
+
+def test_every_field_of_a_line_is_described_where_operators_look():
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    names = {AccessLine.__struct_encode_fields__[i] for i in range(len(AccessLine.__struct_fields__))}
+    assert {name for name in names if f"`{name}`" not in text} == set()

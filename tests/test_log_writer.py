@@ -1,0 +1,131 @@
+"""Lines on their way to a disk that may be full or slow."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from llm_serving import log_writer
+from llm_serving.log_writer import LogWriter, RotatingFile
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(log_writer, "BATCH_S", 0.0)
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.0)
+
+
+class Disk(logging.Handler):
+    """A handler that can be full or wait; `calls` counts its writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.is_full = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.calls = threading.Semaphore(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.entered.set()
+        self.gate.wait()
+        self.calls.release()
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self.lines += record.getMessage().split("\n")
+
+
+class Told(list[str]):
+    """What was said; each `wait` returns the next text when it was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = threading.Semaphore(0)
+        self._num_heard = 0
+
+    def say(self, text: str) -> None:
+        self.append(text)
+        self._said.release()
+
+    def wait(self) -> str:
+        self._said.acquire()
+        self._num_heard += 1
+        return self[self._num_heard - 1]
+
+
+def test_lines_of_several_threads_are_all_written_each_thread_s_in_order():
+    disk = Disk()
+    writer = LogWriter(disk, pytest.fail)
+    threads = [
+        threading.Thread(target=lambda name=name: [writer.put(f"{name}{i}") for i in range(500)]) for name in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    for name in "ab":
+        assert [line for line in disk.lines if line[0] == name] == [f"{name}{i}" for i in range(500)]
+
+
+def test_a_file_goes_on_in_a_new_one_and_the_oldest_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_writer, "BATCH_CHARS", 1)
+    writer = LogWriter(RotatingFile(tmp_path / "a.log", max_bytes=100, num_files=3), pytest.fail)
+    lines = [f"line {i:02}" for i in range(60)]  # 8 bytes each, 12 in a file
+    for line in lines:
+        writer.put(line)
+    writer.close()
+    names = ["a.log.2", "a.log.1", "a.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    kept = [line for name in names for line in (tmp_path / name).read_text().splitlines()]
+    assert kept == lines[-len(kept) :]
+    assert all((tmp_path / name).stat().st_size <= 100 for name in names)
+    assert len(kept) > 24
+
+
+def test_a_full_disk_is_told_once_and_tried_again():
+    disk, told = Disk(), Told()
+    writer = LogWriter(disk, told.say)
+    disk.is_full = True
+    writer.put("lost")
+    assert told.wait() == "cannot be written, lines are dropped until it can: [Errno 28] No space left on device"
+    disk.calls.acquire()
+    writer.put("lost too")
+    disk.calls.acquire()
+    disk.is_full = False
+    writer.put("kept")
+    assert told.wait() == "is written again; 2 lines were lost"
+    writer.close()
+    assert disk.lines == ["kept"]
+    assert len(told) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_real_full_disk_stops_nothing():
+    told = Told()
+    writer = LogWriter(RotatingFile(Path("/dev/full"), 2**20, 2), told.say)
+    writer.put("lost")
+    assert "No space left on device" in told.wait()
+    writer.put("lost")
+    writer.close()
+    assert len(told) == 1
+
+
+def test_a_disk_that_hangs_holds_nobody_up_and_memory_stays_bounded(monkeypatch):
+    monkeypatch.setattr(log_writer, "MAX_PENDING_CHARS", 100)
+    monkeypatch.setattr(log_writer, "CLOSE_S", 0.0)
+    disk, told = Disk(), Told()
+    disk.gate.clear()
+    writer = LogWriter(disk, told.say)
+    writer.put("first")
+    disk.entered.wait()
+    for _ in range(1000):
+        writer.put("another line")
+    writer.close()  # returns although the disk hangs
+    disk.gate.set()
+    assert told.wait() == "is written too slowly, lines are dropped"
+    assert told.wait().startswith("is written again; 99")
+    assert len(disk.lines) < 12
