@@ -187,6 +187,9 @@ class ServerConfig:
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 
+    throughput_interval_s: float = option(10.0, seconds())
+    """Seconds between two lines in the log that tell how busy the engines are; idle ones tell nothing. 0: no lines."""
+
     access_log: Path | None = option(None, path())
     """File for one line of JSON a request (ids, tokens, times, no texts); relative to the folder the server was started
     in. `-`: standard output. None: nothing is written."""

@@ -25,11 +25,17 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
+        """Of all values."""
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self._counts)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """(bound, values up to it) of every bucket, and the sum of all values."""
@@ -37,7 +43,7 @@ class Histogram:
         for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        return buckets, self._sum
+        return buckets, self.sum
 
     def family(self, name: str, text: str, labels: dict[str, str]) -> HistogramMetricFamily:
         family = HistogramMetricFamily(name, text, labels=list(labels))

@@ -19,7 +19,21 @@ from llm_serving.engine.http_metrics import HttpMetrics
 from llm_serving.engine.swap_metrics import SwapMetrics
 
 
-class _Load(NamedTuple):
+class Totals(NamedTuple):
+    """What has been counted since the start."""
+
+    steps: int
+    prompt_tokens: int
+    """Tokens computed that no token was chosen for before: of prompts, and what was computed again."""
+    generation_tokens: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Load(NamedTuple):
+    """Requests summed over replicas, usage averaged."""
+
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -49,7 +63,7 @@ class Metrics(Collector):
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
         """Asked when the numbers are read."""
         self._lock = Lock()
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(FinishReason, 0)
@@ -72,14 +86,14 @@ class Metrics(Collector):
             replica: Whose numbers these are; requests are summed over replicas, usage is averaged.
         """
         with self._lock:
-            self._loads[replica] = _Load(num_running, num_waiting, kv_usage)
+            self._loads[replica] = Load(num_running, num_waiting, kv_usage)
             self._counts["llm_serving:steps_total"] += 1
             self._iteration_tokens.observe(num_tokens)
 
     def load(self, num_running: int, num_waiting: int, kv_usage: float, *, replica: int = 0) -> None:
         """The load without a step, such as when the engine falls idle."""
         with self._lock:
-            self._loads[replica] = _Load(num_running, num_waiting, kv_usage)
+            self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
     def watch_compilations(self, replica: int, num_compilations: Callable[[], int]) -> None:
         """Lets every scrape ask how many graphs the WorkAgent of a replica has compiled."""
@@ -159,19 +173,42 @@ class Metrics(Collector):
         with self._lock:
             self._counts[counter] += n
 
+    def load_now(self) -> Load:
+        """The newest load of all replicas."""
+        loads = list(self._loads.values())
+        return Load(
+            sum(load.num_running for load in loads),
+            sum(load.num_waiting for load in loads),
+            sum(load.kv_usage for load in loads) / max(len(loads), 1),
+        )
+
+    def totals(self) -> Totals:
+        """What the line of throughput compares with what it was before."""
+        with self._lock:
+            counts = self._counts
+            generated = counts["vllm:generation_tokens_total"]
+            # Each token but a request's first was chosen in a step that computed the one before it.
+            num_decoded = generated - self._histograms["vllm:time_to_first_token_seconds"].count
+            return Totals(
+                counts["llm_serving:steps_total"],
+                int(self._iteration_tokens.sum) - num_decoded,
+                generated,
+                counts["vllm:num_preemptions_total"],
+                counts["vllm:prefix_cache_queries_total"],
+                counts["vllm:prefix_cache_hits_total"],
+            )
+
     def render(self) -> tuple[bytes, str]:
         """The text of a scrape and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
-        loads, replicas = list(self._loads.values()), self.replicas()
-        num_running, num_waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
-        usage = sum(load.kv_usage for load in loads) / max(len(loads), 1)
+        load, replicas = self.load_now(), self.replicas()
         gauges = {
-            "vllm:num_requests_running": ("Requests that are running.", num_running),
-            "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", usage),
+            "vllm:num_requests_running": ("Requests that are running.", load.num_running),
+            "vllm:num_requests_waiting": ("Requests that wait to be scheduled.", load.num_waiting),
+            "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", load.kv_usage),
             "llm_serving:replicas": ("WorkAgents that are configured, each a replica of the model.", replicas[0]),
             "llm_serving:replicas_ready": ("WorkAgents that serve.", replicas[1]),
         }

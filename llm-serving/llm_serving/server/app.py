@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.throughput import log_throughput
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
@@ -105,9 +107,13 @@ def collect_garbage_rarely() -> None:
 @asynccontextmanager
 async def _running(engine: AsyncEngine) -> AsyncIterator[None]:
     engine.start()
+    interval_s = engine.config.serving.throughput_interval_s
+    lines = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:
         yield
     finally:
+        if lines is not None:
+            lines.cancel()
         await engine.stop()
 
 
