@@ -57,6 +57,7 @@ PLACES = {
     "work_agent": Place(6, WORKER),
     "offline": Place(7, TOP),
     "launcher": Place(7, TOP),
+    "log_keeper": Place(7, TOP),
     "trace_file": Place(7, TOP),
     "cli": Place(7.1, TOP),
     "__main__": Place(7.2, TOP),

@@ -68,6 +68,7 @@ class TestRecord:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             assert record.process() is None, "a zombie"
         assert record.process() is None
+        assert record.keeper() is None
 
 
 class TestStop:
@@ -127,7 +128,8 @@ class TestStart:
 
         def run_instead(script):
             program = tmp_path / "program"
-            program.write_text(f"#!/bin/sh\n{script}\n")
+            keeper = f'[ "$2" != llm_serving.log_keeper ] || exec {shlex.quote(sys.executable)} "$@"'
+            program.write_text(f"#!/bin/sh\n{keeper}\n{script}\n")
             program.chmod(0o755)
             monkeypatch.setattr(sys, "executable", str(program))
 
@@ -161,6 +163,23 @@ class TestStart:
         assert (folder / "server.log").read_text().startswith("-m llm_serving serve --model x\n")
         assert not (folder / "server.json").exists()
 
+    def test_the_log_of_the_server_before_is_kept_and_a_long_one_is_cut_up(self, tmp_path, run_instead):
+        (port,) = free_ports(1)
+        run_instead("seq 200000; exit 1")
+        folder = tmp_path / str(port)
+        folder.mkdir()
+        (folder / "server.log").write_text("the server before\n")
+        config = a_config(port)
+        serving = dataclasses.replace(config.serving, log_file_bytes=2**20, log_files=3)
+        with pytest.raises(StartError, match=r"  200000$"):
+            start(dataclasses.replace(config, serving=serving), [], tmp_path)
+        names = ["server.log.2", "server.log.1", "server.log"]
+        assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+        texts = [(folder / name).read_text() for name in names]
+        assert texts[0] == "the server before\n"
+        assert "".join(texts[1:]).split() == [str(number) for number in range(1, 200001)]
+        assert max(map(len, texts)) <= 2**20
+
     @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # as it shall be
     def test_a_server_that_serves_is_written_down(self, tmp_path, run_instead, capsys):
         (port,) = free_ports(1)
@@ -179,6 +198,7 @@ class TestStart:
         assert (record.host, record.port) == ("127.0.0.1", port)
         server = record.process()
         assert server.is_running()
+        assert record.keeper().is_running()
         captured = capsys.readouterr()
         assert captured.out == curl_line(a_config(port)) + "\n"
         assert f"serving demo on http://127.0.0.1:{port}" in captured.err

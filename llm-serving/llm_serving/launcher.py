@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from llm_serving.config.schema import ServingConfig
+from llm_serving.config.schema import ServerConfig, ServingConfig
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.server.http_server import bind
 
@@ -24,6 +24,8 @@ POLL_S = 0.1
 STOP_MARGIN_S = 15.0
 """Seconds beyond `shutdown_timeout_s` that a server gets to end before it is killed."""
 LOG_LINES_SHOWN = 15
+LOG_TIMEOUT_S = 10.0
+"""Seconds that the end of the log is waited for, once a server has ended."""
 
 
 class StartError(LLMServingError):
@@ -40,6 +42,8 @@ class ServerRecord(msgspec.Struct, frozen=True):
     port: int
     log: str
     stop_timeout_s: float
+    log_keeper: int = 0
+    """Pid of the process that writes the log; 0: there is none."""
 
     def process(self) -> psutil.Process | None:
         """The server's process, if it still runs."""
@@ -47,6 +51,15 @@ class ServerRecord(msgspec.Struct, frozen=True):
             process = psutil.Process(self.pid)
             alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
             return process if alive and abs(process.create_time() - self.create_time) < 1.0 else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def keeper(self) -> psutil.Process | None:
+        """The process that writes its log, if it still runs."""
+        try:
+            process = psutil.Process(self.log_keeper)
+            # It began before the server; a later process may have got its pid.
+            return process if self.log_keeper and process.create_time() < self.create_time + 1.0 else None
         except psutil.NoSuchProcess:
             return None
 
@@ -68,22 +81,25 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
     bind(host, port).close()  # says now what keeps the port from being used
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
-    with log.open("wb") as output:
+    keeper = _keep_log(log, config.serving)
+    assert keeper.stdin is not None
+    with keeper.stdin as output:
         command = [sys.executable, "-m", "llm_serving", "serve", *serve_arguments]
         process = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     timeout = config.serving.shutdown_timeout_s + STOP_MARGIN_S
     created = psutil.Process(process.pid).create_time()
-    record = ServerRecord(process.pid, created, host, port, str(log), timeout)
+    record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid)
     (folder / "server.json").write_bytes(msgspec.json.encode(record))
     for notice in config.notices:
         _say(f"notice: {notice}")
     try:
-        _wait_until_ready(process, record)
+        _wait_until_ready(process, keeper, record)
     except BaseException:
         process.terminate()
         process.wait()
+        _wait_for_log(keeper)
         (folder / "server.json").unlink(missing_ok=True)
         raise
     _say(f"serving {config.model.model_name} on http://{host}:{port}  (log: {_short(log)})")
@@ -103,6 +119,8 @@ def stop(run_dir: Path, port: int | None) -> int:
         if process is not None:
             count += 1
             _end(process, record.stop_timeout_s)
+            if (keeper := record.keeper()) is not None:
+                _wait_for_log(keeper)
             _say(f"stopped the server on port {record.port} (pid {record.pid})")
         (folder / "server.json").unlink(missing_ok=True)
     if not count:
@@ -118,7 +136,27 @@ def curl_line(config: ServingConfig) -> str:
     return f"curl -s {url}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) -> None:
+def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
+    """A process that writes what it gets on its standard input to the log, see `log_keeper`."""
+    path.open("ab").close()  # says now what keeps the file from being written
+    command = [sys.executable, "-m", "llm_serving.log_keeper", str(path)]
+    command += [str(serving.log_file_bytes), str(serving.log_files)]
+    return subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
+    """Waits until the log of a server that has ended is written; not for ever."""
+    with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess, psutil.TimeoutExpired):
+        keeper.wait(LOG_TIMEOUT_S)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen[bytes], record: ServerRecord) -> None:
     shown = ""
     while True:
         ready, detail = _health(record.host, record.port)
@@ -129,6 +167,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], record: ServerRecord) ->
         if ready:
             return
         if process.poll() is not None or detail.startswith("no WorkAgent lives"):
+            _wait_for_log(keeper)
             tail = Path(record.log).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
             raise StartError("the server did not become ready; its log ends:\n  " + "\n  ".join(tail))
         time.sleep(POLL_S)
