@@ -157,6 +157,18 @@ def test_a_wrong_key_is_counted_under_its_route_and_a_right_one_names_its_tenant
     assert site.counts == {("GET", "/v1/models", "401"): 1, ("GET", "/v1/models", "200"): 1}
 
 
+def test_probes_are_counted_and_no_line_unless_something_is_wrong(monkeypatch):
+    monkeypatch.setattr(accounting.logger, "warning", pytest.fail)
+    site = Site(FakeEngine(ready=False))
+    for path in ("/health", "/ping", "/metrics"):
+        site.send("GET", path)
+    assert site.texts == []
+    assert sum(site.counts.values()) == 3
+    monkeypatch.undo()
+    site.send("POST", "/health")
+    assert [line["status"] for line in site.lines] == [405]
+
+
 def test_an_application_that_fails_is_a_500(monkeypatch):
     site = Site(FakeEngine())
 
@@ -183,7 +195,7 @@ def test_a_flood_of_refusals_is_counted_whole_and_logged_at_a_bounded_rate(monke
     assert site.lines[-1]["suppressed"] == 50
     assert len(said) == accounting.REFUSED_BURST + 1
     assert said[0] == "POST /v1/completions from 192.0.2.7: status 429, CapacityError"
-    assert said[-1] == f"{said[0]}; 240 like it were not shown"
+    assert said[-1] == f"{said[0]}; 240 others were not shown"
 
 
 def test_a_budget_lets_a_burst_pass_and_then_so_many_a_second():
@@ -199,18 +211,18 @@ def test_lines_reach_the_file_of_the_configuration(tmp_path):
     log, close = open_access_log(ServerConfig(access_log=path))
     site = Site(FakeEngine())
     site.app._access_log = log
-    site.send("GET", "/health", 3)
+    site.send("GET", "/version", 3)
     close()
-    assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/health"] * 3
+    assert [json.loads(text)["route"] for text in path.read_text().splitlines()] == ["/version"] * 3
 
 
 def test_lines_reach_standard_output(capsys):
     log, close = open_access_log(ServerConfig(access_log=Path("-")))
     site = Site(FakeEngine())
     site.app._access_log = log
-    site.send("GET", "/health")
+    site.send("GET", "/version")
     close()
-    assert json.loads(capsys.readouterr().out)["route"] == "/health"
+    assert json.loads(capsys.readouterr().out)["route"] == "/version"
 
 
 def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path):

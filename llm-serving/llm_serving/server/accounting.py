@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 OTHER: Final = "other"
 """Route and method of what the server does not know."""
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
+"""Asked again and again by machines: counted, and lines only where something is wrong."""
 CLIENT_LEFT: Final = 499
 REFUSED_BURST, REFUSED_PER_SECOND = 10, 0.2
 """Lines in the server's log for requests that were refused or failed; /metrics counts all of them."""
@@ -84,13 +86,15 @@ class Accounting:
 
     def _tell(self, note: Note, status: int, now: float) -> None:
         self._metrics.answered(note.method, note.route, status)
+        if note.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
+            return
         if self._access_log is not None:
             self._access_log.write(note, status, now)
         if status < 400 or status == CLIENT_LEFT:
             return
         suppressed = self._refusals.take(now)
         if suppressed is not None:
-            more = f"; {suppressed} like it were not shown" if suppressed else ""
+            more = f"; {suppressed} others were not shown" if suppressed else ""
             who = f"{note.client}, {note.tenant}" if note.tenant else note.client
             logger.warning(
                 "%s %s from %s: status %d%s%s",
