@@ -197,6 +197,7 @@ class RecordedScheduler(Scheduler):
                 request.fork_of,
                 request.waits_for_reply,
                 request.arrival_time,
+                request.deadline,
                 request.last_scheduled_step,
             )
         )

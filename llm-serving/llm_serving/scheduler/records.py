@@ -18,7 +18,7 @@ from llm_serving.core.step import Move
 from llm_serving.errors import RecordingError
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 2
+FORMAT: Final = 3
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -57,6 +57,7 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     fork_of: str | None
     waits_for_reply: bool
     arrival_time: float
+    deadline: float | None
     last_scheduled_step: int
 
 

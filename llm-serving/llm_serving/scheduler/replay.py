@@ -202,5 +202,6 @@ def _request(event: Added) -> Request:
         fork_of=event.fork_of,
         waits_for_reply=event.waits_for_reply,
         arrival_time=event.arrival_time,
+        deadline=event.deadline,
         last_scheduled_step=event.last_scheduled_step,
     )
