@@ -265,10 +265,6 @@ def test_best_of_as_many_as_are_returned_is_the_same_as_none():
     assert post(FakeEngine(), PATH, {"prompt": "x", "best_of": 2, "n": 2}).status_code == 200
 
 
-def test_unknown_fields_are_ignored():
-    assert post(FakeEngine(), PATH, {"prompt": "x", "truncate_prompt_tokens": 5, "kv": {"a": [1]}}).status_code == 200
-
-
 class TestRequestId:
     def test_of_the_body(self):
         engine = FakeEngine()

@@ -15,6 +15,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
 from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.note import note_of
+from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
@@ -43,7 +44,10 @@ class Endpoint:
 
     async def respond(self, engine: AsyncEngine, request: Request) -> Response:
         try:
-            return await self.handler(engine, request)
+            response = await self.handler(engine, request)
+            if ignored := ignored_parameters(request):
+                response.headers[IGNORED_HEADER] = ignored
+            return response
         except LLMServingError as error:
             if (note := note_of(request)) is not None:
                 note.error = " ".join(filter(None, [type(error).__name__, getattr(error, "field", None)]))

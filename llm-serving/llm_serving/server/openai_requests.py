@@ -17,8 +17,7 @@ from llm_serving.errors import ModelNotFoundError, RequestError
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.note import note_of
-from llm_serving.server.request_body import decode_body, read_body
-from llm_serving.server.sampling import refuse_unsupported
+from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
 from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
 
@@ -30,15 +29,13 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 async def read_request(engine: AsyncEngine, http_request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """A request for the served model that asks for nothing of what both routes refuse.
+    """A request for the served model that asks for nothing that is not served.
 
     Raises:
         RequestError: Names the field that is wrong.
     """
-    body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, kind)
+    request = await read_fields(engine, http_request, kind)
     check_model(engine, request.model)
-    refuse_unsupported(request)
     return request
 
 

@@ -67,21 +67,6 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def refuse_unsupported(request: GenerationRequest) -> None:
-    """Refuses what would change the answer and is not served.
-
-    Raises:
-        RequestError: Names the first such field.
-    """
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(request, name):
-            raise RequestError(name, "is not supported")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise RequestError("response_format.type", "must be text", request.response_format.get("type"))
-    if request.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs", "is not supported")
-
-
 def _logit_bias(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     if not bias:
         return ()

@@ -1,7 +1,6 @@
 """Bodies of the OpenAI routes, and what all generation routes have in common.
 
-Requests may hold fields that are not named here: they are ignored, since clients send many that belong to other
-servers. Fields that would change the answer but are not served are named, so that they can be refused.
+The fields that are served stand here; `parameters.py` says what becomes of others.
 """
 
 from __future__ import annotations
@@ -70,21 +69,12 @@ class GenerationRequest(CallerFields, kw_only=True):
     return_token_ids: bool | None = None
     request_id: str | None = None
 
-    response_format: JsonObject | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    prompt_logprobs: int | None = None
-
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, several texts, token ids, or several lists of token ids."""
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
 
 
 class ContentPart(Struct):
@@ -105,10 +95,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    tool_choice: Any = None
-    chat_template: str | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -61,7 +61,6 @@ RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Answers a conversation, `n` times."""
     request = await read_request(engine, http_request, ChatCompletionRequest)
-    _refuse_unsupported_chat(request)
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "chatcmpl")
@@ -115,14 +114,6 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
         content = "\n".join(part.text for part in content if part.text is not None)
     plain = {"role": message.role, "content": content or ""}
     return plain if message.name is None else plain | {"name": message.name}
-
-
-def _refuse_unsupported_chat(request: ChatCompletionRequest) -> None:
-    for name in ("tools", "functions", "chat_template"):
-        if getattr(request, name):
-            raise RequestError(name, "is not supported")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice", "is not supported")
 
 
 def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:

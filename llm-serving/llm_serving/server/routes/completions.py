@@ -43,8 +43,6 @@ DEFAULT_MAX_TOKENS: Final = 16
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Continues one or several prompts, `n` times each."""
     request = await read_request(engine, http_request, CompletionRequest)
-    if request.suffix:
-        raise RequestError("suffix", "is not supported")
     if request.echo and request.logprobs is not None:
         raise RequestError("echo", "is not supported together with logprobs")
     streamed_usage = check_stream_options(request)

@@ -55,10 +55,10 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
 from llm_serving.server.openai_requests import check_model, request_id_of
-from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.parameters import read_fields
 from llm_serving.server.sampling import seed_or_random, stop_strings
-from llm_serving.server.schemas import CallerFields
 from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
+from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest
 
 PROMPT_OUT_OF_RANGE: Final = "Error202: prompt out of range"
 PROMPT_EMPTY: Final = "Error203: prompt token empty"
@@ -67,25 +67,6 @@ RETRY_MS: Final = 30000
 JSON_TYPE: Final = "application/json"
 
 JsonObject = dict[str, Any]
-
-
-class LegacyParameters(CallerFields):
-    do_sample: bool | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    return_full_text: bool | None = None
-    return_protocol: str | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-
-
-class LegacyRequest(CallerFields):
-    inputs: str
-    parameters: LegacyParameters | None = None
-    stream: bool | None = None
 
 
 async def generate_as_asked(engine: AsyncEngine, http_request: Request) -> Response:
@@ -102,8 +83,7 @@ async def generate_stream(engine: AsyncEngine, http_request: Request) -> Respons
 
 async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
     check_model(engine, http_request.path_params["name"])
-    body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, LegacyRequest, strict=False)
+    request = await read_fields(engine, http_request, LegacyRequest, strict=False)
     parameters = request.parameters or LegacyParameters()
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters, engine.model_spec.vocab_size)

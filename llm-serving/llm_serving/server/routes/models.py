@@ -15,7 +15,7 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.generation import encode_text
 from llm_serving.server.openai_requests import check_model
-from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.parameters import read_fields
 from llm_serving.server.routes.chat import render_chat
 from llm_serving.server.schemas import (
     DetokenizeRequest,
@@ -43,8 +43,7 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
-    body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, TokenizeRequest)
+    request = await read_fields(engine, http_request, TokenizeRequest)
     check_model(engine, request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("prompt", "or `messages` must be given, and not both")
@@ -59,8 +58,7 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     """The text of token ids."""
-    body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, DetokenizeRequest)
+    request = await read_fields(engine, http_request, DetokenizeRequest)
     check_model(engine, request.model)
     vocab_size = engine.model_spec.vocab_size
     for token_id in request.tokens:

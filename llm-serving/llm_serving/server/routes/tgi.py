@@ -35,44 +35,16 @@ from llm_serving.server.generation import (
     token_pieces,
 )
 from llm_serving.server.openai_requests import request_id_of
-from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.parameters import read_fields
 from llm_serving.server.sampling import seed_or_random, stop_strings
-from llm_serving.server.schemas import CallerFields
 from llm_serving.server.streaming import StreamResponse, complete
+from llm_serving.server.text_schemas import TGIParameters, TGIRequest
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 
 _TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
 
 JsonObject = dict[str, Any]
-
-
-class TGIParameters(CallerFields):
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_new_tokens: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    truncate: int | None = None
-    """Keep this many tokens from the end of the prompt."""
-    return_full_text: bool | None = None
-    details: bool | None = None
-    decoder_input_details: bool | None = None
-    top_n_tokens: int | None = None
-    best_of: int | None = None
-    watermark: bool | None = None
-    grammar: Any = None
-
-
-class TGIRequest(CallerFields):
-    inputs: str
-    parameters: TGIParameters | None = None
-    stream: bool | None = None
 
 
 async def generate_compatible(engine: AsyncEngine, http_request: Request) -> Response:
@@ -89,10 +61,8 @@ async def generate_stream(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | None) -> Response:
-    body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, TGIRequest)
+    request = await read_fields(engine, http_request, TGIRequest)
     parameters = request.parameters or TGIParameters()
-    _refuse_unsupported(parameters)
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
     prompt = await encode_text(engine, request.inputs, "inputs")
@@ -108,16 +78,6 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
     result = await complete(http_request.receive, generation, answer.whole(generation))
     return json_response([result] if stream is None else result, headers={"x-request-id": request_id})
-
-
-def _refuse_unsupported(parameters: TGIParameters) -> None:
-    if parameters.best_of not in (None, 1):
-        raise RequestError("best_of", "is not supported", parameters.best_of)
-    if parameters.typical_p not in (None, 1.0):
-        raise RequestError("typical_p", "is not supported", parameters.typical_p)
-    for name in ("grammar", "watermark", "decoder_input_details"):
-        if getattr(parameters, name):
-            raise RequestError(name, "is not supported")
 
 
 def _sampling(parameters: TGIParameters) -> SamplingParams:

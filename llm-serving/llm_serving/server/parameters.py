@@ -1,0 +1,248 @@
+"""Fields of requests that are not served: the table of what is refused and what is ignored, a protocol at a time.
+
+What is served stands in the structs of the bodies, and what a sampling parameter may be in `core.sampling_params`.
+Everything else is decided here: a field that might change an answer is refused by name, one that cannot is ignored and
+named in the header `x-ignored-parameters` of the answer. A field that nobody has heard of might change an answer, so it
+is refused, as by OpenAI itself: a misspelt `temprature` must not pass for the default. Only the older routes, whose
+clients never were refused one, name it in the header. A field that is null asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.schemas import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
+
+T = TypeVar("T")
+
+IGNORED_HEADER: Final = "x-ignored-parameters"
+MAX_NAMED: Final = 20
+"""Most fields that a header names."""
+MAX_NEUTRAL_BYTES: Final = 64
+"""A longer value asks for something."""
+MAX_NAME_CHARS: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that would change the answer."""
+
+    why: str = "is not supported"
+    neutral: tuple[Any, ...] = ("", 0, False)
+    """Values that ask for nothing, besides null and what is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field that cannot change the answer."""
+
+    why: str
+
+
+Rows = Mapping[str, Refused | Ignored]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyFields:
+    """What the fields of one body mean that its struct does not have."""
+
+    rows: Rows = field(default_factory=dict)
+    unknown: Refused | Ignored = Refused("is not a parameter of this route", ())
+    nested: Mapping[str, type] = field(default_factory=dict)
+    """Field -> struct of the object, or of the objects in the list, that it holds."""
+
+
+_STRICT: Final = ()
+"""Every value but null asks for something."""
+_GRAMMAR: Final = Refused("is not supported: answers are not bound to a form")
+_TOOLS: Final = Refused("is not supported: tools are not served")
+_ADAPTER: Final = Refused("is not supported: one model without adapters is served")
+
+
+def _named(here: str) -> Refused:
+    """A name of another protocol."""
+    return Refused(f"is not a parameter of this route; `{here}` is", _STRICT)
+
+
+_OPENAI: Final[Rows] = {
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag",
+         "json_schema", "regex", "ebnf", "grammar"),
+        _GRAMMAR,
+    ),
+    "response_format": Refused("must be of type text: answers are not bound to a form", ({"type": "text"},)),
+    "prompt_logprobs": Refused(neutral=_STRICT),
+    "logits_processors": Refused(),
+    "lora_request": _ADAPTER,
+    "lora_path": _ADAPTER,
+    "adapter_id": _ADAPTER,
+    "documents": Refused("is not supported: put documents into `messages`"),
+    "no_repeat_ngram_size": Refused(),
+    "typical_p": Refused(neutral=(1,)),
+    "spaces_between_special_tokens": Refused(neutral=(True,)),
+    "do_sample": Refused("must be true; `temperature: 0` takes the most likely tokens", (True,)),
+    "max_new_tokens": _named("max_tokens"),
+    "min_new_tokens": _named("min_tokens"),
+    "stop_sequences": _named("stop"),
+    "truncate": _named("truncate_prompt_tokens"),
+    "top_n_tokens": _named("logprobs"),
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "tool_choice": Refused(_TOOLS.why, ("none", "auto")),
+    "function_call": Refused(_TOOLS.why, ("none", "auto")),
+    "modalities": Refused("must be text alone", (["text"],)),
+    "kv_transfer_params": Refused(),
+    "guided_decoding_backend": Ignored("only matters to grammars"),
+    "guided_whitespace_pattern": Ignored("only matters to grammars"),
+    "parallel_tool_calls": Ignored("only matters to tools"),
+    "prediction": Ignored("only a hint for speed"),
+    "store": Ignored("nothing is stored"),
+    "metadata": Ignored("only matters to what is stored"),
+    "service_tier": Ignored("`priority` and `priority_class` say who goes first"),
+    "safety_identifier": Ignored("only names who asks"),
+    "prompt_cache_key": Ignored("only a hint for speed"),
+    "prompt_cache_retention": Ignored("only a hint for speed"),
+    "cache_prompt": Ignored("only a hint for speed"),
+    "keep_alive": Ignored("the model stays loaded"),
+}  # fmt: skip
+
+_TGI: Final[Rows] = {
+    "best_of": Refused(neutral=(1,)),
+    "typical_p": Refused(neutral=(1,)),
+    "grammar": _GRAMMAR,
+    "watermark": Refused(),
+    "decoder_input_details": Refused(),
+    "adapter_id": _ADAPTER,
+    "max_tokens": _named("max_new_tokens"),
+    "min_tokens": _named("min_new_tokens"),
+    "truncate_prompt_tokens": _named("truncate"),
+}
+_LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
+    ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
+    Ignored("never had an effect on these routes"),
+)
+_OLDER: Final = Ignored("these routes never refused a field")
+
+BODIES: Final[Mapping[type, BodyFields]] = {
+    CompletionRequest: BodyFields({**_OPENAI, "suffix": Refused()}),
+    ChatCompletionRequest: BodyFields({**_OPENAI, "chat_template": Refused()}, nested={"messages": ChatMessage}),
+    ChatMessage: BodyFields(
+        {
+            **dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS),
+            "audio": Refused(),
+            "refusal": Refused(),
+            "annotations": Refused(),
+        }
+    ),
+    TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
+    DetokenizeRequest: BodyFields(),
+    TGIRequest: BodyFields(
+        {"options": Ignored("only matters to caches before the server")}, nested={"parameters": TGIParameters}
+    ),
+    TGIParameters: BodyFields(_TGI),
+    LegacyRequest: BodyFields(unknown=_OLDER, nested={"parameters": LegacyParameters}),
+    LegacyParameters: BodyFields(_LEGACY_IGNORED, _OLDER),
+}  # fmt: skip
+"""Struct of a body, or of a part of one -> what its other fields mean."""
+
+_Object = dict[str, msgspec.Raw]
+_decode_object: Final = msgspec.json.Decoder(_Object).decode
+_decode_objects: Final = msgspec.json.Decoder(list[_Object]).decode
+_names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fields(kind)) for kind in BODIES}
+_HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
+
+
+async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
+    """The body of a request, which asks for nothing that is not served.
+
+    Args:
+        engine: Its configuration limits the size.
+        http_request: The request; it remembers what is ignored.
+        kind: Struct of the body.
+        strict: Do not read numbers and booleans out of strings.
+
+    Raises:
+        RequestError: Names the field that is wrong.
+    """
+    body = await read_body(http_request, engine.config.serving)
+    request = decode_body(body, kind, strict=strict)
+    check_other_fields(http_request, body, kind)
+    return request
+
+
+def check_other_fields(http_request: Request, body: bytes, kind: type) -> None:
+    """Refuses the first field of a valid body that is not served and asks for something; remembers what is ignored.
+
+    Raises:
+        RequestError: Names the field.
+    """
+    ignored = list(dict.fromkeys(_ignored(_decode_object(body), kind, "")))
+    if ignored:
+        shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
+        others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []
+        http_request.state.ignored_parameters = ", ".join([*shown, *others])
+
+
+def ignored_parameters(http_request: Request) -> str | None:
+    """What the header of the answer names, if anything was ignored."""
+    return getattr(http_request.state, "ignored_parameters", None)
+
+
+def _ignored(content: _Object, kind: type, place: str) -> list[str]:
+    fields, ignored = BODIES[kind], []
+    for name, raw in content.items():
+        if name in fields.nested:
+            ignored += _ignored_within(raw, fields.nested[name], name)
+        elif name not in _names[kind]:
+            row = fields.rows.get(name, fields.unknown)
+            if _asks_for_nothing(raw, row):
+                continue
+            if isinstance(row, Refused):
+                raise RequestError(place + name[:MAX_NAME_CHARS], row.why + _suggestion(name, kind, row))
+            ignored.append(name)
+    return ignored
+
+
+def _ignored_within(raw: msgspec.Raw, kind: type, place: str) -> list[str]:
+    begin = bytes(memoryview(raw)[:1])
+    if begin == b"{":
+        return _ignored(_decode_object(raw), kind, "" if place == "parameters" else f"{place}.")
+    if begin == b"[":
+        return [name for i, each in enumerate(_decode_objects(raw)) for name in _ignored(each, kind, f"{place}[{i}].")]
+    return []
+
+
+def _asks_for_nothing(raw: msgspec.Raw, row: Refused | Ignored) -> bool:
+    if len(raw) > MAX_NEUTRAL_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    if value is None or value == [] or value == {}:
+        return True
+    # For Python, True is 1 as well.
+    return isinstance(row, Refused) and any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in row.neutral
+    )
+
+
+def _suggestion(name: str, kind: type, row: Refused) -> str:
+    if row is not BODIES[kind].unknown:
+        return ""
+    close = get_close_matches(name[:MAX_NAME_CHARS], _names[kind], 1)
+    return f"; did you mean `{close[0]}`?" if close else ""

@@ -1,0 +1,144 @@
+"""What becomes of fields that are not served: refused by name, or ignored and named in the answer; never in silence."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fakes import FakeEngine
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.parameters import BODIES, IGNORED_HEADER, MAX_NAMED, Ignored, Refused
+from llm_serving.server.routes import ENDPOINTS
+from server_client import error_of, post
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+ROUTES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": CHAT,
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+    "/generate": {"inputs": "x"},
+}
+SOMETHING = {"asks": "for something"}
+
+
+def refused(path, body):
+    engine = FakeEngine()
+    response = post(engine, path, body)
+    assert response.status_code in (400, 422)
+    assert engine.submitted == []
+    return response.json()["error"]
+
+
+def bodies_of(endpoint: Endpoint) -> list[type]:
+    return [endpoint.body, *BODIES[endpoint.body].nested.values()]
+
+
+def test_every_body_has_its_rows_and_no_row_is_a_field_that_is_served():
+    kinds = {kind for endpoint in ENDPOINTS if endpoint.body for kind in bodies_of(endpoint)}
+    assert kinds == set(BODIES)
+    for kind, body in BODIES.items():
+        assert not {each.encode_name for each in msgspec.structs.fields(kind)} & body.rows.keys()
+
+
+OPENAI = [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)]
+ROWS = [
+    (path, usual, name, row)
+    for path, usual in OPENAI
+    for endpoint in ENDPOINTS
+    if endpoint.path == path
+    for name, row in BODIES[endpoint.body].rows.items()
+]
+
+
+@pytest.mark.parametrize(("path", "usual", "name", "row"), ROWS, ids=lambda each: each if isinstance(each, str) else "")
+def test_each_row_is_refused_or_named(path, usual, name, row):
+    response = post(FakeEngine(), path, {**usual, name: SOMETHING})
+    if isinstance(row, Refused):
+        assert error_of(response)["param"] == name
+        for neutral in (None, [], {}, *row.neutral):
+            response = post(FakeEngine(), path, {**usual, name: neutral})
+            assert response.status_code == 200
+            assert IGNORED_HEADER not in response.headers
+    else:
+        assert isinstance(row, Ignored)
+        assert response.headers[IGNORED_HEADER] == name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temprature", 0), ("grammar", "root ::= x"), ("regex", "a+"), ("ebnf", "x"), ("json_schema", {"type": "x"}),
+        ("structural_tag", "x"), ("documents", [{"text": "x"}]), ("logits_processors", ["x"]), ("lora_request", "x"),
+        ("no_repeat_ngram_size", 2), ("typical_p", 0.5), ("max_new_tokens", 5), ("min_new_tokens", 5),
+        ("stop_sequences", ["x"]), ("do_sample", False), ("prompt_logprobs", 0),
+        ("spaces_between_special_tokens", False),
+    ],
+)  # fmt: skip
+def test_what_was_once_ignored_in_silence_is_refused(field, value):
+    for path, usual in OPENAI:
+        assert refused(path, {**usual, field: value})["param"] == field
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_nobody_has_heard_of_is_refused(path):
+    error = refused(path, {**ROUTES[path], "x" * 3000: 1})
+    assert "is not a parameter of this route" in str(error)
+    assert len(str(error)) < 400
+    assert post(FakeEngine(), path, {**ROUTES[path], "unheard": None}).status_code == 200
+
+
+def test_a_misspelt_name_is_told_the_right_one():
+    assert refused("/v1/completions", {"prompt": "x", "temprature": 0})["message"] == (
+        "`temprature` is not a parameter of this route; did you mean `temperature`?"
+    )
+
+
+def test_the_name_of_another_protocol_is_told_the_one_here():
+    message = refused("/v1/completions", {"prompt": "x", "max_new_tokens": 4})["message"]
+    assert message == "`max_new_tokens` is not a parameter of this route; `max_tokens` is"
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream": True}])
+def test_ignored_fields_are_named_in_the_order_given(extra):
+    body = {"metadata": {"a": "b"}, "prompt": "x", "store": True, "service_tier": "auto", **extra}
+    assert post(FakeEngine(), "/v1/completions", body).headers[IGNORED_HEADER] == "metadata, store, service_tier"
+
+
+class TestMessages:
+    @pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "function_call", "audio", "unheard"])
+    def test_what_a_message_asks_for_is_not_left_out(self, field):
+        message = {"role": "assistant", "content": "x", field: [{"id": "1"}]}
+        assert refused("/v1/chat/completions", {"messages": [*CHAT["messages"], message]})["param"] == (
+            f"messages[1].{field}"
+        )
+
+    def test_an_answer_may_come_back_as_it_was_given(self):
+        answer = post(FakeEngine(), "/v1/chat/completions", CHAT).json()["choices"][0]["message"]
+        library = {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
+        messages = [*CHAT["messages"], answer | library, *CHAT["messages"]]
+        assert post(FakeEngine(), "/v1/chat/completions", {"messages": messages}).status_code == 200
+
+
+class TestTgi:
+    @pytest.mark.parametrize("field", ["adapter_id", "grammar", "watermark", "max_tokens", "unheard", "typical_p"])
+    def test_what_is_not_served_is_refused(self, field):
+        assert f"`{field}`" in refused("/generate", {"inputs": "x", "parameters": {field: SOMETHING}})
+
+    def test_what_the_client_library_always_sends_is_accepted(self):
+        parameters = {"adapter_id": None, "best_of": None, "decoder_input_details": False, "details": True}
+        parameters |= {"watermark": False, "typical_p": None, "grammar": None, "stop": [], "do_sample": False}
+        response = post(FakeEngine(), "/generate", {"inputs": "x", "parameters": parameters, "stream": False})
+        assert response.status_code == 200
+
+
+class TestLegacy:
+    def test_fields_that_never_had_an_effect_are_named(self):
+        parameters = {"max_new_tokens": 5, "watermark": False, "truncate": None, "typical_p": 0.5, "unheard": 1}
+        response = post(FakeEngine(), "/models/demo", {"inputs": "x", "parameters": parameters, "\n: x": 1})
+        assert response.status_code == 200
+        assert response.headers[IGNORED_HEADER] == "watermark, typical_p, unheard, and 1 more"
+
+    def test_the_header_has_a_bound(self):
+        parameters = {f"field{i}": i for i in range(1, 100)}
+        response = post(FakeEngine(), "/models/demo", {"inputs": "x", "parameters": parameters | {"max_new_tokens": 5}})
+        assert response.headers[IGNORED_HEADER].count(",") == MAX_NAMED
