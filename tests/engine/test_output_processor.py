@@ -162,3 +162,12 @@ def test_the_phases_of_a_request_reach_the_metrics():
     ]
     assert seconds == [6.0, 4.0, 2.0, 6.0]
     assert (samples["vllm:request_prompt_tokens_sum"], samples["vllm:request_generation_tokens_sum"]) == (3, 3)
+
+
+def test_a_request_that_wants_no_text_gets_its_tokens_alone(processor):
+    request = start(processor, detokenize=False)
+    take(processor, request, 5)
+    take(processor, request, 6, FinishReason.LENGTH)
+    piece = processor.piece(request)
+    assert (piece.text, piece.token_ids) == ("", (5, 6))
+    assert processor.text_of(request, [5, 6]) == ""

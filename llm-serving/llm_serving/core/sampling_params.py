@@ -68,12 +68,16 @@ class SamplingParams:
     """None: none; n: the chosen token's log-probability and those of the n most likely."""
     skip_special_tokens: bool = _parameter(True, Flag())
     """Leave special tokens out of the text."""
+    detokenize: bool = _parameter(True, Flag())
+    """False: token ids alone, no text; stop strings cannot be found then."""
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
             object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"must be an integer from 0 to {self.max_tokens}", self.min_tokens)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop", "must be empty with detokenize: false, as there is no text to find it in")
 
     @property
     def greedy(self) -> bool:

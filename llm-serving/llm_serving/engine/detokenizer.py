@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_serving.engine.stop_strings import StopStringMatcher
 
@@ -15,6 +15,33 @@ _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 CONTEXT_TOKENS: Final = 4
 """A character of four bytes may be spread over four tokens of one byte."""
+
+
+class Detokenizer(Protocol):
+    """What becomes of the tokens of one request."""
+
+    @property
+    def stop_string(self) -> str | None: ...
+
+    def add(self, token_ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _SilentDetokenizer:
+    """No text for those who want token ids alone."""
+
+    stop_string: str | None = None
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        del token_ids
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+SILENT: Final = _SilentDetokenizer()
 
 
 class IncrementalDetokenizer:

@@ -8,6 +8,7 @@ from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.step import StepOutput
+from llm_serving.engine.detokenizer import SILENT, Detokenizer
 from llm_serving.engine.journal import Journal
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -19,7 +20,7 @@ logger = get_logger(__name__)
 @dataclass(slots=True)
 class _State:
     request: Request
-    detokenizer: IncrementalDetokenizer
+    detokenizer: Detokenizer
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -49,7 +50,9 @@ class OutputProcessor:
         detokenizer = self._detokenizer(request)
         return detokenizer.add(output_token_ids) + detokenizer.flush()
 
-    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
+    def _detokenizer(self, request: Request) -> Detokenizer:
+        if not request.sampling.detokenize:
+            return SILENT
         return IncrementalDetokenizer(
             self._tokenizer,
             prompt_token_ids=request.prompt_token_ids,

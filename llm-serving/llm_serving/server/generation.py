@@ -12,7 +12,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
-from llm_serving.errors import ContextLengthError, TimedOutError, WorkerError
+from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import with_choice_seed
@@ -171,6 +171,27 @@ def raise_on_error(output: RequestOutput) -> None:
         raise TimedOutError(output.error or "the deadline of the request has passed")
     if output.failed:
         raise WorkerError(output.error or "the request failed")
+
+
+def truncated(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:
+    """The end of a prompt.
+
+    Args:
+        engine: Says what fits.
+        prompt: Token ids.
+        count: Most tokens to keep; -1: as many as fit beside `max_tokens`, None: all.
+        max_tokens: Most tokens to generate.
+
+    Raises:
+        RequestError: `count` is something else.
+    """
+    if count is None:
+        return prompt
+    if count == -1:
+        count = max(1, min(engine.config.model.max_input_len, engine.max_model_len - max_tokens))
+    elif count < 1:
+        raise RequestError("truncate_prompt_tokens", "must be -1 or an integer of at least 1", count)
+    return prompt[-count:]
 
 
 async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_tokens: bool = True) -> list[int]:

@@ -121,6 +121,11 @@ async def respond(
     return json_response(result, headers=identity.headers)
 
 
+def token_as_id(token_id: int) -> str:
+    """How `return_tokens_as_token_ids` shows a token."""
+    return f"token_id:{token_id}"
+
+
 class UsageCounter:
     """Tokens of one answer; each prompt counts once, however many choices it has."""
 

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final
 
-from llm_serving.core.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
+from llm_serving.core.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.errors import RequestError
-from llm_serving.server.schemas import GenerationRequest
-
-T = TypeVar("T")
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of all choices differ; 2^64 divided by the golden ratio spreads them."""
 
 
-def sampling_params(request: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Sampling of the first choice; absent fields take their defaults, an absent seed is drawn.
+def sampling_params(request: object, names: Mapping[str, str] | None = None, **decided: Any) -> SamplingParams:
+    """Sampling of the first choice.
+
+    A parameter is what its field of the request says. Where that is null or missing, it takes its default; an absent
+    seed is drawn.
+
+    Args:
+        request: Struct with the fields.
+        names: Parameter -> field, where the protocol calls it something else.
+        decided: Parameters that the route has worked out itself.
 
     Raises:
         RequestError: A field is outside its range.
     """
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=_default(request.min_tokens, 0),
-        temperature=_default(request.temperature, 1.0),
-        top_k=0 if request.top_k == -1 else _default(request.top_k, 0),
-        top_p=_default(request.top_p, 1.0),
-        min_p=_default(request.min_p, 0.0),
-        repetition_penalty=_default(request.repetition_penalty, 1.0),
-        presence_penalty=_default(request.presence_penalty, 0.0),
-        frequency_penalty=_default(request.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(request.logit_bias),
-        seed=seed_or_random(request.seed),
-        stop=stop_strings(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        include_stop_str_in_output=bool(request.include_stop_str_in_output),
-        ignore_eos=bool(request.ignore_eos),
-        logprobs=logprobs,
-        skip_special_tokens=_default(request.skip_special_tokens, True),
-    )
+    field_of = {name: name for name in RULES} | dict(names or {})
+    given = {
+        name: value
+        for name, field in field_of.items()
+        if name not in decided and (value := getattr(request, field, None)) is not None
+    }
+    read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
+    try:
+        return SamplingParams(**{"seed": secrets.randbits(64), **read, **decided})
+    except RequestError as error:
+        if (field := field_of.get(error.field, error.field)) != error.field:
+            raise RequestError(field, error.rule, error.value) from None
+        raise
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -48,16 +48,18 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
     return sampling if choice == 0 else replace(sampling, seed=(sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
 
 
-def seed_or_random(seed: int | None) -> int:
+def _seed(seed: int) -> int:
     """A seed for the engine: negative ones, which some clients send, stand for their two's complement."""
-    if seed is None:
-        return secrets.randbits(64)
     if not -(2**63) <= seed <= MAX_SEED:
         raise RequestError("seed", f"must be an integer from {-(2**63)} to {MAX_SEED}", seed)
     return seed & MAX_SEED
 
 
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+def _top_k(top_k: int) -> int:
+    return 0 if top_k == -1 else top_k
+
+
+def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     """`stop` as a tuple; an empty string means none, as some clients send it."""
     if not stop:
         return ()
@@ -67,9 +69,7 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _logit_bias(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    if not bias:
-        return ()
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError("logit_bias", f"must hold at most {MAX_LOGIT_BIAS} tokens", len(bias))
     for key in bias:
@@ -78,5 +78,10 @@ def _logit_bias(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), value) for key, value in bias.items())
 
 
-def _default(value: T | None, default: T) -> T:
-    return default if value is None else value
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "seed": _seed,
+    "top_k": _top_k,
+    "stop": _stop_strings,
+    "logit_bias": _logit_bias,
+}
+"""Parameters whose form in a request is not that of `SamplingParams`."""

@@ -66,7 +66,16 @@ class GenerationRequest(CallerFields, kw_only=True):
     """Of a beam search, which ranks by log-probability / length ** length_penalty. Absent: 1."""
     early_stopping: bool | None = None
     """Of a beam search: end with the first sequences that finish."""
+    detokenize: bool | None = None
+    """False: no text; `return_token_ids` tells the tokens."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log-probabilities as "token_id:123" in place of their text."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer put its begin-of-sequence token before the prompt. Not given: for a completion, not for a
+    conversation, whose template does."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens from the end of the prompt; -1: as many as fit."""
     request_id: str | None = None
 
 
@@ -94,6 +103,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    """Open an answer of the assistant. Not given: true, but not with `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """The last message is left open, and the answer goes on with it."""
+    echo: bool | None = None
+    """Begin the answer with the text of the last message, if that is the assistant's."""
     chat_template_kwargs: JsonObject | None = None
 
 

@@ -13,7 +13,11 @@ class TGIParameters(CallerFields):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    """End-of-sequence ids cannot be sampled before this many tokens."""
     stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
+    """An older name of `stop`."""
     seed: int | None = None
     truncate: int | None = None
     """Keep this many tokens from the end of the prompt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from llm_serving.server.generation import (
     encode_text,
     raise_on_error,
     start_generation,
+    truncated,
 )
 from llm_serving.server.openai_requests import (
     Identity,
@@ -34,6 +36,7 @@ from llm_serving.server.openai_requests import (
     identify,
     read_request,
     respond,
+    token_as_id,
     usage_so_far,
 )
 from llm_serving.server.sampling import sampling_params
@@ -66,12 +69,19 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     identity = identify(engine, http_request, request, "chatcmpl")
     choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
-    sampling_params(request, _max_tokens(request, 1), logprobs)  # refuse before the text is rendered and tokenized
+    sampling_params(request, max_tokens=_max_tokens(request, 1), logprobs=logprobs)  # refuse before there is a text
     text = await render_chat(
-        engine, request.messages, request.add_generation_prompt is not False, request.chat_template_kwargs
+        engine,
+        request.messages,
+        _adds_generation_prompt(request),
+        request.chat_template_kwargs,
+        continue_final_message=bool(request.continue_final_message),
     )
-    prompt = await encode_text(engine, text, "messages", add_special_tokens=False)
-    sampling = sampling_params(request, _max_tokens(request, engine.max_model_len - len(prompt)), logprobs)
+    whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
+    prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
+    sampling = sampling_params(
+        request, max_tokens=_max_tokens(request, engine.max_model_len - len(prompt)), logprobs=logprobs
+    )
     generation = await start_generation(
         engine, [prompt], [sampling], choices=choices, request_id=identity.request_id, caller=caller
     )
@@ -84,8 +94,12 @@ async def render_chat(
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
     variables: dict[str, Any] | None = None,
+    *,
+    continue_final_message: bool = False,
 ) -> str:
     """The prompt text of a conversation; long ones are rendered off the event loop.
+
+    With `continue_final_message` it ends where the text of the last message does.
 
     Raises:
         RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
@@ -98,8 +112,16 @@ async def render_chat(
         if name in extra:
             raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
 
+    end = ""
+    if continue_final_message:
+        end = secrets.token_hex(16)  # no template knows it, so that it ends up right behind the text
+        plain[-1] = plain[-1] | {"content": plain[-1]["content"] + end}
+
     def render() -> str:
-        return engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
+        text = engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
+        if end and end not in text:
+            raise RequestError("continue_final_message", "must be false, as the chat template drops the last message")
+        return text[: text.rindex(end)] if end else text
 
     long = sum(len(message["content"]) for message in plain) > INLINE_CHARS
     return await asyncio.to_thread(render) if long else render()
@@ -114,6 +136,20 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
         content = "\n".join(part.text for part in content if part.text is not None)
     plain = {"role": message.role, "content": content or ""}
     return plain if message.name is None else plain | {"name": message.name}
+
+
+def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
+    if not request.continue_final_message:
+        return request.add_generation_prompt is not False
+    if request.add_generation_prompt:
+        raise RequestError("continue_final_message", "must not be given together with `add_generation_prompt`")
+    return False
+
+
+def _echo(request: ChatCompletionRequest) -> str:
+    """The text that the answer shall begin with."""
+    last = request.messages[-1]
+    return _plain_message(0, last)["content"] if request.echo and last.role == "assistant" else ""
 
 
 def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:
@@ -152,6 +188,7 @@ class _Answer:
         self._identity = identity
         self._prompt = prompt
         self._n = n
+        self._echo = _echo(request)
         self._streamed_usage = streamed_usage
         self._silent_pieces = bool(request.logprobs or request.return_token_ids or streamed_usage.in_every_piece)
         """Whether pieces without a text tell something."""
@@ -170,7 +207,7 @@ class _Answer:
             )
             for index in range(self._n)
         ]
-        texts: list[list[str]] = [[] for _ in choices]
+        texts = [[self._echo] for _ in choices]
         async for index, output in generation.outputs():
             raise_on_error(output)
             choice = choices[index]
@@ -206,6 +243,9 @@ class _Answer:
             if request.return_token_ids:
                 role.prompt_token_ids = self._prompt
             opening = event(role)
+            if self._echo:
+                choice = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echo))
+                opening += event(self._chunk([choice], usage))
         if not (output.text or self._silent_pieces or output.finished):
             return opening
         choice = ChatChunkChoice(
@@ -243,7 +283,8 @@ class _Answer:
 
     def _token(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         tokenizer = self._tokenizer
-        return tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
+        text = token_as_id if self._request.return_tokens_as_token_ids else tokenizer.token_text
+        return text(token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
 
 
 ENDPOINTS: Final = (

@@ -22,6 +22,7 @@ from llm_serving.server.generation import (
     encode_text,
     raise_on_error,
     start_generation,
+    truncated,
 )
 from llm_serving.server.openai_requests import (
     Identity,
@@ -31,6 +32,7 @@ from llm_serving.server.openai_requests import (
     identify,
     read_request,
     respond,
+    token_as_id,
     usage_so_far,
 )
 from llm_serving.server.sampling import sampling_params
@@ -49,10 +51,16 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sampling = sampling_params(request, max_tokens, request.logprobs)
+    sampling = sampling_params(request, max_tokens=max_tokens)
     items = prompt_items(request.prompt)
     choices = choices_of(request, len(items))
-    prompts = [await encode_text(engine, item, "prompt") if isinstance(item, str) else item for item in items]
+    special = request.add_special_tokens is not False
+    whole = [await encode_text(engine, item, "prompt", special) if isinstance(item, str) else item for item in items]
+    prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
+    items = [
+        item if len(prompt) == len(all_of_it) else prompt
+        for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
+    ]
     generation = await start_generation(
         engine,
         prompts,
@@ -177,19 +185,20 @@ class _Answer:
 
     def _add_logprobs(self, target: CompletionLogprobs, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
         text_of = self._tokenizer.token_text
+        shown = token_as_id if self._request.return_tokens_as_token_ids else text_of
         offset = self._text_offsets.get(index, 0)
         for token in logprobs:
-            text = text_of(token.token_id)
+            text = shown(token.token_id)
             logprob = max(token.logprob, MIN_LOGPROB)
             top = {
-                text_of(token_id): max(value, MIN_LOGPROB)
+                shown(token_id): max(value, MIN_LOGPROB)
                 for token_id, value in zip(token.top_token_ids, token.top_logprobs, strict=True)
             }
             target.tokens.append(text)
             target.token_logprobs.append(logprob)
             target.top_logprobs.append(top | {text: logprob})
             target.text_offset.append(offset)
-            offset += len(text)
+            offset += len(text_of(token.token_id))
         self._text_offsets[index] = offset
 
 

@@ -56,7 +56,7 @@ from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
 from llm_serving.server.openai_requests import check_model, request_id_of
 from llm_serving.server.parameters import read_fields
-from llm_serving.server.sampling import seed_or_random, stop_strings
+from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import EVENT_STREAM, StreamResponse, complete
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest
 
@@ -126,14 +126,12 @@ def _sampling(parameters: LegacyParameters, vocab_size: int) -> SamplingParams:
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     greedy = parameters.do_sample is False or temperature <= 0.0
     top_k = 3 if parameters.top_k is None else parameters.top_k
-    return SamplingParams(
+    return sampling_params(
+        parameters,
         max_tokens=max_new_tokens,
         temperature=0.0 if greedy else temperature,
         top_k=0 if greedy else top_k if 1 <= top_k <= vocab_size else 1,
         top_p=1.0 if greedy or parameters.top_p is None else min(max(parameters.top_p, 0.01), 1.0),
-        repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
-        seed=seed_or_random(parameters.seed),
-        stop=stop_strings(parameters.stop),
         logprobs=0,
     )
 

@@ -36,7 +36,7 @@ from llm_serving.server.generation import (
 )
 from llm_serving.server.openai_requests import request_id_of
 from llm_serving.server.parameters import read_fields
-from llm_serving.server.sampling import seed_or_random, stop_strings
+from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import StreamResponse, complete
 from llm_serving.server.text_schemas import TGIParameters, TGIRequest
 
@@ -91,15 +91,13 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
         or parameters.top_k not in (None, 0)
         or parameters.top_p not in (None, 1.0)
     )
-    return SamplingParams(
+    if parameters.stop and parameters.stop_sequences and parameters.stop != parameters.stop_sequences:
+        raise RequestError("stop_sequences", "is an older name of `stop`; give one of them")
+    return sampling_params(
+        parameters,
+        {"min_tokens": "min_new_tokens", "stop": "stop" if parameters.stop else "stop_sequences"},
         max_tokens=max_new_tokens,
         temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
-        top_k=parameters.top_k or 0,
-        top_p=1.0 if parameters.top_p is None else parameters.top_p,
-        repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
-        frequency_penalty=parameters.frequency_penalty or 0.0,
-        seed=seed_or_random(parameters.seed),
-        stop=stop_strings(parameters.stop),
         include_stop_str_in_output=True,
         logprobs=parameters.top_n_tokens or 0,
     )
