@@ -12,6 +12,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
 
 _names = (f"request-{count}" for count in itertools.count())
@@ -83,6 +84,7 @@ def create_scheduler(
     max_decode_gap: int = 2,
     preemption_mode: str = PreemptionMode.RECOMPUTE,
     classes: Sequence[RequestClass] | None = None,
+    order: str = "fair",
     **limits: Any,
 ) -> Scheduler:
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
@@ -98,6 +100,7 @@ def create_scheduler(
         POLICIES[policy](config),
         BlockManager(num_blocks, block_size, num_swap_blocks=num_swap_blocks, prefix_caching=prefix_caching),
         create_classes() if classes is None else classes,
+        ORDERS[order](),
     )
 
 

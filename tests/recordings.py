@@ -32,7 +32,7 @@ class MemoryFiles:
 def create_recorded(files: MemoryFiles, max_file_bytes: int = 2**24, **options: Any) -> RecordedScheduler:
     plain = create_scheduler(**options)
     recorder = Recorder(files, "scheduler", max_file_bytes)
-    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, recorder)
+    return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder)
 
 
 def read(data: bytes) -> list[Entry]:

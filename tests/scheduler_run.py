@@ -15,12 +15,10 @@ class SchedulerRun:
         self.scheduler = scheduler
         self.requests: list[Request] = []
         self.longest_waits = dict.fromkeys(scheduler.waiting.queues, 0)
-        """Steps that the first in the order of each class has waited, at most."""
+        """Steps from arrival to the first admission, at most, of each class."""
         self.longest_decode_gap = 0
         self._steps_ahead = steps_ahead
         self._in_flight: deque[Schedule] = deque()
-        self._waits: dict[str, tuple[Request | None, int, int]] = {}
-        """Of each class: its first, at which preemption, and for how many steps it has been that."""
         self._gaps: dict[str, int] = {}
 
     def add(self, *requests: Request) -> None:
@@ -104,13 +102,8 @@ class SchedulerRun:
         }
         self.longest_decode_gap = max(self.longest_decode_gap, *self._gaps.values(), 0)
         assert self.longest_decode_gap <= scheduler.policy.max_decode_gap
-        for bounds in scheduler.bounds:
-            first = scheduler.waiting.queues[bounds.name].oldest()
-            if first is None or scheduler._is_at_limit(first):
-                self._waits.pop(bounds.name, None)
-                continue
-            known, num_preemptions, steps = self._waits.get(bounds.name, (None, 0, 0))
-            steps = steps + 1 if (known, num_preemptions) == (first, first.num_preemptions) else 0
-            self._waits[bounds.name] = (first, first.num_preemptions, steps)
-            self.longest_waits[bounds.name] = max(self.longest_waits[bounds.name], steps)
-            assert steps <= bounds.max_admission_steps
+        for request in schedule.started:
+            waited, bound = request.num_steps_waited, request.wait_bound
+            assert waited is not None and bound is not None and waited <= bound
+            name = request.request_class.name
+            self.longest_waits[name] = max(self.longest_waits[name], waited)

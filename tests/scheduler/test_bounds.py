@@ -10,8 +10,9 @@ import pytest
 from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llm_serving.core.request import RequestStatus
 from llm_serving.core.request_class import RequestClass
-from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler import PreemptionMode, Scheduler
 from llm_serving.scheduler.bounds import WaitMonitor
 from llm_serving.scheduler.policy import POLICIES
 from scheduler_run import SchedulerRun
@@ -106,10 +107,16 @@ def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
     run.finish()
 
 
+def promise(scheduler: Scheduler, num_steps: int) -> None:
+    """Makes the monitor expect everybody to be admitted within so many steps."""
+    scheduler._monitor = WaitMonitor(
+        [replace(each, first_steps=num_steps, steps_an_admission=0.0) for each in scheduler.bounds]
+    )
+
+
 def test_the_monitor_counts_who_waits_longer_than_the_bound_once() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
-    bounds = [replace(each, max_admission_steps=3) for each in scheduler.bounds]
-    scheduler._monitor = WaitMonitor(bounds)
+    promise(scheduler, 3)
     for _ in range(2):
         scheduler.add(create_request(max_tokens=12))
     counts = []
@@ -118,13 +125,49 @@ def test_the_monitor_counts_who_waits_longer_than_the_bound_once() -> None:
         assert schedule is not None
         counts.append(schedule.num_bound_violations)
         scheduler.update(schedule, [7])
-    assert counts == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert counts == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> None:
+    scheduler = create_scheduler(max_num_seqs=1, max_overtakes=16)
+    promise(scheduler, 20)
+    patient = create_request(priority=1, max_tokens=2)
+    run = SchedulerRun(create_scheduler(max_num_seqs=1))
+    run.scheduler = scheduler
+    run.add(create_request(priority=1, max_tokens=2), patient)
+    violations = 0
+    for _ in range(30):
+        scheduler.add(create_request(priority=-1, max_tokens=2))
+        schedule = scheduler.schedule(0.0)
+        assert schedule is not None
+        violations += schedule.num_bound_violations
+        scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+    assert patient.status is RequestStatus.WAITING
+    assert violations >= 1
+
+
+def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    promise(scheduler, 5)
+    requests = [create_request(max_tokens=4) for _ in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(4):
+        scheduler.schedule(0.0)
+    scheduler.lose_cache()
+    violations = 0
+    for _ in range(5):
+        schedule = scheduler.schedule(0.0)
+        assert schedule is not None
+        violations += schedule.num_bound_violations
+        scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+    assert violations == 0
 
 
 def test_waiting_at_the_limit_of_a_share_does_not_count() -> None:
     classes = create_classes(normal={"max_running_share": 0.5})
     scheduler = create_scheduler(max_num_seqs=2, classes=classes)
-    scheduler._monitor = WaitMonitor([replace(each, max_admission_steps=3) for each in scheduler.bounds])
+    promise(scheduler, 3)
     run = SchedulerRun(scheduler)
     run.add(create_request(max_tokens=20), create_request(max_tokens=20))
     run.finish()
@@ -132,7 +175,7 @@ def test_waiting_at_the_limit_of_a_share_does_not_count() -> None:
 
 def test_waiting_for_a_batch_to_fill_does_not_count() -> None:
     scheduler = create_scheduler(max_prefill_seqs=2, batch_waiting_time=100.0)
-    scheduler._monitor = WaitMonitor([replace(each, max_admission_steps=3) for each in scheduler.bounds])
+    promise(scheduler, 3)
     for _ in range(2):
         scheduler.add(create_request(max_tokens=20))
     run = SchedulerRun(scheduler)
@@ -141,3 +184,13 @@ def test_waiting_for_a_batch_to_fill_does_not_count() -> None:
     for _ in range(10):
         run.step()
     assert scheduler.num_waiting == 1
+
+
+def test_what_is_promised_grows_with_those_ahead() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    requests = [create_request() for _ in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    bounds = scheduler.bounds[1]
+    assert [request.wait_bound for request in requests] == [bounds.max_wait_steps(count) for count in range(3)]
+    assert bounds.max_wait_steps(0) < bounds.max_wait_steps(1) < bounds.max_wait_steps(2)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from factories import create_classes, create_request
 from llm_serving.core.request import Request
 from llm_serving.scheduler.class_queue import ClassQueue
+from llm_serving.scheduler.orders import ORDERS
 
 
-def create_queue(max_overtakes: int = 0) -> ClassQueue:
-    return ClassQueue(create_classes()[1], max_overtakes)
+def create_queue(max_overtakes: int = 16, order: str = "fair") -> ClassQueue:
+    return ClassQueue(create_classes()[1], max_overtakes, ORDERS[order]())
 
 
-def waiting(name: str, key: int, tenant: str = "") -> Request:
+def waiting(name: str, key: int, tenant: str = "", sequence: int | None = None) -> Request:
+    """A request whose place in the order is `key`; it came as number `sequence`, by default the same."""
     request = create_request(request_id=name, tenant=tenant)
-    request.queue_key = (0, key, key)
+    request.sequence = key if sequence is None else sequence
+    request.queue_key = (0, key, 0, request.sequence)
     return request
 
 
@@ -42,7 +46,6 @@ def test_who_has_run_before_goes_first() -> None:
         request = waiting(name, key)
         request.last_scheduled_step = 3
         queue.push(request)
-    assert queue.oldest() is queue.head()
     assert pop_all(queue) == ["earlier", "later", "new"]
 
 
@@ -55,7 +58,8 @@ def test_discarded_requests_are_passed_over() -> None:
     queue.discard(requests[0])
     assert {request.request_id for request in queue} == {"b", "c"}
     assert pop_all(queue) == ["b", "c"]
-    assert queue.head() is queue.oldest() is None
+    assert queue.head() is None
+    assert queue.arrival_clock() is None
 
 
 def test_a_request_may_come_back_under_another_key() -> None:
@@ -64,7 +68,7 @@ def test_a_request_may_come_back_under_another_key() -> None:
     for each in (request, other):
         queue.push(each)
     queue.discard(request)
-    request.queue_key = (0, 3, 3)
+    request.queue_key = (0, 3, 0, 3)
     queue.push(request)
     assert pop_all(queue) == ["b", "a"]
 
@@ -97,12 +101,40 @@ def test_each_first_has_its_own_count_of_overtakes() -> None:
     assert pop_all(queue, cost=1) == ["y2", "x0", "y3", "x1", "y4"]
 
 
-def test_without_overtaking_tenants_do_not_matter() -> None:
-    queue = create_queue()
-    queue.shares.charge("x", 1000)
+def test_an_order_without_shares_knows_no_tenants() -> None:
+    queue = create_queue(order="arrival")
+    queue.charge("x", 1000)
     queue.push(waiting("a", 0, "x"))
     queue.push(waiting("b", 1, "y"))
     assert pop_all(queue) == ["a", "b"]
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_the_oldest_goes_once_in_max_overtakes_and_one_whatever_the_keys(order: str) -> None:
+    """Later ones have ever better keys, as clients do who choose the worst priorities."""
+    queue = create_queue(max_overtakes=2, order=order)
+    for sequence in range(6):
+        queue.push(waiting(f"r{sequence}", -sequence, sequence=sequence))
+    assert pop_all(queue) == ["r5", "r4", "r0", "r3", "r2", "r1"]
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_without_overtaking_all_go_as_they_came(order: str) -> None:
+    queue = create_queue(max_overtakes=0, order=order)
+    for sequence in range(4):
+        queue.push(waiting(f"r{sequence}", -sequence, tenant=str(sequence % 2), sequence=sequence))
+    assert pop_all(queue, cost=5) == ["r0", "r1", "r2", "r3"]
+
+
+def test_the_clock_of_the_one_that_has_waited_longest_is_told() -> None:
+    queue = create_queue()
+    assert queue.arrival_clock() is None
+    for name, clock, has_run in (("new", 7, False), ("newer", 9, False), ("back", 8, True)):
+        request = waiting(name, clock)
+        request.arrival_clock = clock
+        request.last_scheduled_step = 3 if has_run else -1
+        queue.push(request)
+    assert queue.arrival_clock() == 7
 
 
 def test_a_tenant_that_always_waits_leaves_nothing_behind_for_those_who_went() -> None:

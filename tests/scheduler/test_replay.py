@@ -153,9 +153,9 @@ def test_a_paused_request_goes_on_with_another_token() -> None:
 
 def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     """A new field of `Request` belongs either into `Added` or into the second list here."""
-    derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "took_turn"}
+    derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
-    derived |= {"waiting_since_step", "num_steps_as_first", "first_scheduled_time", "running_since"}
+    derived |= {"arrival_clock", "wait_bound", "num_steps_waited", "first_scheduled_time", "running_since"}
     irrelevant = {
         "beam_search",
         "beam_of",

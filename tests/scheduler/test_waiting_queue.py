@@ -1,12 +1,15 @@
-"""Which class is next: the highest that waits, and those that have aged by weight."""
+"""Which class is next: the highest that waits, and those that have aged in their turn."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from factories import create_classes, create_request
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
+from llm_serving.scheduler import SchedulerLimits
+from llm_serving.scheduler.orders import Arrival
 from llm_serving.scheduler.waiting_queue import WaitingQueue
 
 CLASSES = ("high", "normal", "low")
@@ -15,92 +18,88 @@ CLASSES = ("high", "normal", "low")
 class Arrivals:
     """A queue and its arrivals; requests are named after their class."""
 
-    def __init__(self, ageing_steps: int = 10, max_overtakes: int = 0, **changes: Any) -> None:
+    def __init__(self, ageing_steps: int = 10, **changes: Any) -> None:
         self.classes = create_classes(ageing_steps, **changes)
-        self.queue = WaitingQueue(self.classes, max_overtakes)
+        limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=7, max_prefill_seqs=7, max_model_len=64)
+        self.queue = WaitingQueue(self.classes, limits, Arrival())
+        self.held = dict.fromkeys(CLASSES, 0)
         self._count = 0
 
-    def push(self, name: str, step: int = 0) -> Request:
+    def push(self, name: str) -> Request:
         self._count += 1
         request = create_request(priority=CLASSES.index(name) - 1)
         request.request_class = class_of(request.priority, self.classes)
-        request.queue_key = (request.priority, step, self._count)
-        self.queue.push(request, step)
+        request.sequence = self._count
+        request.queue_key = (request.priority, 0.0, self.queue.clocks[name], self._count)
+        request.arrival_clock = self.queue.clocks[name]
+        self.queue.push(request)
         return request
 
-    def pop(self, step: int, closed: set[str] | None = None) -> str | None:
-        request = self.queue.best(step, closed or set())
+    def pop(self, closed: Collection[str] = ()) -> str | None:
+        """The class that is admitted; it holds a place from then on."""
+        request = self.queue.best(closed, self.held)
         if request is None:
             return None
-        self.queue.pop(request, step, closed or set())
+        self.queue.pop(request)
+        self.held[request.request_class.name] += 1
         return request.request_class.name
+
+    def tick(self, num_steps: int, closed: Collection[str] = ()) -> None:
+        for _ in range(num_steps):
+            self.queue.look(closed, self.held)
+            self.queue.turns.charge(self.held, {})
+            self.queue.tick(closed)
 
 
 def test_the_highest_class_goes_first_whatever_the_order_of_arrival() -> None:
     arrivals = Arrivals()
     for name in ("low", "normal", "high"):
         arrivals.push(name)
-    assert [arrivals.pop(0) for _ in range(4)] == ["high", "normal", "low", None]
+    assert [arrivals.pop() for _ in range(4)] == ["high", "normal", "low", None]
 
 
 def test_within_a_class_the_first_to_come_goes_first() -> None:
     arrivals = Arrivals()
     first, second = arrivals.push("low"), arrivals.push("low")
-    assert arrivals.queue.best(0, ()) is first
-    arrivals.pop(0)
-    assert arrivals.queue.best(0, ()) is second
+    assert arrivals.queue.best((), arrivals.held) is first
+    arrivals.pop()
+    assert arrivals.queue.best((), arrivals.held) is second
 
 
-def test_a_class_that_has_aged_shares_by_weight() -> None:
-    arrivals = Arrivals(high={"weight": 3}, low={"weight": 1})
+def test_a_class_that_has_aged_gets_the_places_of_its_weight() -> None:
+    arrivals = Arrivals(high={"weight": 6}, low={"weight": 1})
     for _ in range(20):
         arrivals.push("high")
         arrivals.push("low")
-    assert [arrivals.pop(9) for _ in range(3)] == ["high"] * 3
-    turns = [arrivals.pop(10) for _ in range(12)]
-    assert [turns[start : start + 4].count("low") for start in (0, 4, 8)] == [1, 1, 1]
+    arrivals.tick(9)
+    assert arrivals.queue.best((), arrivals.held).request_class.name == "high"  # type: ignore[union-attr]
+    arrivals.tick(1)
+    admitted = [arrivals.pop() for _ in range(7)]
+    assert (admitted.count("high"), admitted.count("low")) == (6, 1)
 
 
-def test_waiting_saves_up_no_turns() -> None:
-    arrivals = Arrivals(high={"weight": 1}, low={"weight": 1})
-    for _ in range(30):
-        arrivals.push("high")
+def test_a_class_is_old_from_the_arrival_of_its_oldest_and_not_from_its_becoming_first() -> None:
+    arrivals = Arrivals()
     arrivals.push("low")
-    assert [arrivals.pop(0) for _ in range(10)] == ["high"] * 10
-    for _ in range(9):
-        arrivals.push("low")
-    turns = [arrivals.pop(10) for _ in range(8)]
-    assert turns.count("low") == 4
+    second = arrivals.push("low")
+    arrivals.tick(10)
+    arrivals.pop()
+    arrivals.held["low"] = 0
+    arrivals.push("high")
+    arrivals.queue.turns.charge({"high": 7, "normal": 0, "low": 0}, {})
+    arrivals.held["high"] = 6
+    assert arrivals.queue.best((), arrivals.held) is second
 
 
-def test_classes_at_their_limit_are_passed_over() -> None:
+def test_classes_at_their_limit_are_passed_over_and_do_not_age() -> None:
     arrivals = Arrivals()
     arrivals.push("high")
     arrivals.push("low")
-    assert arrivals.pop(0, {"high"}) == "low"
-    assert arrivals.pop(0, {"high"}) is None
-    assert arrivals.pop(0) == "high"
-
-
-def test_a_class_passed_over_saves_up_no_turns() -> None:
-    arrivals = Arrivals(ageing_steps=0, high={"weight": 1}, low={"weight": 1})
-    for _ in range(20):
-        arrivals.push("high")
-        arrivals.push("low")
-    assert [arrivals.pop(0, {"high"}) for _ in range(8)] == ["low"] * 8
-    assert [arrivals.pop(0) for _ in range(6)].count("high") == 3
-
-
-def test_pop_tells_whether_a_higher_class_still_waits() -> None:
-    arrivals = Arrivals(ageing_steps=0)
-    high, low = arrivals.push("high"), arrivals.push("low")
-    assert not arrivals.queue.pop(high, 0, ())
-    arrivals.push("high")
-    assert arrivals.queue.best(0, ()) is low
-    assert arrivals.queue.pop(low, 0, ())
-    low.request_id = "again"
-    arrivals.queue.push(low, 0)
-    assert not arrivals.queue.pop(low, 0, {"high"}), "a class at its limit does not wait for this place"
+    assert arrivals.pop({"high"}) == "low"
+    assert arrivals.pop({"high"}) is None
+    arrivals.tick(5, {"high"})
+    assert arrivals.queue.clocks == {"high": 0, "normal": 5, "low": 5}
+    assert arrivals.pop() == "high"
 
 
 def test_iteration_and_length_cover_all_classes() -> None:

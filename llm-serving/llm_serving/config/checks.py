@@ -64,6 +64,12 @@ def check_sections(values: Values) -> None:
     if budget < seqs:
         rule = f"must be at least model_config.decode_batch_size {seqs}: a step has room for every running request"
         raise _error(values, "scheduler_config.max_prefill_tokens", rule, budget)
+    order = values["scheduler_config.order"]
+    if order not in (None, "arrival") and values["scheduler_config.policy"] == "fcfs":
+        raise _error(values, "scheduler_config.order", "must be arrival, or be left out, with policy fcfs", order)
+    if order == "fair" and not values["scheduler_config.tenant_fairness"]:
+        rule = "must not be fair while scheduler_config.tenant_fairness is False; leave one of them out"
+        raise _error(values, "scheduler_config.order", rule, order)
     long_prefill = values["scheduler_config.max_long_prefill_tokens"]
     if long_prefill is not None and long_prefill > budget:
         rule = f"must be <= scheduler_config.max_prefill_tokens {budget}, the tokens of a whole step"

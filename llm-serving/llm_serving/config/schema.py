@@ -31,6 +31,7 @@ from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, Reques
 from llm_serving.log import LEVELS
 
 POLICY_NAMES: Final = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
+ORDER_NAMES: Final = ("fair", "arrival", "shortest", "deadline")
 BATCHING_STRATEGIES: Final = ("continuous", "static")
 MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES: Final = {
@@ -228,6 +229,11 @@ class SchedulerConfig:
     requests alone. `mixed`: running requests, then chunks of prompts. `throughput`: whichever wastes less time.
     `fcfs`: by arrival, whatever class and priority."""
 
+    order: str | None = option(None, choice(ORDER_NAMES))
+    """Who of a class goes next. `fair`: the tenant served least. `arrival`: who came first. `shortest`: who is
+    predicted to be done first. `deadline`: whose deadline is first. `fcfs` has no other order than `arrival`. None:
+    `fair` with `tenant_fairness`, else `arrival`."""
+
     composition: str = option("mixed", choice(("mixed", "separate")))
     """`separate`: a step computes prompts or decodes, never both; Ascend's kernels want it."""
 
@@ -261,10 +267,18 @@ class SchedulerConfig:
     None: never."""
 
     tenant_fairness: bool = option(True, boolean())
-    """Within a class, the tenant served least goes first. False: by priority and arrival alone."""
+    """Without `order`: within a class, the tenant served least goes first. False: by priority and arrival alone."""
 
     max_overtakes: int = option(16, integer(0, 10**6))
-    """Times the oldest request of a class may be overtaken by another tenant's."""
+    """Times the oldest request of a class may be overtaken by others that the order or their priority puts first."""
+
+    max_head_start_steps: int = option(256, integer(0, 10**6))
+    """Steps by which `priority` moves a request forward or back in its class, at most; one step of priority moves it by
+    the `ageing_steps` of the class."""
+
+    turn_steps: int = option(64, integer(1, 10**6))
+    """Steps that a request of a lower class may go on in a place beyond what its class's weight gives it, before a
+    higher class that waits takes the place back."""
 
     max_preemptions_per_request: int = option(8, integer(0, 10**6))
     """Times one request may lose its blocks; after that it keeps them until it ends."""

@@ -81,9 +81,9 @@ class Request:
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
     request_class: RequestClass = STANDARD
     """Given by the scheduler on arrival, from `priority`."""
-    queue_key: tuple[int, int, int] = (0, 0, 0)
-    """Place in every order the scheduler keeps, smaller first: rank of the class, aged priority, `sequence`. Given on
-    arrival, never changed."""
+    queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
+    """Place in every order the scheduler keeps, smaller first: rank of the class, place by the order of the policy,
+    step of arrival moved by `priority`, `sequence`. Given on arrival."""
 
     status: RequestStatus = RequestStatus.WAITING
     paused: bool = False
@@ -102,12 +102,14 @@ class Request:
     """Steps that computed it and were never replied to with a result, since it last got further than ever before."""
     num_tokens_when_lost: int = 0
     """Most tokens that were confirmed when such a step was lost: beyond them it gets further."""
-    waiting_since_step: int = 0
-    """The step before which it began to wait, the latest time."""
-    took_turn: bool = False
-    """Whether it was admitted before a higher class that waited; no higher class displaces it then."""
-    num_steps_as_first: int = 0
-    """Most steps in a row that left it out while it was first in the order of its class."""
+    arrival_clock: int = 0
+    """What the clock of its class showed when it came; that clock counts the steps its class could take part in."""
+    wait_bound: int | None = None
+    """Most steps from its arrival to its first admission, given on arrival; None: nothing is promised."""
+    num_steps_waited: int | None = None
+    """Those that were counted until it was admitted first; None: it has not been."""
+    admission: int = 0
+    """Order of admission, the latest time: prompts that have begun go on in this order."""
     running_since: tuple[int, float] = (0, 0.0)
     """The step, and seconds on the engine's clock, in which it was admitted the latest time."""
     last_scheduled_step: int = -1

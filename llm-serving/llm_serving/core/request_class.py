@@ -18,7 +18,8 @@ class RequestClass:
     rank: int
     """Smaller goes first. A request's `priority` puts it into the class with the largest rank at or below it."""
     weight: int = 1
-    """Admissions it gets, against the weights of the others, once its oldest request has waited `ageing_steps`."""
+    """Service it gets, slots and tokens, against the others' weights, once its oldest request has waited
+    `ageing_steps`."""
     ageing_steps: int = 256
     """Steps after which its oldest waiting request no longer yields to higher classes but shares with them."""
     ttft_slo_s: float | None = None

@@ -240,7 +240,7 @@ def why_queued(life: Life, blocked: Blocked | None) -> str:
     if own.name in blocked.closed:
         return WaitReason.SHARE.value
     if blocked.request_id is None or blocked.request_id.split("/")[0] == life.request_id:
-        return blocked.reason.value
+        return blocked.reason.value if blocked.behind is None else f"{blocked.reason}, behind class {blocked.behind}"
     if blocked.class_name == own.name:
         return f"its own class, earlier ({blocked.reason})"
     return f"class {blocked.class_name} ahead ({blocked.reason})"

@@ -43,15 +43,15 @@ class ExplainedTokens(Struct, kw_only=True):
 
 
 class BoundAndMet(Struct, kw_only=True):
-    """What the class promises, and what the request met; in steps or times."""
+    """What the request was promised, and what it met; in steps or times."""
 
-    bound: int
+    bound: int | None
     met: int | None
 
 
 class ExplainedBounds(Struct, kw_only=True):
-    steps_as_first: BoundAndMet
-    """Steps it waited as the first in the order of its class."""
+    wait: BoundAndMet
+    """Steps from its arrival to its first admission."""
     decode_gap: BoundAndMet
     """Steps in a row that left it out between two of its tokens; null where its next step waits for more."""
     preemptions: BoundAndMet
@@ -102,7 +102,7 @@ def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, wi
         ),
         num_preemptions=facts.num_preemptions,
         bounds=ExplainedBounds(
-            steps_as_first=BoundAndMet(bound=bounds.max_admission_steps, met=facts.num_steps_as_first),
+            wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
             decode_gap=BoundAndMet(bound=bounds.max_decode_gap, met=gap),
             preemptions=BoundAndMet(bound=bounds.max_preemptions, met=facts.num_preemptions),
         ),

@@ -65,7 +65,8 @@ class Facts(NamedTuple):
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    num_steps_as_first: int
+    num_steps_waited: int | None
+    wait_bound: int | None
     first_scheduled_time: float | None
 
 
@@ -118,7 +119,8 @@ class Life:
             request.num_cached_tokens,
             len(request.output_token_ids),
             len(self.preemptions),
-            request.num_steps_as_first,
+            request.num_steps_waited,
+            request.wait_bound,
             request.first_scheduled_time,
         )
 

@@ -15,6 +15,7 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
 from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
 
@@ -35,7 +36,9 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         max_model_len=model.max_generate_length,
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
-        max_overtakes=scheduler.max_overtakes if scheduler.tenant_fairness and policy.honours_classes else 0,
+        max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
+        max_head_start_steps=scheduler.max_head_start_steps,
+        turn_steps=scheduler.turn_steps,
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
         separate=scheduler.composition == "separate",
         preemption_mode=PreemptionMode(scheduler.preemption_mode),
@@ -50,15 +53,23 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         prefix_caching=scheduler.prefix_caching,
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
+    order = ORDERS[_order_name(config)]()
     if scheduler.record_path is None:
-        return Scheduler(limits, policy, blocks, classes)
+        return Scheduler(limits, policy, blocks, classes, order)
     name = f"replica-{index}"
     recorder = Recorder(
         RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes
     )
-    recorded = RecordedScheduler(limits, policy, blocks, classes, recorder)
+    recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
     weakref.finalize(recorded, recorder.close)
     return recorded
+
+
+def _order_name(config: ServingConfig) -> str:
+    scheduler = config.scheduler
+    if not POLICIES[scheduler.policy](config).honours_classes:
+        return "arrival"
+    return scheduler.order or ("fair" if scheduler.tenant_fairness else "arrival")
 
 
 def build_engine(

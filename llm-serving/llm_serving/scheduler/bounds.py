@@ -2,97 +2,180 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, NamedTuple
 
+from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.waiting_queue import WaitingQueue
+from llm_serving.scheduler.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBounds:
-    """What holds for every request of a class, in steps; each test of the scheduler checks it."""
+    """What holds for every request of a class, whatever clients send; each test of the scheduler checks it."""
 
     name: str
-    max_admission_steps: int
-    """From being first in the order of its class, and its class not at the limit of its shares, to being admitted."""
     max_decode_gap: int
     """Steps in a row that leave out a running request which decodes."""
     max_preemptions: int
     """Times it may lose its place."""
+    first_steps: int
+    """From its arrival until its class has had its turn, and the places of its share have become free once."""
+    steps_an_admission: float
+    """For each request of its class that is admitted before it."""
+    max_overtakes: int
+    """Requests that may be admitted before each that came earlier, and before it."""
+
+    def max_wait_steps(self, num_ahead: int) -> int:
+        """From its arrival to its first admission when so many of its class wait, or may come back, at its arrival."""
+        num_admissions = (num_ahead + 1) * (self.max_overtakes + 1)
+        return self.first_steps + math.ceil(num_admissions * self.steps_an_admission)
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: first in its order, admitted within {self.max_admission_steps} steps; running, left out of "
-            f"at most {self.max_decode_gap} steps in a row and preempted at most {self.max_preemptions} times"
+            f"{self.name}: admitted within {self.max_wait_steps(0)} steps of its arrival if nobody of its class is"
+            f" ahead, {self.max_wait_steps(1) - self.max_wait_steps(0)} more for each that is; running, left out of"
+            f" at most {self.max_decode_gap} steps in a row and preempted at most {self.max_preemptions} times"
         )
 
 
 def class_bounds(
-    limits: SchedulerLimits, classes: Sequence[RequestClass], num_blocks: int, block_size: int, max_decode_gap: int
+    limits: SchedulerLimits, classes: Sequence[RequestClass], num_blocks: int, block_size: int, policy: Policy
 ) -> list[ClassBounds]:
     """The bounds of each class.
 
-    What runs at one moment has ended `drain` steps later: prompts get the first share of a step at least every
-    `max_prefill_gap + 2` steps, each such step computes the whole budget or `max_prefill_seqs` prompts to their end,
-    and no more tokens than the cache holds can be left to compute, nor more come in meanwhile; then each request gets a
-    token at least every `max_decode_gap + 1` steps, until it is as long as it can be. So of the `drain` steps after any
-    moment, either as many requests are admitted as fit side by side, however long, or the one that is next is among
-    them: if fewer had come, there would have been room for it.
+    A request that has a place makes progress of at least one token in every step but those that are full of others'
+    prompts, so it ends after at most as many steps as it can have tokens, and those. Prompts of `n` tokens fill at most
+    `n` times the steps of `_steps_a_prompt_token`.
 
-    How many may come before it: a class that has waited `ageing_steps` takes turns with the others by weight, and the
-    first of its order may be overtaken `max_overtakes` times.
+    Of what becomes free, a class that contends gets its weight's part, in service: as many of its requests side by side
+    as that part of the places and of the cache holds at full length, or, where that is less than one, one request for
+    that part of the time. The others' part may be all prompts: as much service, so as many steps, as its own. At first
+    those that run have to end, and what its class had more than its part before may be paid back.
+
+    Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
+    oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn.
 
     Args:
         limits: Of the scheduler.
-        classes: All of them.
+        classes: All of them, in ascending order of rank.
         num_blocks: Blocks of the cache.
         block_size: Tokens of a block.
-        max_decode_gap: Of the policy.
+        policy: What steps begin with.
     """
     longest = min(limits.max_model_len, num_blocks * block_size)
-    num_prefill_steps = _ceil(2 * num_blocks * block_size, limits.max_num_batched_tokens)
-    num_prefill_steps += _ceil(2 * limits.max_num_seqs, limits.max_prefill_seqs)
-    drain = (limits.max_prefill_gap + 2) * num_prefill_steps + (max_decode_gap + 1) * longest
     # One block is kept free for each running request when another is admitted.
-    num_side_by_side = (num_blocks - limits.max_num_seqs) // _ceil(longest, block_size)
-    num_admitted = max(1, min(limits.max_num_seqs, num_side_by_side))
+    num_side_by_side = (num_blocks - limits.max_num_seqs) // -(-longest // block_size)
+    num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
+    a_prompt_token = _steps_a_prompt_token(limits, policy)
+    sum_of_weights = sum(each.weight for each in classes)
     bounds = []
     for each in classes:
-        others = (other for other in classes if other is not each)
-        num_turns = 1 + sum(_ceil(other.weight, each.weight) + 1 for other in others)
-        num_drains = _ceil((limits.max_overtakes + 1) * num_turns, num_admitted)
-        steps = each.ageing_steps + num_drains * (drain + 1)
-        bounds.append(ClassBounds(each.name, steps, max_decode_gap, limits.max_preemptions))
+        is_highest = each is classes[0]
+        part = Fraction(each.weight, sum_of_weights)
+        # Whoever loses its place is computed again.
+        num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
+        service = Fraction(longest, num_places) + num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
+        if len(classes) > 1:
+            service += Fraction(longest, limits.max_num_seqs)
+        until_free = longest + num_blocks * block_size * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
+        turns = (len(classes) - 1) * limits.turn_steps
+        first = (0 if is_highest else each.ageing_steps) + math.ceil((until_free + turns) / part)
+        bounds.append(
+            ClassBounds(
+                each.name,
+                policy.max_decode_gap,
+                limits.max_preemptions,
+                first,
+                float(service / part),
+                limits.max_overtakes,
+            )
+        )
     return bounds
 
 
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
+def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy) -> Fraction:
+    """Steps that one token of a prompt can take from those that decode, or from other prompts."""
+    budget = limits.max_num_batched_tokens
+    gap = limits.max_prefill_gap if policy.max_prompt_gap is None else policy.max_prompt_gap
+    left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
+    rates = [Fraction(gap + 2, budget)]
+    if policy.fills_steps and left_by_decoding > 0:
+        rates.append(Fraction(1, left_by_decoding))
+    return min(rates)
+
+
+def _steps_a_prompt(limits: SchedulerLimits) -> Fraction:
+    """Steps that a prompt can take however short it is: a step has room for few, or for nothing else."""
+    return Fraction(1, 1 if limits.separate else limits.max_prefill_seqs)
+
+
+MIN_HEAP: Final = 64
+"""Entries of a heap that are not worth tidying up."""
+
+
+class _Due(NamedTuple):
+    """A wait that breaks its bound."""
+
+    clock: int
+    """Of its class, when that happens."""
+    sequence: int
+    since: int
 
 
 class WaitMonitor:
-    """Counts the requests that wait longer for admission than their class's bound."""
+    """Counts the requests that wait longer to be admitted than they were promised.
+
+    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a beam
+    search is under way: its beams wait for each other, and how long that takes no limit says.
+    """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
-        self._limits = {each.name: each.max_admission_steps for each in bounds}
-        self._firsts: dict[str, tuple[int, int]] = {}
-        """`Request.sequence` of the first of each class, and the step since which it has been that."""
+        self._bounds = {each.name: each for each in bounds}
+        self._clocks = dict.fromkeys(self._bounds, 0)
+        self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
+        """Heaps; of those that wait no longer some linger."""
+        self._since: dict[int, int] = {}
+        """Of each that waits, by its sequence: what the clock of its class showed when it began to."""
 
-    def observe(self, waiting: WaitingQueue, step: int, closed: Collection[str]) -> int:
-        """Looks at the queue after step `step` was formed; returns how many bounds were broken by it."""
+    def expect(self, request: Request, num_ahead: int) -> None:
+        """The request waits from now on, behind so many of its class."""
+        name = request.request_class.name
+        clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead)
+        if not request.has_run:
+            request.wait_bound = bound
+        self._since[request.sequence] = clock
+        due = self._due[name]
+        if len(due) > 2 * len(self._since) + MIN_HEAP:
+            due[:] = [each for each in due if self._counts(each)]
+            heapq.heapify(due)
+        heapq.heappush(due, _Due(clock + bound + 1, request.sequence, clock))
+
+    def admitted(self, request: Request) -> None:
+        """The request waits no longer."""
+        since = self._since.pop(request.sequence)
+        if not request.has_run:
+            request.num_steps_waited = self._clocks[request.request_class.name] - since
+
+    def forget(self, request: Request) -> None:
+        """The request has ended, wherever it was."""
+        self._since.pop(request.sequence, None)
+
+    def tick(self, closed: Collection[str]) -> int:
+        """A step has been formed, and classes in `closed` took no part; returns how many bounds it broke."""
         violations = 0
-        for name, queue in waiting.queues.items():
-            first = queue.oldest()
-            if first is None or name in closed:
-                self._firsts.pop(name, None)
-                continue
-            known, since = self._firsts.get(name, (None, step))
-            if known != first.sequence:
-                self._firsts[name] = (first.sequence, step)
-                continue
-            first.num_steps_as_first = max(first.num_steps_as_first, step - since)
-            if step - since == self._limits[name] + 1:
-                violations += 1
+        for name, due in self._due.items():
+            if name not in closed:
+                self._clocks[name] += 1
+            while due and (due[0].clock <= self._clocks[name] or not self._counts(due[0])):
+                violations += self._counts(heapq.heappop(due))
         return violations
+
+    def _counts(self, due: _Due) -> bool:
+        """Whether it has waited all the time."""
+        return self._since.get(due.sequence) == due.since

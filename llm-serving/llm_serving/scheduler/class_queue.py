@@ -9,12 +9,15 @@ from typing import NamedTuple
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.fair_share import FairShare
+from llm_serving.scheduler.orders import Order
+
+_Key = tuple[float, ...]
 
 
 class _Entry(NamedTuple):
     """One stay of a request in the queue; entries of earlier stays may linger in the heaps and are told by identity."""
 
-    key: tuple[int, int, int]
+    key: _Key
     stay: int
     request: Request
 
@@ -23,7 +26,7 @@ class _Offer(NamedTuple):
     """A tenant's place among the others."""
 
     served: int
-    key: tuple[int, int, int]
+    key: _Key
     """Of its first request."""
     tenant: str
 
@@ -32,22 +35,24 @@ _Heap = list[_Entry]
 
 
 class ClassQueue:
-    """Requests that have run before first; then by `queue_key`, in which tenants may overtake each other for fairness.
+    """Requests that have run before first; then by the order, which may put others before the oldest.
 
-    The first by key is never overtaken more than `max_overtakes` times in a row. Heaps drop lazily what has left.
+    The oldest is never overtaken more than `max_overtakes` times in a row. Heaps drop lazily what has left.
     """
 
-    def __init__(self, request_class: RequestClass, max_overtakes: int) -> None:
+    def __init__(self, request_class: RequestClass, max_overtakes: int, order: Order) -> None:
         self.request_class = request_class
         self.shares = FairShare()
+        self._order = order
         self._max_overtakes = max_overtakes
         self._num_overtakes = 0
-        """Of the first by key, since it became that."""
+        """Of the oldest, since it became that."""
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._displaced: _Heap = []
-        self._all: _Heap = []
+        self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
+        """All under one name where the order does not share among tenants."""
         self._tenants: list[_Offer] = []
         """Heap of the tenants that wait; entries may be out of date."""
         self._offers: dict[str, _Offer] = {}
@@ -68,10 +73,8 @@ class ClassQueue:
         if request.has_run:
             heapq.heappush(self._displaced, entry)
             return
-        heapq.heappush(self._all, entry)
-        if self._max_overtakes == 0:
-            return
-        tenant = request.tenant
+        heapq.heappush(self._by_arrival, _Entry((request.sequence,), self._num_stays, request))
+        tenant = self._tenant_of(request)
         if self._first(self._by_tenant.setdefault(tenant, [])) is None:
             self.shares.join(tenant, self._least_served())
         heapq.heappush(self._by_tenant[tenant], entry)
@@ -80,42 +83,52 @@ class ClassQueue:
 
     def head(self) -> Request | None:
         """Who goes next; it stays."""
-        displaced, first = self._first(self._displaced), self._first(self._all)
+        displaced, oldest = self._first(self._displaced), self._first(self._by_arrival)
         if displaced is not None:
             return displaced
-        if first is None or self._num_overtakes >= self._max_overtakes:
-            return first
+        if oldest is None or self._num_overtakes >= self._max_overtakes:
+            return oldest
         tenant = self._least_served_tenant()
         assert tenant is not None
         return self._first(self._by_tenant[tenant])
 
-    def oldest(self) -> Request | None:
-        """First in the order that nobody may overtake for ever."""
-        return self._first(self._displaced) or self._first(self._all)
+    def arrival_clock(self) -> int | None:
+        """When the one came that has waited longest, of the first to return and the first that came; None: nobody."""
+        firsts = (self._first(self._displaced), self._first(self._by_arrival))
+        return min([request.arrival_clock for request in firsts if request is not None], default=None)
 
     def pop(self, request: Request) -> None:
         """The request has been admitted."""
-        first = self._first(self._all)
-        if not request.has_run and request is not first:
+        if not request.has_run and request is not self._first(self._by_arrival):
             self._num_overtakes += 1
         self.discard(request)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """A tenant has been served."""
+        if self._order.shares_fairly:
+            self.shares.charge(tenant, num_tokens)
 
     def discard(self, request: Request) -> None:
         """Takes the request out wherever it stands; none of it is fine."""
         if request.request_id not in self._members:
             return
-        if request is self._first(self._all):
+        if request is self._first(self._by_arrival):
             self._num_overtakes = 0
         del self._members[request.request_id]
-        heap = self._by_tenant.get(request.tenant)
+        tenant = self._tenant_of(request)
+        heap = self._by_tenant.get(tenant)
         if heap is not None and self._first(heap) is None:
-            del self._by_tenant[request.tenant], self._offers[request.tenant]
-            self.shares.leave(request.tenant)
+            del self._by_tenant[tenant], self._offers[tenant]
+            self.shares.leave(tenant)
+
+    def _tenant_of(self, request: Request) -> str:
+        return request.tenant if self._order.shares_fairly else ""
 
     def _first(self, heap: _Heap) -> Request | None:
         while heap:
             entry = heap[0]
-            if self._members.get(entry.request.request_id) is entry:
+            member = self._members.get(entry.request.request_id)
+            if member is not None and member.stay == entry.stay:
                 return entry.request
             heapq.heappop(heap)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Final
 
@@ -118,7 +119,9 @@ def _share(scheduler: Scheduler, request: Request) -> str:
 def _next(scheduler: Scheduler) -> Request | None:
     """Whoever admission would begin with."""
     closed: set[str] = set()
-    while (request := scheduler.waiting.best(scheduler._step, closed)) is not None:
+    waiting = copy.copy(scheduler.waiting)
+    waiting.turns = copy.deepcopy(waiting.turns)  # to look is to decide who contends
+    while (request := waiting.best(closed, scheduler.held)) is not None:
         if not scheduler._is_at_limit(request):
             break
         closed.add(request.request_class.name)

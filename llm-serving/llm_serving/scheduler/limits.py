@@ -32,7 +32,11 @@ class SchedulerLimits:
     max_preemptions: int = 8
     """Times a request may lose its place; after that it is admitted with all it can ever need, and keeps it."""
     max_overtakes: int = 0
-    """Times the first of a class may be overtaken for fairness among tenants; 0: there is one order for all."""
+    """Times the oldest request of a class may be overtaken by those the order prefers; 0: by nobody."""
+    max_head_start_steps: int = 256
+    """Steps by which a priority moves a request forward or back in its class, at most."""
+    turn_steps: int = 64
+    """Steps that a lower class may have more of a place than its weight gives it, before a higher one takes it back."""
     max_long_prefill_tokens: int | None = None
     """Most tokens of a step for one prompt while others wait for some; None: no limit."""
     separate: bool = False

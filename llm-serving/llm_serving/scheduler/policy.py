@@ -30,6 +30,10 @@ class Load(NamedTuple):
 class Policy(Protocol):
     max_decode_gap: int
     """Most steps in a row that may leave a decoding request out for the sake of prompts."""
+    max_prompt_gap: int | None
+    """Most steps in a row that begin with decoding although prompts wait; None: as many as the limits allow."""
+    fills_steps: bool
+    """Whether prompts get what decoding leaves of every step."""
     honours_classes: bool
     """Whether classes and priorities order requests; otherwise they run in order of arrival."""
 
@@ -44,6 +48,8 @@ class PrefillFirst:
     """
 
     honours_classes = True
+    max_prompt_gap: int | None = 1
+    fills_steps = True
 
     def __init__(self, config: ServingConfig) -> None:
         self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
@@ -61,6 +67,8 @@ class DecodeFirst:
 
     honours_classes = True
     max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = False
 
     def __init__(self, config: ServingConfig) -> None:
         del config
@@ -78,6 +86,8 @@ class Mixed:
 
     honours_classes = True
     max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = True
 
     def __init__(self, config: ServingConfig) -> None:
         del config
@@ -95,6 +105,8 @@ class Throughput:
     """
 
     honours_classes = True
+    max_prompt_gap: int | None = None
+    fills_steps = False
 
     def __init__(self, config: ServingConfig) -> None:
         self.max_decode_gap = config.scheduler.max_consecutive_prefill_steps
@@ -119,6 +131,8 @@ class Fcfs:
 
     honours_classes = False
     max_decode_gap = 1
+    max_prompt_gap: int | None = None
+    fills_steps = True
 
     def __init__(self, config: ServingConfig) -> None:
         del config

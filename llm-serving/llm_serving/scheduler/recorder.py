@@ -12,6 +12,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import BlockTable
 from llm_serving.log import get_logger
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.records import (
     FORMAT,
@@ -178,9 +179,10 @@ class RecordedScheduler(Scheduler):
         policy: Policy,
         blocks: BlockManager,
         classes: Sequence[RequestClass],
+        order: Order,
         recorder: Recorder,
     ) -> None:
-        super().__init__(limits, policy, blocks, classes)
+        super().__init__(limits, policy, blocks, classes, order)
         self._recorder: Recorder | None = recorder
 
     def add(self, request: Request) -> None:

@@ -19,7 +19,7 @@ class Running:
         self.decoding: list[Request] = []
         """Those that could get a token now."""
         self.prefilling: list[Request] = []
-        """Those with more than the newest token left to compute."""
+        """Those with more than the newest token left to compute, in the order in which they were admitted."""
         self.num_decoding = 0
         """Requests that have their prompt behind them, with or without a token to get now."""
         self.least_scheduled_step: int | None = None
@@ -36,5 +36,11 @@ class Running:
                     self.decoding.append(request)
             elif num_uncomputed > 0:
                 self.prefilling.append(request)
+        if len(self.prefilling) > 1:
+            self.prefilling.sort(key=_admission)
         if self.decoding:
             self.least_scheduled_step = min([request.last_scheduled_step for request in self.decoding])
+
+
+def _admission(request: Request) -> int:
+    return request.admission

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llm_serving.core.request import Request
+from llm_serving.core.request_class import RequestClass
 from llm_serving.core.step import Move
 from llm_serving.scheduler.wait_reason import Blocked, Preemption
 
@@ -58,6 +59,8 @@ class StepDraft:
         self.budget = budget
         self.closed: set[str] = set()
         """Classes that hold as many slots or blocks as they may."""
+        self.first_class: str | None = None
+        """The class whose turn it is, where several contend."""
         self.preempted: list[Request] = []
         self.blocked: Blocked | None = None
         self.changes_running = False
@@ -83,6 +86,10 @@ class StepDraft:
     @property
     def has_room_for_prefill(self) -> bool:
         return self.budget > 0 and len(self._prefills) < self._max_prefills
+
+    def turn_of(self, request_class: RequestClass) -> tuple[bool, int]:
+        """Prompts of classes with smaller ones come first."""
+        return request_class.name != self.first_class, request_class.rank
 
     def add_decode(self, request: Request) -> None:
         """Gives a request that decodes its token; one that has a row already, as it was just admitted, keeps that."""

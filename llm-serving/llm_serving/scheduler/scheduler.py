@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
@@ -12,6 +12,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
+from llm_serving.scheduler.orders import Arrival, Order
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
@@ -31,20 +32,30 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, policy: Policy, blocks: BlockManager, classes: Sequence[RequestClass]
+        self,
+        limits: SchedulerLimits,
+        policy: Policy,
+        blocks: BlockManager,
+        classes: Sequence[RequestClass],
+        order: Order | None = None,
     ) -> None:
-        """Classes in ascending order of rank."""
+        """Classes in ascending order of rank; the order within each is by arrival if none is given."""
         self.limits = limits
         self.policy = policy
         self.blocks = blocks
         self.classes = tuple(classes)
-        self.waiting = WaitingQueue(self.classes, limits.max_overtakes)
+        self.order = Arrival() if order is None else order
+        self.waiting = WaitingQueue(self.classes, limits, self.order)
         self.running: list[Request] = []
         """Sorted by `queue_key`."""
-        self.bounds = class_bounds(
-            limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy.max_decode_gap
-        )
+        self.held = {each.name: 0 for each in self.classes}
+        """Places that requests of each class run in."""
+        self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
         self._monitor = WaitMonitor(self.bounds)
+        self._closed: set[str] = set()
+        """Classes that could not take part when admission was last considered."""
+        self._num_admissions = 0
+        self._num_beams = 0
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
         self._forks: dict[str, list[Request]] = {}
@@ -70,15 +81,15 @@ class Scheduler:
         request.sequence = self._sequence
         self._sequence += 1
         request.request_class = class_of(request.priority, self.classes)
-        aged = request.priority * request.request_class.ageing_steps + self._step
-        rank = request.request_class.rank
-        request.queue_key = (rank, aged if self.policy.honours_classes else 0, request.sequence)
+        request.arrival_clock = self.waiting.clocks[request.request_class.name]
+        request.queue_key = self._place(request)
         self._requests[request.request_id] = request
+        self._num_beams += request.waits_for_reply
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
             self._forks.setdefault(parent.request_id, []).append(request)
         else:
-            self.waiting.push(request, self._step)
+            self._wait(request)
 
     def schedule(self, now: float) -> Schedule | None:
         """Forms the next step; None when no request can move.
@@ -154,14 +165,14 @@ class Scheduler:
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
         if request in self._laid_aside:
             self._laid_aside.remove(request)
-            self.waiting.push(request, self._step)
+            self._wait(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
             return
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._leave_place(request)
         elif request in self._laid_aside:
             self._laid_aside.remove(request)
         else:
@@ -170,11 +181,14 @@ class Scheduler:
             if request in siblings:
                 siblings.remove(request)
         self.blocks.free(request.request_id)
+        self._monitor.forget(request)
         del self._requests[request.request_id]
+        self._num_beams -= request.waits_for_reply
         self._release_forks(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        self.order.ended(request)
 
     def lose_cache(self) -> None:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
@@ -188,6 +202,17 @@ class Scheduler:
         for request in self.running:
             self._wait_again(request)
         self.running.clear()
+        self.held = dict.fromkeys(self.held, 0)
+        for request in self.waiting:  # what it was promised did not reckon with this
+            if not request.has_run:
+                self._promise(request)
+
+    def _place(self, request: Request) -> tuple[int, float, int, int]:
+        rank, most = request.request_class.rank, self.limits.max_head_start_steps
+        if not self.policy.honours_classes:
+            return rank, 0.0, 0, request.sequence
+        head_start = (request.priority - rank) * request.request_class.ageing_steps
+        return rank, self.order.place(request), self._step + max(-most, min(most, head_start)), request.sequence
 
     # --- what others may know ---------------------------------------------------------------------------------------
 
@@ -212,6 +237,8 @@ class Scheduler:
         assert all(not self.blocks.num_blocks_held(request.request_id) for request in self.waiting)
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)
+        members = Counter(request.request_class.name for request in self.running)
+        assert self.held == {name: members[name] for name in self.held}
         held = [request for forks in self._forks.values() for request in forks]
         assert all(request.paused for request in self._laid_aside)
         assert not any(request.paused for request in (*self.waiting, *held))
@@ -250,7 +277,8 @@ class Scheduler:
         if waits_for_a_batch:
             draft.closed.update(self.waiting.queues)
         capped: list[Request] = []
-        for request in running.prefilling:
+        draft.first_class = self._whose_turn(running.prefilling, draft.closed)
+        for request in sorted(running.prefilling, key=lambda each: draft.turn_of(each.request_class)):
             if admits:
                 self._admit(draft, capped, before=request.request_class)
             if not draft.has_room_for_prefill:
@@ -263,6 +291,15 @@ class Scheduler:
             draft.blocked = Blocked(None, None, WaitReason.BATCH)
         for request in capped:
             draft.extend(request)
+
+    def _whose_turn(self, prompts: list[Request], closed: Collection[str]) -> str | None:
+        """The class whose prompts come first, if several contend: the one that has paid least."""
+        names = {request.request_class.name for request in prompts}
+        names.update(name for name, queue in self.waiting.queues.items() if len(queue) and name not in closed)
+        if len(names) < 2:
+            return None
+        self.waiting.look(closed, self.held)
+        return self.waiting.turns.first(names)
 
     def _add_prompt(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
         """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""
@@ -283,12 +320,12 @@ class Scheduler:
     def _admit(self, draft: StepDraft, capped: list[Request], before: RequestClass | None = None) -> None:
         """Moves waiting requests to running, best first; the first that does not fit ends it, none overtakes it.
 
-        With `before`, only those of higher classes.
+        With `before`, only those of classes whose prompts come before.
         """
         draft.blocked = None
-        while (request := self.waiting.best(self._step, draft.closed)) is not None:
+        while (request := self.waiting.best(draft.closed, self.held)) is not None:
             request_class = request.request_class
-            if before is not None and request_class.rank >= before.rank:
+            if before is not None and draft.turn_of(request_class) >= draft.turn_of(before):
                 return
             if self._is_at_limit(request):
                 draft.closed.add(request_class.name)
@@ -302,7 +339,8 @@ class Scheduler:
                 return
             if not (self._fits(request) or self._displace_for(request, draft)):
                 no_slot = len(self.running) >= self.limits.max_num_seqs
-                draft.blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
+                blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
+                draft.blocked = blocked._replace(behind=self._other_holder(request_class))
                 return
             self._start(request, draft)
             if draft.has_room_for_prefill:
@@ -310,7 +348,8 @@ class Scheduler:
 
     def _start(self, request: Request, draft: StepDraft) -> None:
         draft.changes_running = True
-        request.took_turn = self.waiting.pop(request, self._step, draft.closed)
+        self.waiting.pop(request)
+        self._monitor.admitted(request)
         parent = self._parent(request)
         num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
@@ -321,7 +360,14 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.running_since = (self._step, self._now)
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
+        request.admission = self._num_admissions
+        self._num_admissions += 1
+        self.held[request.request_class.name] += 1
         insort(self.running, request, key=_queue_key)
+
+    def _leave_place(self, request: Request) -> None:
+        self.running.remove(request)
+        self.held[request.request_class.name] -= 1
 
     def _fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Whether slots and blocks are free, or were if those `without` gave way.
@@ -337,7 +383,9 @@ class Scheduler:
 
     def _displace_for(self, request: Request, draft: StepDraft) -> bool:
         """Preempts paused requests and those of strictly lower classes if that makes room, as few as will do."""
-        victims = list(_worst_first([other for other in self.running if self._yields_to(request, other)]))
+        covered = self._covered(request.request_class)
+        victims = [other for other in self.running if self._yields_to(request, other) and other not in covered]
+        victims = list(_worst_first(victims))
         if not victims or not self._fits(request, victims):
             return False
         for victim in reversed(victims):
@@ -348,12 +396,25 @@ class Scheduler:
             self._preempt(victim, draft, request)
         return True
 
+    def _covered(self, by: RequestClass) -> set[Request]:
+        """Running requests of classes below `by` whose places are those of their own share.
+
+        Those that may not lose their place again are counted first, then those that are first in their order.
+        """
+        covered: set[Request] = set()
+        for each in self.classes:
+            if each.rank <= by.rank or not self.held[each.name]:
+                continue
+            members = [request for request in self.running if request.request_class is each and not request.paused]
+            members.sort(key=lambda request: not self._is_protected(request))
+            covered.update(members[: self.waiting.turns.num_covered(each.name, by.name)])
+        return covered
+
     def _yields_to(self, request: Request, other: Request) -> bool:
-        """Whether the running `other` may be displaced by the waiting request."""
+        """Whether the running `other` may be displaced by the waiting request, unless its class's share covers it."""
         if other.paused:
             return True
-        is_higher = request.request_class.rank < other.request_class.rank
-        return is_higher and not other.took_turn and not self._is_protected(other)
+        return request.request_class.rank < other.request_class.rank and not self._is_protected(other)
 
     def _is_at_limit(self, request: Request) -> bool:
         """Whether the request's class holds as many slots or blocks as it may."""
@@ -370,6 +431,10 @@ class Scheduler:
             or num_blocks > share.max_kv_share * self.blocks.pool.num_blocks
         )
 
+    def _other_holder(self, request_class: RequestClass) -> str | None:
+        others = {name: number for name, number in self.held.items() if number and name != request_class.name}
+        return max(others, key=others.__getitem__, default=None)
+
     def _num_tokens_to_hold(self, request: Request) -> int:
         return request.max_num_tokens if self._is_protected(request) else request.num_tokens
 
@@ -380,7 +445,7 @@ class Scheduler:
 
     def _release_forks(self, parent: Request) -> None:
         for fork in self._forks.pop(parent.request_id, []):
-            self.waiting.push(fork, self._step)
+            self._wait(fork)
 
     # --- giving way -------------------------------------------------------------------------------------------------
 
@@ -399,7 +464,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, draft: StepDraft, cause: Request) -> None:
         """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
-        self.running.remove(request)
+        self._leave_place(request)
         draft.withdraw(request)
         swaps = self._prefers_swap(request) and self.blocks.can_swap_out(request)
         self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
@@ -417,7 +482,16 @@ class Scheduler:
         if request.paused:
             self._laid_aside.append(request)
         else:
-            self.waiting.push(request, self._step)
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        self._promise(request)
+        self.waiting.push(request)
+
+    def _promise(self, request: Request) -> None:
+        """Whoever waits or runs in its class now may be admitted before it."""
+        name = request.request_class.name
+        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name])
 
     def _keeps_its_place(self, request: Request) -> bool:
         return self._is_protected(request) and not request.paused
@@ -437,7 +511,7 @@ class Scheduler:
         """The step of these rows is on its way; returns the requests that have never been scheduled before."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
-        step, shares_fairly = self._step, self.limits.max_overtakes > 0
+        step = self._step
         for request, num_computed, query_len, samples, _ in rows:
             request.num_computed_tokens = num_computed + query_len
             request.num_tokens_in_flight += samples
@@ -445,11 +519,14 @@ class Scheduler:
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = now
                 started.append(request)
-            if shares_fairly:
-                num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * samples
-                charges[request.request_class.name, request.tenant] += num_tokens
+            num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * samples
+            charges[request.request_class.name, request.tenant] += num_tokens
+        tokens: dict[str, int] = defaultdict(int)
         for (name, tenant), num_tokens in charges.items():
-            self.waiting.queues[name].shares.charge(tenant, num_tokens)
+            tokens[name] += num_tokens
+            self.waiting.queues[name].charge(tenant, num_tokens)
+        self.waiting.look(self._closed, self.held)
+        self.waiting.turns.charge(self.held, tokens)
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
@@ -485,7 +562,11 @@ class Scheduler:
         self._prefill_gap = 0 if draft.computes_prompts or not prompts_wait else self._prefill_gap + 1
         last = [request.last_scheduled_step for request in running.decoding if request.status is RUNNING]
         gap_is_too_long = self._step - min(last, default=self._step) > self.policy.max_decode_gap
-        return gap_is_too_long + self._monitor.observe(self.waiting, self._step + 1, draft.closed)
+        if draft.considers_prompts:
+            self._closed = draft.closed
+        self.waiting.tick(self._closed)
+        uncounted = self.waiting.queues if self._num_beams else self._closed
+        return gap_is_too_long + self._monitor.tick(uncounted)
 
 
 def _blocked(request: Request, reason: WaitReason) -> Blocked:
@@ -498,5 +579,5 @@ def _worst_first(running: Sequence[Request]) -> Iterator[Request]:
     yield from [request for request in reversed(running) if not request.paused]
 
 
-def _queue_key(request: Request) -> tuple[int, int, int]:
+def _queue_key(request: Request) -> tuple[int, float, int, int]:
     return request.queue_key

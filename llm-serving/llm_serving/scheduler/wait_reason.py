@@ -25,6 +25,8 @@ class Blocked(NamedTuple):
     """None where the reason holds for all."""
     class_name: str | None
     reason: WaitReason
+    behind: str | None = None
+    """Another class, the one that holds most of the places the reason is about, if any does."""
     closed: tuple[str, ...] = ()
     """Classes passed over, as they hold as many slots or blocks as they may."""
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.class_queue import ClassQueue
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.orders import Order
+from llm_serving.scheduler.turns import Turns
 
 
 class WaitingQueue:
-    """Higher classes first, but none starves.
+    """Higher classes first, but none starves: a class whose oldest request has waited `ageing_steps` takes turns with
+    the higher ones by weight. An ageing that only adds to a priority would end in first come, first served as soon as
+    the backlog is older than the ageing; shares stay shares.
 
-    A class whose first request has waited `ageing_steps` shares with the highest class that waits: they are admitted in
-    proportion to their weights (stride scheduling, Waldspurger and Weihl 1995). An ageing that only adds to a priority
-    would end in first come, first served as soon as the backlog is older than the ageing; shares stay shares.
+    Each class has a clock, which counts the steps it could take part in. Waits are read off it.
     """
 
-    def __init__(self, classes: Sequence[RequestClass], max_overtakes: int) -> None:
-        """Classes in ascending order of rank; overtaking as in `ClassQueue`."""
-        self.queues = {each.name: ClassQueue(each, max_overtakes) for each in classes}
-        scale = math.lcm(*(each.weight for each in classes))
-        self._strides = {each.name: scale // each.weight for each in classes}
-        self._passes = dict.fromkeys(self.queues, 0)
-        """How far each class has come, in strides; the least is next."""
+    def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order) -> None:
+        """Classes in ascending order of rank."""
+        self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
+        self.turns = Turns(classes, limits)
+        self.clocks = dict.fromkeys(self.queues, 0)
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values()))
@@ -34,45 +34,39 @@ class WaitingQueue:
         for queue in self.queues.values():
             yield from queue
 
-    def push(self, request: Request, step: int) -> None:
-        """The request waits from before step `step` on."""
-        request.waiting_since_step = step
+    def push(self, request: Request) -> None:
         self.queues[request.request_class.name].push(request)
 
     def discard(self, request: Request) -> None:
         self.queues[request.request_class.name].discard(request)
 
-    def best(self, step: int, closed: Collection[str]) -> Request | None:
-        """Who is to be admitted next at `step`; it stays. Classes in `closed` are passed over."""
-        contenders = self._contenders(step, closed)
-        if not contenders:
-            return None
-        name = min(contenders, key=lambda each: self._passes[each])  # of equals the highest class
-        return self.queues[name].head()
+    def look(self, closed: Collection[str], held: Mapping[str, int]) -> None:
+        """Notes who contends; to be called before questions, whenever somebody came or went.
 
-    def pop(self, request: Request, step: int, closed: Collection[str]) -> bool:
-        """Takes out what `best` returned: it is admitted, and its class has had its turn.
-
-        Returns:
-            Whether it went before a higher class that waits.
+        Args:
+            closed: Classes that are passed over.
+            held: Places of each class.
         """
-        name = request.request_class.name
-        contenders = self._contenders(step, closed)
-        self._passes[name] += self._strides[name]
-        # Who does not contend has no turns to save up.
-        least = min(self._passes[each] for each in contenders)
-        for each in self.queues:
-            if each not in contenders:
-                self._passes[each] = max(self._passes[each], least)
-        self.queues[name].pop(request)
-        return name != contenders[0]
-
-    def _contenders(self, step: int, closed: Collection[str]) -> list[str]:
-        """The highest class that waits and those below it that have aged."""
-        contenders: list[str] = []
+        waiting, aged = [], []
         for name, queue in self.queues.items():
-            if name in closed or (oldest := queue.oldest()) is None:
-                continue
-            if not contenders or step - oldest.waiting_since_step >= queue.request_class.ageing_steps:
-                contenders.append(name)
-        return contenders
+            if name not in closed and (arrival := queue.arrival_clock()) is not None:
+                waiting.append(name)
+                if self.clocks[name] - arrival >= queue.request_class.ageing_steps:
+                    aged.append(name)
+        self.turns.look(waiting, aged, held)
+
+    def best(self, closed: Collection[str], held: Mapping[str, int]) -> Request | None:
+        """Who is to be admitted next; it stays."""
+        self.look(closed, held)
+        name = self.turns.next(held)
+        return None if name is None else self.queues[name].head()
+
+    def pop(self, request: Request) -> None:
+        """Takes out what `best` returned: it is admitted."""
+        self.queues[request.request_class.name].pop(request)
+
+    def tick(self, closed: Collection[str]) -> None:
+        """A step has been formed; classes in `closed` could not take part in it."""
+        for name in self.clocks:
+            if name not in closed:
+                self.clocks[name] += 1

@@ -1,0 +1,19 @@
+"""Who of a class goes next: one file an order, one line here."""
+
+from collections.abc import Callable
+from typing import Final
+
+from llm_serving.scheduler.orders.arrival import Arrival
+from llm_serving.scheduler.orders.base import Order
+from llm_serving.scheduler.orders.deadline import Deadline
+from llm_serving.scheduler.orders.fair import Fair
+from llm_serving.scheduler.orders.shortest import Shortest
+
+ORDERS: Final[dict[str, Callable[[], Order]]] = {
+    "fair": Fair,
+    "arrival": Arrival,
+    "shortest": Shortest,
+    "deadline": Deadline,
+}
+
+__all__ = ["ORDERS", "Arrival", "Deadline", "Fair", "Order", "Shortest"]

@@ -1,0 +1,190 @@
+"""The share of each class: places and tokens by weight, paid in service, over any window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from factories import create_classes, create_request, create_scheduler, run_step
+from llm_serving.core.request import Request, RequestStatus
+from llm_serving.scheduler import Scheduler, SchedulerLimits
+from llm_serving.scheduler.turns import SCALE, WHOLE, Turns
+
+NAMES = ("high", "normal", "low")
+
+
+def create_turns(num_places: int = 14, turn_steps: int = 8) -> Turns:
+    """Weights 4, 2 and 1."""
+    limits = SchedulerLimits(
+        max_num_batched_tokens=64,
+        max_num_seqs=num_places,
+        max_prefill_seqs=8,
+        max_model_len=64,
+        turn_steps=turn_steps,
+    )
+    return Turns(create_classes(), limits)
+
+
+def held(**places: int) -> dict[str, int]:
+    return {name: places.get(name, 0) for name in NAMES}
+
+
+def test_the_highest_that_is_present_contends_and_those_that_have_aged() -> None:
+    turns = create_turns()
+    turns.look(["normal", "low"], [], held())
+    assert turns.contenders == ["normal"]
+    turns.look(["normal", "low"], ["low"], held())
+    assert turns.contenders == ["normal", "low"]
+    turns.look(["low"], [], held(high=1))
+    assert turns.contenders == ["high", "low"], "whoever alone waits contends with those that run"
+
+
+def test_a_class_that_has_aged_contends_as_long_as_it_holds_a_place_below_another() -> None:
+    turns = create_turns()
+    turns.look(["high", "low"], ["low"], held())
+    turns.look(["high"], [], held(low=1))
+    assert turns.contenders == ["high", "low"]
+    turns.look([], [], held(low=1))
+    turns.look(["high"], [], held(low=1))
+    assert turns.contenders == ["high"], "nobody was above it meanwhile"
+    turns.look(["high", "low"], ["low"], held(low=1))
+    turns.look(["high"], [], held())
+    assert turns.contenders == ["high"]
+
+
+def test_places_are_by_weight_and_the_highest_goes_first_where_all_have_theirs() -> None:
+    turns = create_turns(num_places=7)
+    turns.look(NAMES, ["normal", "low"], held())
+    places = held()
+    order = []
+    for _ in range(9):
+        name = turns.next(places)
+        assert name is not None
+        places[name] += 1
+        order.append(name)
+    assert {name: order[:7].count(name) for name in NAMES} == {"high": 4, "normal": 2, "low": 1}
+    assert order[7:] == ["high", "high"]
+
+
+def test_whoever_has_paid_least_is_next() -> None:
+    turns = create_turns()
+    turns.look(NAMES, ["normal", "low"], held())
+    turns.charge(held(high=4), {"high": 4})
+    assert turns.next(held(high=4)) == "normal"
+    turns.charge(held(high=4, normal=3), {})
+    assert turns.next(held(high=4, normal=3)) == "low"
+
+
+def test_a_class_pays_for_what_it_has_more_of_places_or_tokens() -> None:
+    turns = create_turns()
+    turns.look(NAMES, ["normal", "low"], held())
+    turns.charge(held(high=1), {"high": 64})
+    assert turns._pass("high") == WHOLE * SCALE // 4
+    turns.charge(held(high=7), {"high": 1})
+    assert turns._pass("high") == (WHOLE + WHOLE // 64) * SCALE // 4
+
+
+def test_who_has_all_it_wants_saves_up_no_turns() -> None:
+    turns = create_turns(num_places=1)
+    for _ in range(100):
+        turns.look(["low"], ["low"], held(high=0, low=1))
+        turns.charge(held(low=1), {})
+    turns.look(["high", "low"], ["low"], held(low=1))
+    assert turns._pass("high") == turns._pass("low") == 0
+
+
+def test_what_was_not_needed_of_the_one_is_not_had_for_nothing_much_later() -> None:
+    turns = create_turns(num_places=2, turn_steps=8)
+    turns.look(["high", "low"], ["low"], held(high=1, low=1))
+    for _ in range(1000):
+        turns.charge(held(high=1, low=1), {"high": 64})
+    assert min(turns._paid["high"]) == turns._pass("high") - 8 * WHOLE * SCALE // 4
+
+
+def test_of_a_fraction_of_a_place_a_class_has_the_whole_for_a_turn() -> None:
+    turns = create_turns(num_places=1, turn_steps=8)
+    covered = []
+    for _ in range(20):
+        turns.look(["high", "low"], ["low"], held(low=1))
+        covered.append(turns.num_covered("low", "high"))
+        turns.charge(held(low=1), {})
+    assert covered == [1] * 9 + [0] * 11
+
+
+# --- in a scheduler -------------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Keeps so many requests of each kind waiting, and counts places and tokens of each class."""
+
+    def __init__(self, scheduler: Scheduler, *kinds: dict[str, Any]) -> None:
+        self.scheduler = scheduler
+        self.kinds = kinds
+        self.places = dict.fromkeys(NAMES, 0)
+        self.tokens = dict.fromkeys(NAMES, 0)
+        self._requests: list[list[Request]] = [[] for _ in kinds]
+
+    def run(self, num_steps: int) -> None:
+        self.places, self.tokens = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+        for _ in range(num_steps):
+            for kind, requests in zip(self.kinds, self._requests, strict=True):
+                requests[:] = [each for each in requests if each.status is RequestStatus.WAITING]
+                while len(requests) < 20:
+                    request = create_request(
+                        kind["prompt"], max_tokens=kind["output"], priority=NAMES.index(kind["name"]) - 1
+                    )
+                    self.scheduler.add(request)
+                    requests.append(request)
+            schedule = run_step(self.scheduler)
+            assert schedule is not None and schedule.num_bound_violations == 0
+            for row in schedule.rows:
+                self.tokens[row.request.request_class.name] += row.query_len
+            for name, number in self.scheduler.held.items():
+                self.places[name] += number
+
+
+def test_long_requests_of_a_lower_class_that_has_aged_leave_the_higher_one_its_places() -> None:
+    """Weights were paid in admissions: a few long requests then held all places, until they ended by themselves."""
+    scheduler = create_scheduler(
+        max_num_seqs=6, num_blocks=1000, max_model_len=800, classes=create_classes(ageing_steps=20)
+    )
+    crowd = Crowd(scheduler, {"name": "high", "prompt": 4, "output": 8}, {"name": "normal", "prompt": 4, "output": 700})
+    crowd.run(100)
+    for _ in range(10):
+        crowd.run(100)
+        assert crowd.places["high"] >= 100 * 6 * 4 // 6 - 100
+        assert crowd.places["normal"] >= 100 * 6 * 2 // 6 - 100
+
+
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_one_place_is_shared_in_turns(num_places: int) -> None:
+    scheduler = create_scheduler(
+        max_num_seqs=num_places,
+        num_blocks=400,
+        max_preemptions=1000,
+        turn_steps=8,
+        classes=create_classes(ageing_steps=20),
+    )
+    crowd = Crowd(scheduler, {"name": "high", "prompt": 4, "output": 8}, {"name": "low", "prompt": 4, "output": 200})
+    crowd.run(100)
+    crowd.run(2000)
+    total = sum(crowd.places.values())
+    assert crowd.places["high"] / total == pytest.approx(4 / 5, abs=0.03)
+
+
+def test_prompts_that_fill_every_step_leave_a_lower_class_its_share() -> None:
+    """A prompt that had been admitted was left out for as long as prompts of a higher class filled the steps."""
+    scheduler = create_scheduler(
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_model_len=64,
+        num_blocks=400,
+        classes=create_classes(ageing_steps=20),
+    )
+    crowd = Crowd(scheduler, {"name": "high", "prompt": 24, "output": 1}, {"name": "low", "prompt": 40, "output": 1})
+    crowd.run(100)
+    crowd.run(1000)
+    of_tokens = crowd.tokens["low"] / sum(crowd.tokens.values())
+    of_places = crowd.places["low"] / (8 * 1000)
+    assert of_tokens > 0.1
+    assert max(of_tokens, of_places) == pytest.approx(1 / 5, abs=0.04)
