@@ -2,8 +2,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from llm_serving.core.model_spec import MAX_VOCAB_SIZE
 from llm_serving.worker.token_weights import (
-    MAX_VOCAB_SIZE,
     draw_token,
     filter_weights,
     keep_heaviest,
