@@ -102,18 +102,18 @@ async def lose(server: Server, client: httpx.AsyncClient, sent: signal.Signals, 
         await asyncio.sleep(0.01)
 
 
-def now_and_then(sent: signal.Signals) -> Disturb:
+def now_and_then(sent: signal.Signals, times: int) -> Disturb:
     """Whenever some more events have come."""
 
     async def disturb(server: Server, client: httpx.AsyncClient, streams: Sequence[Stream], progress: Progress) -> int:
-        for count in range(NUM_KILLS):
+        for count in range(times):
             wanted = progress[0] + 70 + 31 * count
             while progress[0] < wanted:
                 if all(stream.done() for stream in streams):
                     return count
                 await asyncio.sleep(0.002)
             await lose(server, client, sent, count)
-        return NUM_KILLS
+        return times
 
     return disturb
 
@@ -158,22 +158,23 @@ def check_streams(server: Server, table: Table, disturbances: dict[str, Disturb]
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table_of_one() -> Table:
+def table_of_one(num_kills: int = NUM_KILLS, num_hangs: int = NUM_KILLS) -> Table:
     table = Table("real server, one WorkAgent")
     disturbances = {
         "in prefill": in_prefill,
-        f"killed {NUM_KILLS} times": now_and_then(signal.SIGKILL),
-        f"hung {NUM_KILLS} times": now_and_then(signal.SIGSTOP),
+        f"killed {num_kills} times": now_and_then(signal.SIGKILL, num_kills),
+        f"hung {num_hangs} times": now_and_then(signal.SIGSTOP, num_hangs),
     }
     with a_server(num_agents=1) as server:
         check_streams(server, table, disturbances, idle=True)
     return table
 
 
-def table_of_two() -> Table:
+def table_of_two(num_kills: int = NUM_KILLS) -> Table:
     table = Table("real server, two WorkAgents")
+    disturbances = {"one after the other killed": now_and_then(signal.SIGKILL, num_kills)}
     with a_server(num_agents=2) as server:
-        check_streams(server, table, {"one after the other killed": now_and_then(signal.SIGKILL)}, idle=True)
+        check_streams(server, table, disturbances, idle=True)
     return table
 
 

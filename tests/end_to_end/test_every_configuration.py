@@ -27,10 +27,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config.max_prefill_tokens": 16,
         **TIGHT,
     },
-    "mixed, no prefix cache": {
+    "mixed, swapping, no prefix cache": {
         "scheduler_config.policy": "mixed",
         "scheduler_config.max_prefill_tokens": 64,
+        "scheduler_config.preemption_mode": "swap",
         "scheduler_config.prefix_caching": False,
+        "pa_config.num_swap_blocks": 64,
         **TIGHT,
     },
     "throughput, separate steps": {
@@ -38,24 +40,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config.composition": "separate",
         "scheduler_config.max_prefill_tokens": 128,
     },
-    "first come, first served": {
+    "first come, first served, in static batches, one step at a time": {
         "scheduler_config.policy": "fcfs",
-        "scheduler_config.max_prefill_tokens": 512,
-        **TIGHT,
-    },
-    "prefill first, swapping": {
-        "scheduler_config.preemption_mode": "swap",
-        "scheduler_config.composition": "separate",
-        "scheduler_config.max_prefill_tokens": 32,
-        "pa_config.num_swap_blocks": 64,
-        **TIGHT,
-    },
-    "static batches, one step at a time": {
         "model_config.batching_strategy": "static",
         "model_config.decode_batch_size": 8,
         "scheduler_config.schedule_ahead": False,
     },
 }
+"""Prefill first is what test_exact_under_load.py serves with, and test_kill_matrix.py, swapping."""
 
 
 def requests(*, static: bool) -> list[dict[str, Any]]:

@@ -50,17 +50,9 @@ def test_two_replicas_serve_and_without_restarts_one_may_die() -> None:
     assert not psutil.wait_procs(server.processes, timeout=10)[1]
 
 
-def test_when_the_master_is_killed_its_work_agents_end_and_no_memory_is_left() -> None:
+def test_started_twice_a_port_in_use_and_the_master_killed() -> None:
+    """Neither start disturbs the server; when it is killed, its WorkAgent ends and no memory is left."""
     before = shared_memory_names()
-    server = start_server()
-    master, agent = server.processes
-    master.kill()
-    assert not psutil.wait_procs([master, agent], timeout=10)[1]
-    assert shared_memory_names() == before
-    server.stop()
-
-
-def test_started_twice_and_port_in_use() -> None:
     server = start_server()
     try:
         again = run_script("start.sh", "--port", str(server.port))
@@ -74,6 +66,10 @@ def test_started_twice_and_port_in_use() -> None:
             assert refused.returncode == 2
             assert f"127.0.0.1:{port} is in use by another program" in refused.stderr
         assert httpx.get(f"{server.url}/health").status_code == 200
+        master, agent = server.processes
+        master.kill()
+        assert not psutil.wait_procs([master, agent], timeout=10)[1]
+        assert shared_memory_names() == before
     finally:
         server.stop()
 
