@@ -16,7 +16,8 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import EngineHealth
+from llm_serving.engine.appointments import Visitor
+from llm_serving.engine.async_engine import Admission, EngineHealth
 from llm_serving.engine.explanation import Explanation
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.tokenizer import Tokenizer
@@ -60,10 +61,12 @@ class Submitted:
     fork_of: FakeStream | None = None
     beam_search: BeamSearchParams | None = None
     deadline: float | None = None
+    visitor: Visitor | None = None
 
 
 class FakeStream:
     def __init__(self, engine: FakeEngine, submitted: Submitted, script: Script) -> None:
+        self.predicted_s = engine.predicted_s
         self._engine = engine
         self._submitted = submitted
         self._script = script
@@ -153,6 +156,8 @@ class FakeEngine:
     asked: list[tuple[object, str | None]] = field(default_factory=list)
     """What explanations (by id) and timelines (by number of steps) were asked for, and by whom."""
     exchanges: list[Exchange | None] = field(default_factory=list)
+    predicted_s: float | None = None
+    """Seconds to the first token that its door predicts."""
     num_starts: int = 0
     num_stops: int = 0
 
@@ -192,9 +197,12 @@ class FakeEngine:
         self.asked.append((num_steps, tenant))
         return {"traceEvents": [], "displayTimeUnit": "ms"}
 
-    def check_capacity(self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "") -> None:
+    def check_capacity(
+        self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "", visitor: Visitor | None = None
+    ) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
+        return Admission(self.predicted_s)
 
     def generate(
         self,
@@ -209,11 +217,22 @@ class FakeEngine:
         deadline: float | None = None,
         fork_of: FakeStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        visitor: Visitor | None = None,
+        admission: Admission | None = None,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
         submitted = Submitted(
-            prompt_token_ids, sampling, request_id, priority, tenant, cache_salt, fork_of, beam_search, deadline
+            prompt_token_ids,
+            sampling,
+            request_id,
+            priority,
+            tenant,
+            cache_salt,
+            fork_of,
+            beam_search,
+            deadline,
+            visitor,
         )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)

@@ -140,16 +140,24 @@ class CapacityError(LLMServingError):
 
     Args:
         message: What is full, with the numbers.
-        retry_after: Seconds after which a retry has a chance; None when unknown.
+        retry_after: Seconds after which a place is expected to be free for it; None when unknown.
         queue_estimate_ms: Milliseconds the request would have waited for its first token; None when unknown.
+        predicted_s: Seconds to the first token of a client that comes back after `retry_after`; None when unknown.
     """
 
     http_status: ClassVar[int] = 429
 
-    def __init__(self, message: str, retry_after: float | None = None, queue_estimate_ms: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after: float | None = None,
+        queue_estimate_ms: float | None = None,
+        predicted_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.queue_estimate_ms = queue_estimate_ms
+        self.predicted_s = predicted_s
 
 
 class UnavailableError(LLMServingError):

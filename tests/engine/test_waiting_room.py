@@ -22,6 +22,11 @@ def create_room(max_waiting_queue: int = 5, max_waiting_tokens: int | None = Non
     )
 
 
+def in_the_way(room, num_requests, num_tokens, request_class, tenant):
+    limits = room.limits(num_requests, num_tokens, request_class, tenant)
+    return next((limit for limit in limits if limit.place.over > 0), None)
+
+
 def counts(room, **which):
     load = room.load(**which)
     return load.num_waiting, load.num_waiting_tokens, load.num_running
@@ -44,37 +49,37 @@ def test_a_request_waits_then_runs_then_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "more", "limit", "text", "over"),
+    ("waiting", "more", "limit", "text"),
     [
-        ([(HIGH, "")] * 5, (HIGH, ""), "max_waiting_queue", "5 of 5 places in the queue", (1, 4)),
-        ([(LOW, "")] * 3, (LOW, ""), "class_max_waiting", "3 of 3 places of class low in the queue", (1, 4)),
-        ([(HIGH, "a")] * 2, (LOW, "a"), "key_max_waiting", "2 of 2 places of a in the queue", (1, 4)),
-        ([(HIGH, ""), (LOW, "a")], (HIGH, "a"), None, None, None),
+        ([(HIGH, "")] * 5, (HIGH, ""), "max_waiting_queue", "5 of 5 places in the queue"),
+        ([(LOW, "")] * 3, (LOW, ""), "class_max_waiting", "3 of 3 places of class low in the queue"),
+        ([(HIGH, "a")] * 2, (LOW, "a"), "key_max_waiting", "2 of 2 places of a in the queue"),
+        ([(HIGH, ""), (LOW, "a")], (HIGH, "a"), None, None),
     ],
 )
-def test_the_limit_without_room_is_named_with_its_numbers(waiting, more, limit, text, over) -> None:
+def test_the_limit_without_room_is_named_with_its_numbers(waiting, more, limit, text) -> None:
     room = create_room()
     for index, each in enumerate(waiting):
         room.enter(str(index), index % 2, *each, 4)
-    excess = room.excess(1, 4, *more)
+    found = in_the_way(room, 1, 4, *more)
     if limit is None:
-        assert excess is None
+        assert found is None
         return
     assert limit in LIMITS
-    assert (excess.limit, excess.num_requests, excess.num_tokens) == (limit, *over)
-    assert excess.message.startswith(text) and excess.message.endswith("; 1 needed")
+    assert (found.name, found.place.over) == (limit, 1)
+    assert found.refusal(0).startswith(text) and found.refusal(0).endswith("; 1 needed")
     room.start("0")
-    assert room.excess(1, 4, *more) is None
+    assert in_the_way(room, 1, 4, *more) is None
 
 
 def test_prompt_tokens_that_wait_are_limited() -> None:
     room = create_room(max_waiting_tokens=100)
     room.enter("x", 0, HIGH, "", 40)
     room.enter("y", 0, HIGH, "", 50)
-    assert room.excess(2, 10, HIGH, "") is None
-    excess = room.excess(1, 11, HIGH, "")
-    assert (excess.limit, excess.num_requests, excess.num_tokens) == ("max_waiting_tokens", 1, 1)
-    assert excess.message == (
+    assert in_the_way(room, 2, 10, HIGH, "") is None
+    found = in_the_way(room, 1, 11, HIGH, "")
+    assert (found.name, found.place.over) == ("max_waiting_tokens", 1)
+    assert found.refusal(0) == (
         "90 of 100 prompt tokens wait in the queue (scheduler_config.max_waiting_tokens); 11 needed"
     )
 
@@ -82,8 +87,8 @@ def test_prompt_tokens_that_wait_are_limited() -> None:
 def test_a_group_is_charged_at_once() -> None:
     room = create_room()
     room.enter("x", 0, HIGH, "", 4)
-    assert room.excess(4, 16, HIGH, "") is None
-    assert room.excess(5, 20, HIGH, "").num_requests == 1
+    assert in_the_way(room, 4, 16, HIGH, "") is None
+    assert in_the_way(room, 5, 20, HIGH, "").place.over == 1
 
 
 def test_what_would_not_come_in_even_if_nothing_waited_can_never() -> None:

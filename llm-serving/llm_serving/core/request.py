@@ -75,6 +75,8 @@ class Request:
     """Seconds on the engine's clock."""
     deadline: float | None = None
     """When it is of no more use to who asked, on the same clock; None: never."""
+    predicted_ttft_s: float | None = None
+    """Seconds from arrival to its first token, as the door predicted; None: too little had been measured."""
     exchange: Exchange | None = None
     """The HTTP request it answers, alone or with others."""
     sequence: int = 0

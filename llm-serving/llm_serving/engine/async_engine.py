@@ -22,8 +22,9 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.class_metrics import ClassLoad
-from llm_serving.engine.door import Door
+from llm_serving.engine.door import Door, Replica
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.explanation import Explanation, answers_to, explain
 from llm_serving.engine.journal import Life
@@ -40,6 +41,8 @@ logger = get_logger(__name__)
 
 STATE_TIMEOUT_S: Final = 5.0
 """How long a replica's state is waited for; one whose WorkAgent is started again answers later."""
+NOBODY: Final = Visitor()
+"""Who is not recognized when it comes again."""
 
 T = TypeVar("T")
 
@@ -57,11 +60,21 @@ class EngineHealth:
     """Whether a WorkAgent is still on its way, beside those that serve."""
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the door says to those it lets in."""
+
+    predicted_s: float | None = None
+    """Seconds to the first token of the last of them; None: too little has been measured."""
+
+
 class RequestStream:
     """The pieces of one answer, in order. Close it early to abort the request."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
         self.request_id = request_id
+        self.predicted_s = predicted_s
+        """Seconds from the door to the first token, as predicted there; None: too little had been measured."""
         self._abort = abort
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -124,8 +137,8 @@ class AsyncEngine:
         """The newest question to each replica."""
         self._num_open: Counter[Engine] = Counter()
         """Requests each engine has been given and not ended; counted here, so that it is exact on the event loop."""
-        self._room = WaitingRoom(config)
-        self._door = Door(config, self._room, metrics.classes)
+        self._room = WaitingRoom(config, clock)
+        self._door = Door(config, self._room, metrics.classes, clock)
         metrics.classes.load = self._class_load
         metrics.replicas = self._replica_counts
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
@@ -203,11 +216,16 @@ class AsyncEngine:
         deadline: float | None = None,
         fork_of: RequestStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        visitor: Visitor = NOBODY,
+        admission: Admission | None = None,
     ) -> RequestStream:
         """Submits one request; call it on the event loop. The stream ends after the piece with a `finish_reason`.
 
         With `fork_of`, a request with the same prompt, it runs on the same replica and shares the blocks of the prompt.
         It tells the same number of cached tokens: what the other one found, not what it takes from that.
+
+        With `visitor` a refused request is recognized when it comes again. With `admission`, what `check_capacity` let
+        in as a group, the door is not asked again.
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
@@ -230,7 +248,8 @@ class AsyncEngine:
             self.metrics.classes.refused(request_class, "never_fits")
             raise
         num_tokens = len(prompt_token_ids)
-        self._check_capacity(replica, engine, [num_tokens], priority, tenant)
+        if admission is None:
+            admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
             check_beam_search(self.config.model)
@@ -249,8 +268,9 @@ class AsyncEngine:
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
             beam_search=beam_search,
+            predicted_ttft_s=admission.predicted_s,
         )
-        stream = RequestStream(request.request_id, self._abort)
+        stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
         self._live.add(request)
@@ -263,27 +283,48 @@ class AsyncEngine:
             raise
         return stream
 
-    def check_capacity(self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "") -> None:
+    def check_capacity(
+        self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "", visitor: Visitor = NOBODY
+    ) -> Admission:
         """Checks that requests which belong together, with prompts of so many tokens, may come in now.
+
+        The result is good for `generate` as long as the event loop does nothing in between.
 
         Raises:
             RequestError: They could not even if nothing waited.
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        self._check_capacity(*self._least_loaded(), prompt_lens, priority, tenant)
+        return self._check_capacity(*self._least_loaded(), prompt_lens, priority, tenant, visitor)
 
     def _check_capacity(
-        self, replica: int, engine: Engine, prompt_lens: Sequence[int], priority: int, tenant: str
-    ) -> None:
-        self._door.check(
-            prompt_lens,
-            priority,
-            tenant,
-            replica=replica,
-            num_replicas=len(self._living()),
-            measured=engine.load.measured if engine.restarting is None else None,
-            honours_classes=engine.scheduler.policy.honours_classes,
+        self,
+        replica: int,
+        engine: Engine,
+        prompt_lens: Sequence[int],
+        priority: int,
+        tenant: str,
+        visitor: Visitor,
+    ) -> Admission:
+        at = self._as_seen_from_the_door(replica, engine)
+        return Admission(self._door.check(prompt_lens, priority, tenant, visitor, at))
+
+    def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
+        """Until a request that came now would have its first token, as predicted; None: too little has been measured.
+
+        Raises:
+            UnavailableError: No WorkAgent is ready.
+        """
+        request_class = class_of(priority, self.config.request_classes)
+        at = self._as_seen_from_the_door(*self._least_loaded())
+        return self._door.predict([num_prompt_tokens], request_class, tenant, at)
+
+    def _as_seen_from_the_door(self, replica: int, engine: Engine) -> Replica:
+        return Replica(
+            replica,
+            len(self._living()),
+            engine.load.measured if engine.restarting is None else None,
+            engine.scheduler.policy.honours_classes,
         )
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:

@@ -1,50 +1,71 @@
-"""Honest refusal: who would exceed a limit, or wait longer than its class was promised, is told so at once."""
+"""Honest refusal: who would exceed a limit, or wait longer than its class was promised, is told when to come back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.engine.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
 from llm_serving.engine.class_metrics import ClassMetrics
 from llm_serving.engine.load_estimator import Measured, Queue
-from llm_serving.engine.waiting_room import WaitingRoom
+from llm_serving.engine.waiting_room import Limit, WaitingRoom
 from llm_serving.errors import CapacityError, RequestError
 
-UNKNOWN_RETRY_AFTER_S = 1.0
-"""Told while too little has been measured."""
+RETURNED_MEMORY: Final = 32
+"""Requests let in at their second coming after which one counts 1/e for what others are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Where a request would go, as the door sees it."""
+
+    index: int
+    num_replicas: int
+    """That share what belongs together."""
+    measured: Measured | None
+    honours_classes: bool
+    """Whether its policy lets higher classes go first."""
 
 
 class Door:
-    """Decides on the event loop, before anything is submitted."""
+    """Decides on the event loop, before anything is submitted.
 
-    def __init__(self, config: ServingConfig, room: WaitingRoom, metrics: ClassMetrics) -> None:
+    A refusal is an appointment: it says when a place will be free beside everybody who was told to come before, and
+    whoever comes then finds it kept. Half of every limit is never kept for anybody: the server is busy whoever stays
+    away.
+    """
+
+    def __init__(
+        self, config: ServingConfig, room: WaitingRoom, metrics: ClassMetrics, clock: Clock = monotonic
+    ) -> None:
+        self.book = AppointmentBook()
         self._classes = config.request_classes
         self._factor = config.scheduler.slo_refusal_factor
         self._room = room
         self._metrics = metrics
+        self._clock = clock
+        self._wait_of_returned: dict[str, float] = {}
+        """By class, seconds that those who came back were predicted to wait then."""
 
     def check(
-        self,
-        prompt_lens: Sequence[int],
-        priority: int,
-        tenant: str,
-        *,
-        replica: int,
-        num_replicas: int,
-        measured: Measured | None,
-        honours_classes: bool,
-    ) -> None:
+        self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
+    ) -> float | None:
         """Checks requests that belong together: all may come in, or none.
 
         Args:
             prompt_lens: Tokens of each prompt.
             priority: Of all of them.
             tenant: Who asks.
+            visitor: By which it is known when it comes again.
             replica: Where the first would go.
-            num_replicas: Over which they are spread.
-            measured: Of that replica.
-            honours_classes: Whether its policy lets higher classes go first.
+
+        Returns:
+            Seconds until the first token of the last of them, as predicted; None where too little has been measured.
 
         Raises:
             RequestError: They would not come in even if nothing waited.
@@ -57,39 +78,82 @@ class Door:
         except RequestError:
             self._metrics.refused(request_class, "never_fits", num_requests)
             raise
-        excess = self._room.excess(num_requests, num_tokens, request_class, tenant)
-        if excess is None and (self._factor is None or request_class.ttft_slo_s is None):
-            return
-        max_rank = request_class.rank if honours_classes else None
-        ahead = self._room.load(replicas=(replica,), max_rank=max_rank)
-        num_running_in_all = self._room.load(replicas=(replica,)).num_running
+        now = self._clock()
+        self.book.advance(now)
+        appointment = self.book.due(visitor, now)
+        limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
+        predicted_s = self.predict(prompt_lens, request_class, tenant, replica)
+        if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
+            limits.append(self._promise(request_class, predicted_s, num_requests, replica))
+        for limit in limits:
+            num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, now)
+            if limit.place.over + num_kept <= 0:
+                continue
+            self._metrics.refused(request_class, limit.name, num_requests)
+            least_s = 1.0
+            if limit.name == "slo" and predicted_s is not None and request_class.ttft_slo_s is not None:
+                least_s = predicted_s - request_class.ttft_slo_s
+            later_s = self._arrange(visitor, appointment, [each.place for each in limits], least_s, now)
+            then_s = self._wait_of_returned.get(request_class.name, predicted_s)
+            raise CapacityError(
+                limit.refusal(num_kept),
+                later_s,
+                None if predicted_s is None else 1000 * predicted_s,
+                None if then_s is None else later_s + then_s,
+            )
+        if appointment is not None:
+            self.book.keep(appointment)
+            if predicted_s is not None:
+                before_s = self._wait_of_returned.get(request_class.name, predicted_s)
+                self._wait_of_returned[request_class.name] = before_s + (predicted_s - before_s) / RETURNED_MEMORY
+        return predicted_s
 
-        def seconds(num_requests: int, num_tokens: int) -> float | None:
-            """Until so many requests of the queue have their first tokens."""
-            if measured is None:
-                return None
-            queue = Queue(num_requests, num_tokens, ahead.num_running, num_running_in_all)
-            return measured.seconds_to_first_token(queue)
+    def _arrange(
+        self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
+    ) -> int:
+        """Whole seconds after which the visitor is to come back, and is expected to if that is soon enough.
 
-        # A group is spread over the replicas.
-        share, share_tokens = -(-num_requests // num_replicas), -(-num_tokens // num_replicas)
-        estimate_s = seconds(ahead.num_waiting + share, ahead.num_waiting_tokens + share_tokens)
-        estimate_ms = None if estimate_s is None else 1000 * estimate_s
-        if excess is not None:
-            self._metrics.refused(request_class, excess.limit, num_requests)
-            drain_s = seconds(-(-excess.num_requests // num_replicas), -(-excess.num_tokens // num_replicas))
-            retry_after = UNKNOWN_RETRY_AFTER_S if drain_s is None else drain_s
-            raise CapacityError(excess.message, retry_after, estimate_ms)
-        if estimate_s is not None:
-            self._check_promise(request_class, estimate_s, num_requests)
+        Who came in time and found no room has waited already: it comes back as soon as there is one, before all others
+        that are expected later.
+        """
+        if kept is not None:
+            self.book.keep(kept)
+            over = [each.over / (each.rate or each.limit) for each in places]
+            seconds = max(1, math.ceil(max(*over, least_s)))
+        else:
+            told = self.book.remaining_s(visitor, now)
+            if told is not None:
+                return told
+            seconds = self.book.seconds_until_free(places, visitor.source, now, least_s)
+        if seconds <= HORIZON_S:
+            self.book.make(visitor, now + seconds, places)
+        return seconds
 
-    def _check_promise(self, request_class: RequestClass, estimate_s: float, num_requests: int) -> None:
+    def predict(
+        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
+    ) -> float | None:
+        """Seconds until the last of these requests would have its first token; None where too little is known."""
+        measured = replica.measured
+        if measured is None:
+            return None
+        max_rank = request_class.rank if replica.honours_classes else None
+        ahead = self._room.load(replicas=(replica.index,), max_rank=max_rank)
+        num_running = self._room.load(replicas=(replica.index,)).num_running
+        # What belongs together is spread over the replicas.
+        num_requests, num_tokens = (-(-each // replica.num_replicas) for each in (len(prompt_lens), sum(prompt_lens)))
+        queue = Queue(
+            ahead.num_waiting + num_requests, ahead.num_waiting_tokens + num_tokens, ahead.num_running, num_running
+        )
+        return measured.seconds_to_first_token(queue)
+
+    def _promise(self, request_class: RequestClass, predicted_s: float, num_requests: int, replica: Replica) -> Limit:
+        """What was promised to the class as a limit like the others: on milliseconds of waiting."""
         promised_s = request_class.ttft_slo_s
         assert promised_s is not None and self._factor is not None
-        if estimate_s <= promised_s * self._factor:
-            return
-        self._metrics.refused(request_class, "slo", num_requests)
-        place = f"request_classes.{request_class.name}.ttft_slo_s, scheduler_config.slo_refusal_factor"
-        limit = f"{promised_s:g} s times {self._factor:g} ({place})"
-        message = f"the first token is expected in {estimate_s:.1f} s, more than {limit}"
-        raise CapacityError(message, estimate_s - promised_s, 1000 * estimate_s)
+        most_ms, predicted_ms = round(1000 * promised_s * self._factor), math.ceil(1000 * predicted_s)
+        num_waiting = self._room.load(replicas=(replica.index,)).num_waiting
+        own_ms = predicted_ms * num_requests // (num_waiting + num_requests)
+        place = Place(f"promise {request_class.name}", predicted_ms - own_ms, most_ms, own_ms, 1000.0)
+        key = f"request_classes.{request_class.name}.ttft_slo_s, scheduler_config.slo_refusal_factor"
+        most = f"{promised_s:g} s times {self._factor:g}"
+        return Limit("slo", key, place, f"the first token is expected in {predicted_s:.1f} s, more than {most}")

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass
+from llm_serving.engine.appointments import Place
+from llm_serving.engine.drain_rate import DrainRate
 from llm_serving.errors import ContextLengthError, RequestError
 
 
@@ -30,31 +33,34 @@ class Tally:
         return self
 
 
-class Excess(NamedTuple):
-    """Which limit has no room, and what must leave the queue before it has."""
+class Limit(NamedTuple):
+    """One limit as it stands for requests that want to come in together."""
 
-    limit: str
-    """One of `LIMITS`."""
-    message: str
-    num_requests: int
-    num_tokens: int
-
-
-class _Limit(NamedTuple):
     name: str
-    place: str
-    """Key of the YAML."""
-    whose: str
-    """Inserted into "places ... in the queue"; empty for the whole queue."""
-    num_waiting: int
-    limit: int
+    """One of `LIMITS`."""
+    key: str
+    """Of the YAML."""
+    place: Place
+    message: str
+    """What stands in the way when there is no room."""
+    needed: str = ""
+
+    def refusal(self, num_kept: int) -> str:
+        """Why there is no room for somebody who has to leave so much to those with appointments."""
+        kept = f" and {num_kept} kept for those who were told to come now" if self.place.over <= 0 else ""
+        return f"{self.message}{kept} ({self.key}){self.needed}"
 
 
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 
 
+_QUEUE: Final = "queue"
+"""Name of the place that all requests share."""
+
+
 class _Entry(NamedTuple):
     tally: Tally
+    class_name: str
     tenant: str
     num_tokens: int
 
@@ -66,7 +72,7 @@ class WaitingRoom:
     ends. Limits hold for all replicas together.
     """
 
-    def __init__(self, config: ServingConfig) -> None:
+    def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
         self._max_requests = config.scheduler.max_waiting_queue
         self._max_tokens = config.scheduler.max_waiting_tokens
         self._max_of_tenant = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
@@ -74,8 +80,16 @@ class WaitingRoom:
         self._tallies: dict[tuple[int, str], Tally] = {}
         """By replica and class."""
         self._waiting: dict[str, _Entry] = {}
-        self._running: dict[str, Tally] = {}
+        self._running: dict[str, _Entry] = {}
         self._waiting_of_tenant: Counter[str] = Counter()
+        self._clock = clock
+        self._rates: dict[str, DrainRate] = {_QUEUE: DrainRate()}
+        """By name of a place: the queue, and those classes and tenants that have a limit of their own."""
+        for each in config.request_classes:
+            if each.max_waiting is not None:
+                self._rates[_class_place(each.name)] = DrainRate()
+        for tenant in self._max_of_tenant:
+            self._rates[_tenant_place(tenant)] = DrainRate()
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -84,22 +98,26 @@ class WaitingRoom:
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
         tally.num_waiting += 1
         tally.num_waiting_tokens += num_tokens
-        self._waiting[request_id] = _Entry(tally, tenant, num_tokens)
+        entry = self._waiting[request_id] = _Entry(tally, request_class.name, tenant, num_tokens)
         self._waiting_of_tenant[tenant] += 1
+        self._note_who_waits(entry)
 
     def start(self, request_id: str) -> None:
         """The request waits no longer; one that has ended already is left alone."""
         entry = self._take(request_id)
         if entry is not None:
             entry.tally.num_running += 1
-            self._running[request_id] = entry.tally
+            self._running[request_id] = entry
 
     def leave(self, request_id: str) -> None:
         """The request has ended or is given up; twice changes nothing."""
         self._take(request_id)
-        tally = self._running.pop(request_id, None)
-        if tally is not None:
-            tally.num_running -= 1
+        entry = self._running.pop(request_id, None)
+        if entry is not None:
+            entry.tally.num_running -= 1
+            now = self._clock()
+            for rate in self._rates_of(entry):
+                rate.ended(now)
 
     def _take(self, request_id: str) -> _Entry | None:
         entry = self._waiting.pop(request_id, None)
@@ -107,9 +125,22 @@ class WaitingRoom:
             entry.tally.num_waiting -= 1
             entry.tally.num_waiting_tokens -= entry.num_tokens
             self._waiting_of_tenant[entry.tenant] -= 1
+            self._note_who_waits(entry)
             if self._waiting_of_tenant[entry.tenant] == 0:
                 del self._waiting_of_tenant[entry.tenant]
         return entry
+
+    def _note_who_waits(self, entry: _Entry) -> None:
+        now = self._clock()
+        self._rates[_QUEUE].waits(now, bool(self._waiting))
+        if (rate := self._rates.get(_class_place(entry.class_name))) is not None:
+            rate.waits(now, self.class_load(entry.class_name).num_waiting > 0)
+        if (rate := self._rates.get(_tenant_place(entry.tenant))) is not None:
+            rate.waits(now, self._waiting_of_tenant[entry.tenant] > 0)
+
+    def _rates_of(self, entry: _Entry) -> list[DrainRate]:
+        names = (_QUEUE, _class_place(entry.class_name), _tenant_place(entry.tenant))
+        return [self._rates[name] for name in names if name in self._rates]
 
     # --- questions --------------------------------------------------------------------------------------------------
 
@@ -132,40 +163,53 @@ class WaitingRoom:
 
     def check_group(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> None:
         """Raises RequestError for requests that, asked for together, would not fit even if nothing waited."""
-        for limit in self._request_limits(request_class, tenant):
-            if num_requests > limit.limit:
-                rule = f"must ask for at most {limit.limit} answers at once ({limit.place})"
+        for limit in self._request_limits(num_requests, request_class, tenant):
+            if num_requests > limit.place.limit:
+                rule = f"must ask for at most {limit.place.limit} answers at once ({limit.key})"
                 raise RequestError("n", rule, num_requests)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             rule = f"must be, once for each answer, at most {self._max_tokens} tokens"
             raise ContextLengthError("prompt", f"{rule} (scheduler_config.max_waiting_tokens)", num_tokens)
 
-    def excess(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> Excess | None:
-        """What is in the way of so many more requests with so many prompt tokens together; None: nothing."""
-        total = self.load()
-        mean = total.num_waiting_tokens / max(1, total.num_waiting)
-        for name, place, whose, num_waiting, limit in self._request_limits(request_class, tenant):
-            over = num_waiting + num_requests - limit
-            if over > 0:
-                taken = f"{num_waiting} of {limit} places{whose} in the queue are taken ({place})"
-                return Excess(name, f"{taken}; {num_requests} needed", over, round(over * mean))
-        if self._max_tokens is None:
-            return None
-        over = total.num_waiting_tokens + num_tokens - self._max_tokens
-        if over <= 0:
-            return None
-        taken = f"{total.num_waiting_tokens} of {self._max_tokens} prompt tokens wait in the queue"
-        message = f"{taken} (scheduler_config.max_waiting_tokens); {num_tokens} needed"
-        return Excess("max_waiting_tokens", message, -(-over // max(1, round(mean))), over)
-
-    def _request_limits(self, request_class: RequestClass, tenant: str) -> list[_Limit]:
-        place = "scheduler_config.max_waiting_queue"
-        limits = [_Limit("max_waiting_queue", place, "", len(self._waiting), self._max_requests)]
-        if request_class.max_waiting is not None:
-            name = request_class.name
-            place, waiting = f"request_classes.{name}.max_waiting", self.class_load(name).num_waiting
-            limits.append(_Limit("class_max_waiting", place, f" of class {name}", waiting, request_class.max_waiting))
-        if tenant in self._max_of_tenant:
-            place, waiting = f"api_keys.{tenant}.max_waiting", self._waiting_of_tenant[tenant]
-            limits.append(_Limit("key_max_waiting", place, f" of {tenant}", waiting, self._max_of_tenant[tenant]))
+    def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[Limit]:
+        """All that so many more requests with so many prompt tokens together must keep within."""
+        limits = self._request_limits(num_requests, request_class, tenant)
+        if self._max_tokens is not None:
+            total, rate = self.load(), limits[0].place.rate
+            mean = total.num_waiting_tokens / max(1, total.num_waiting)
+            rate = None if rate is None or mean == 0 else rate * mean
+            place = Place("tokens", total.num_waiting_tokens, self._max_tokens, num_tokens, rate)
+            message = f"{place.taken} of {place.limit} prompt tokens wait in the queue"
+            key = "scheduler_config.max_waiting_tokens"
+            limits.append(Limit("max_waiting_tokens", key, place, message, f"; {num_tokens} needed"))
         return limits
+
+    def _request_limits(self, num_requests: int, request_class: RequestClass, tenant: str) -> list[Limit]:
+        place = self._place(_QUEUE, len(self._waiting), self._max_requests, num_requests)
+        limits = [_limit("max_waiting_queue", "scheduler_config.max_waiting_queue", place)]
+        if (most := request_class.max_waiting) is not None:
+            name = request_class.name
+            place = self._place(_class_place(name), self.class_load(name).num_waiting, most, num_requests)
+            limits.append(
+                _limit("class_max_waiting", f"request_classes.{name}.max_waiting", place, f" of class {name}")
+            )
+        if (most := self._max_of_tenant.get(tenant)) is not None:
+            place = self._place(_tenant_place(tenant), self._waiting_of_tenant[tenant], most, num_requests)
+            limits.append(_limit("key_max_waiting", f"api_keys.{tenant}.max_waiting", place, f" of {tenant}"))
+        return limits
+
+    def _place(self, name: str, taken: int, limit: int, amount: int) -> Place:
+        return Place(name, taken, limit, amount, self._rates[name].per_second(self._clock()))
+
+
+def _limit(name: str, key: str, place: Place, whose: str = "") -> Limit:
+    message = f"{place.taken} of {place.limit} places{whose} in the queue are taken"
+    return Limit(name, key, place, message, f"; {place.amount} needed")
+
+
+def _class_place(name: str) -> str:
+    return f"class {name}"
+
+
+def _tenant_place(name: str) -> str:
+    return f"key {name}"

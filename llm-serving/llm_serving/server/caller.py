@@ -33,6 +33,10 @@ class Caller:
     """What is noted of the HTTP request it came with."""
     deadline: float | None = None
     """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
+    source: str = ""
+    """Who answers for the request: the name of an API key, or the address it came from."""
+    idempotency_key: str = ""
+    """What the client sends again when it sends the same request again, if it does such a thing."""
 
     @property
     def exchange(self) -> Exchange | None:
@@ -63,7 +67,9 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
     tenant = user if key is None else key.name
     if note is not None:
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
-    return Caller(priority, tenant, cache_salt, note, deadline)
+    address = "" if http_request.client is None else http_request.client.host
+    again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
+    return Caller(priority, tenant, cache_salt, note, deadline, address if key is None else key.name, again)
 
 
 class Ceiling(NamedTuple):

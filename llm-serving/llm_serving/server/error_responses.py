@@ -38,6 +38,9 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
 """(error, type, code) of the OpenAI body; the first that fits."""
 
 UNAVAILABLE_RETRY_AFTER_S = 5.0
+PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
+"""Milliseconds to the first token, as predicted: of a request let in, from the door on; of one refused, from now on if
+it is sent again after `Retry-After`."""
 
 
 def json_response(content: object, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
@@ -81,7 +84,8 @@ def legacy_error_response(error: LLMServingError) -> Response:
 
 
 def error_headers(error: LLMServingError) -> dict[str, str]:
-    """What helps the client to go on: when to retry and how long the queue is, or how to show a key.
+    """What helps the client to go on: when to retry, when its first token is expected then and how long the queue is,
+    or how to show a key.
 
     The connection is closed where the body was not read to the end.
     """
@@ -91,6 +95,8 @@ def error_headers(error: LLMServingError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(UNAVAILABLE_RETRY_AFTER_S if seconds is None else seconds)))
     if isinstance(error, CapacityError) and error.queue_estimate_ms is not None:
         headers["x-queue-estimate-ms"] = str(math.ceil(error.queue_estimate_ms))
+    if isinstance(error, CapacityError) and error.predicted_s is not None:
+        headers[PREDICTED_TTFT_HEADER] = str(math.ceil(1000 * error.predicted_s))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = 'Bearer realm="llm-serving"'
     if error.http_status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):

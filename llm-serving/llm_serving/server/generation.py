@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +14,12 @@ from typing import Final, NamedTuple
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
+from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
 from llm_serving.server.sampling import with_choice_seed
 from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
@@ -45,6 +50,12 @@ class Generation:
     def num_streams(self) -> int:
         """How many of the pieces are the last one of their choice, where all choices are told."""
         return len(self._streams)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What is known of the answer before it begins: when its first token is expected, counted from the door."""
+        predicted = [stream.predicted_s for stream in self._streams if stream.predicted_s is not None]
+        return {PREDICTED_TTFT_HEADER: str(math.ceil(1000 * max(predicted)))} if predicted else {}
 
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Every piece of every choice; iterate once."""
@@ -123,9 +134,10 @@ async def start_generation(
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
-    if len(prompts) * choices.best_of > 1:
-        prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
-        engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant)
+    prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
+    visitor, admission = _visitor(caller, prompts, samplings), None
+    if len(prompt_lens) > 1:
+        admission = engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor)
     select: Select | None = None
     if choices.beams is not None:
         samplings = [replace(sampling, temperature=0.0) for sampling in samplings]
@@ -150,6 +162,8 @@ async def start_generation(
                     deadline=caller.deadline,
                     fork_of=first,
                     beam_search=choices.beams,
+                    visitor=visitor,
+                    admission=admission,
                 )
                 first = first or stream
                 streams.append(stream)
@@ -163,6 +177,15 @@ async def start_generation(
         note.streams_per_prompt = len(streams) // len(prompts)
         note.outputs = generation.newest
     return generation
+
+
+def _visitor(caller: Caller, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Visitor:
+    """The same for the same request of the same client, whatever random seed it was given."""
+    who = "\0".join((caller.tenant, caller.cache_salt, caller.idempotency_key, str(caller.priority)))
+    key = hashlib.blake2b(who.encode("utf-8", "replace"), digest_size=16)
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        key.update(array("q", (len(prompt), sampling.max_tokens, *prompt)).tobytes())
+    return Visitor(caller.source, key.digest())
 
 
 def raise_on_error(output: RequestOutput) -> None:

@@ -1,0 +1,300 @@
+"""Those who were told to come back, and when: a refusal is an appointment.
+
+Retry-After is all that ordinary clients heed, so nothing is handed out: who comes back is known by asking the same
+again from the same place (`Visitor`). Nothing rests on anybody's word. An appointment that is not kept is forgotten
+after `GRACE_S`, a source that keeps few of its appointments has them counted for little, none may book the whole of
+what the server can do, and the book has a fixed size. It is not saved: with the process its queue is gone too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+HORIZON_S: Final = 120
+"""Clients in use wait no longer than this; whoever would have to gets no appointment."""
+GRACE_S: Final = 1.0
+"""After its time an appointment holds so long."""
+EARLY_S: Final = 0.05
+"""And before."""
+BOOKED_SHARE: Final = 0.9
+"""Of what the server has done lately; the rest makes up for times in which it does less, and is for newcomers."""
+MAX_APPOINTMENTS: Final = 1 << 15
+MAX_OF_VISITOR: Final = 16
+"""Outstanding appointments for one and the same request of one source."""
+MAX_SOURCES: Final = 1 << 12
+"""Remembered beside those with appointments outstanding."""
+SHARE_OF_ONE: Final = 0.95
+"""Of what is booked, for a source that is alone in the book ..."""
+SHARE_AMONG_OTHERS: Final = 0.5
+"""... and for one that is not."""
+MIN_OF_SOURCE: Final = 16
+"""Outstanding appointments from which on a source is held to its share."""
+LEAST_WEIGHT: Final = 0.05
+"""Of an appointment whose source has kept none."""
+_MEMORY: Final = 32
+"""Appointments of a source after which one counts 1/e."""
+_BUCKETS_PER_S: Final = 4
+_NUM_BUCKETS: Final = 512
+"""Enough for the horizon, the grace and the one that is under way."""
+_ARANGE: Final = np.arange(_NUM_BUCKETS)
+_FUTURE: Final = _BUCKETS_PER_S * (HORIZON_S + 2)
+_BUCKET_ENDS_S: Final = (_ARANGE[:_FUTURE] + 1) / _BUCKETS_PER_S
+
+
+class Visitor(NamedTuple):
+    """Who asks for what. The same again: the same client with the same request, as far as anybody can tell."""
+
+    source: str = ""
+    """Who answers for it: the name of an API key, or an address."""
+    key: bytes = b""
+    """Of the request; empty: it cannot be recognized, and gets no appointment."""
+
+
+class Place(NamedTuple):
+    """A limit at the door as it stands for one request."""
+
+    name: str
+    """Of the limit, and of whoever it is for."""
+    taken: int
+    limit: int
+    amount: int
+    """Of it, that the request needs."""
+    rate: float | None
+    """Of it, that gets free in a second while somebody waits; None: not known."""
+
+    @property
+    def over(self) -> int:
+        """By how much it would exceed the limit, whoever has appointments."""
+        return self.taken + self.amount - self.limit
+
+    @property
+    def most_kept(self) -> int:
+        """Of it, that is kept for appointments at most: so newcomers always find the other half."""
+        return self.limit // 2
+
+
+@dataclass(eq=False, slots=True)
+class Appointment:
+    visitor: Visitor
+    due: float
+    amounts: Mapping[str, int]
+    """By name of a place."""
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Source:
+    kept: float
+    """Share of its appointments that it keeps."""
+    weight: float
+    """What its appointments count: that share, when it had last changed by half."""
+    outstanding: set[Appointment] = field(default_factory=set)
+    is_large: bool = False
+    """Whether it is held to its share."""
+
+
+class AppointmentBook:
+    """How much is expected of whom in every quarter of a second, for each place at the door.
+
+    Times are seconds on one clock that never goes back.
+    """
+
+    def __init__(self) -> None:
+        self.num_kept = 0
+        """Appointments whose visitor came in time, let in or not."""
+        self.num_missed = 0
+        """Appointments whose visitor did not."""
+        self._expected: dict[str | tuple[str, str], NDArray[np.float64]] = {}
+        """By place, in a ring of buckets: of it, what is expected then; also by (place, source) for large ones."""
+        self._by_visitor: dict[Visitor, list[Appointment]] = {}
+        """Ascending by time."""
+        self._sources: OrderedDict[str, _Source] = OrderedDict()
+        self._kept = 1.0
+        """Share of all appointments that is kept."""
+        self._expiries: list[tuple[float, int, Appointment]] = []
+        self._order = itertools.count()
+        self._num_outstanding = 0
+
+    def __len__(self) -> int:
+        return self._num_outstanding
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Strikes out what has expired; call it before anything is asked."""
+        while self._expiries and self._expiries[0][0] <= now:
+            appointment = heapq.heappop(self._expiries)[2]
+            if not appointment.over:
+                self.num_missed += 1
+                self._end(appointment, came=False)
+
+    def make(self, visitor: Visitor, due: float, places: Sequence[Place]) -> None:
+        """Expects the visitor at `due`, at most `HORIZON_S` ahead, in all the places it needs.
+
+        Nothing is written for a visitor that cannot be recognized, that has enough appointments, or beyond the size of
+        the book.
+        """
+        own = self._by_visitor.get(visitor, ())
+        if not visitor.key or len(own) >= MAX_OF_VISITOR or self._num_outstanding >= MAX_APPOINTMENTS:
+            return
+        source = self._source(visitor.source)
+        amounts = {place.name: place.amount for place in places}
+        appointment = Appointment(visitor, due, amounts)
+        source.outstanding.add(appointment)
+        self._num_outstanding += 1
+        self._by_visitor[visitor] = sorted((*own, appointment), key=lambda each: each.due)
+        self._expect(appointment, source.weight)
+        if len(source.outstanding) == MIN_OF_SOURCE and not source.is_large:
+            source.is_large = True
+            self._hold_to_its_share(visitor.source, source)
+        heapq.heappush(self._expiries, (due + GRACE_S, next(self._order), appointment))
+
+    def keep(self, appointment: Appointment) -> None:
+        """Its visitor has come in time."""
+        self.num_kept += 1
+        self._end(appointment, came=True)
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def due(self, visitor: Visitor, now: float) -> Appointment | None:
+        """The appointment that the visitor keeps by coming now."""
+        own = self._by_visitor.get(visitor)
+        return own[0] if own and own[0].due - EARLY_S <= now else None
+
+    def remaining_s(self, visitor: Visitor, now: float) -> int | None:
+        """Whole seconds to its last appointment, of a visitor that gets no further one."""
+        own = self._by_visitor.get(visitor, [])
+        return max(1, math.ceil(own[-1].due - now)) if len(own) >= MAX_OF_VISITOR else None
+
+    def num_kept_free(self, place: Place, now: float) -> int:
+        """Of the place, what a newcomer must leave to those who are expected before it would be out of the way."""
+        expected = self._expected.get(place.name)
+        if expected is None or place.most_kept == 0:
+            return 0
+        until_s = HORIZON_S if place.rate is None else min(HORIZON_S, place.limit / place.rate)
+        first, last = self._bucket(now - GRACE_S), self._bucket(now + until_s)
+        num = float(expected[(first + _ARANGE[: last - first + 1]) % _NUM_BUCKETS].sum())
+        return min(place.most_kept, math.ceil(num - 1e-6))
+
+    def seconds_until_free(self, places: Sequence[Place], source: str, now: float, least_s: float = 1.0) -> int:
+        """Whole seconds, at least `least_s` and one, after which all places have room for one more.
+
+        Each place gets free at its rate; newcomers fill what is not kept, and of what is kept those who are expected
+        may take half, so that a slower second turns nobody away. More than `HORIZON_S` means: longer than that.
+        """
+        seconds = max(1, math.ceil(least_s - 0.001))
+        feasible = np.ones(_FUTURE, bool)
+        own = self._sources.get(source)
+        alone = own is None or len(own.outstanding) == self._num_outstanding
+        share = SHARE_OF_ONE if alone else SHARE_AMONG_OTHERS
+        for place in places:
+            rate = BOOKED_SHARE * (place.rate or max(1.0, place.limit / 2))
+            taken = max(0, place.taken - (place.limit - place.most_kept))
+            feasible &= self._has_room(place.name, taken, place, rate, now)
+            if (place.name, source) in self._expected:
+                feasible &= self._has_room((place.name, source), 0, place, share * rate, now)
+        candidates = feasible[_BUCKETS_PER_S * seconds :: _BUCKETS_PER_S][: max(0, HORIZON_S + 1 - seconds)]
+        return seconds + int(candidates.argmax()) if candidates.any() else max(seconds, HORIZON_S + 1)
+
+    def _has_room(
+        self, name: str | tuple[str, str], taken: int, place: Place, rate: float, now: float
+    ) -> NDArray[np.bool_]:
+        """For each bucket from the one under way on, whether one more may be expected in it."""
+        level = taken + self._expected_until(name, now) - _BUCKET_ENDS_S * rate
+        level -= np.minimum(np.minimum.accumulate(level), 0.0)  # nobody saves up what nobody takes
+        # There is room in a bucket if there is in all that follow, up to the first by which everybody has left.
+        next_full = _next(level + place.amount > max(place.most_kept / 2, place.amount))
+        return np.logical_or(next_full == _FUTURE, _next(level <= 0.0) < next_full)
+
+    def _expected_until(self, name: str | tuple[str, str], now: float) -> NDArray[np.float64]:
+        """What is expected by the end of each bucket from the one under way on, those who are late included."""
+        expected = self._expected.get(name)
+        if expected is None:
+            return np.zeros(_FUTURE)
+        first = self._bucket(now)
+        ahead: NDArray[np.float64] = expected[(first + _ARANGE[:_FUTURE]) % _NUM_BUCKETS]
+        late = self._bucket(now - GRACE_S)
+        ahead[0] += expected[(late + _ARANGE[: first - late]) % _NUM_BUCKETS].sum()
+        return np.cumsum(ahead)
+
+    # --- the ring ---------------------------------------------------------------------------------------------------
+
+    def _end(self, appointment: Appointment, came: bool) -> None:
+        appointment.over = True
+        visitor = appointment.visitor
+        own = self._by_visitor[visitor]
+        own.remove(appointment)
+        if not own:
+            del self._by_visitor[visitor]
+        source = self._source(visitor.source)
+        source.outstanding.remove(appointment)
+        self._expect(appointment, -source.weight)
+        source.kept += (came - source.kept) / _MEMORY
+        self._kept += (came - self._kept) / _MEMORY
+        self._num_outstanding -= 1
+        self._reweigh(source)
+        if not source.outstanding and source.is_large:
+            source.is_large = False
+            for name in [each for each in self._expected if isinstance(each, tuple) and each[1] == visitor.source]:
+                del self._expected[name]
+        if self._num_outstanding == 0:
+            self._expected.clear()  # and with it what rounding has left
+
+    def _reweigh(self, source: _Source) -> None:
+        """Follows what a source has come to; by halves, so that a long list is gone through a few times only."""
+        weight = max(LEAST_WEIGHT, source.kept)
+        if source.weight / 2 < weight < source.weight * 2 and weight < 1.0 - 1.0 / _MEMORY:
+            return
+        if weight != source.weight:
+            for appointment in source.outstanding:
+                self._expect(appointment, weight - source.weight)
+            source.weight = weight
+
+    def _expect(self, appointment: Appointment, weight: float) -> None:
+        bucket, source = self._bucket(appointment.due) % _NUM_BUCKETS, appointment.visitor.source
+        for name, amount in appointment.amounts.items():
+            self._ring(name)[bucket] += weight * amount
+            if (name, source) in self._expected:
+                self._expected[name, source][bucket] += weight * amount
+
+    def _ring(self, name: str | tuple[str, str]) -> NDArray[np.float64]:
+        if name not in self._expected:
+            self._expected[name] = np.zeros(_NUM_BUCKETS)
+        return self._expected[name]
+
+    def _hold_to_its_share(self, name: str, source: _Source) -> None:
+        """Begins to count what is expected of a source that has become large."""
+        for appointment in source.outstanding:
+            for place, amount in appointment.amounts.items():
+                self._ring((place, name))[self._bucket(appointment.due) % _NUM_BUCKETS] += source.weight * amount
+
+    def _source(self, name: str) -> _Source:
+        source = self._sources.get(name)
+        if source is None:
+            source = self._sources[name] = _Source(self._kept, max(LEAST_WEIGHT, self._kept))
+            if len(self._sources) > MAX_SOURCES:
+                idle = next((each for each, of in self._sources.items() if not of.outstanding), None)
+                if idle is not None and idle != name:
+                    del self._sources[idle]
+        else:
+            self._sources.move_to_end(name)
+        return source
+
+    @staticmethod
+    def _bucket(time: float) -> int:
+        return math.floor(time * _BUCKETS_PER_S)
+
+
+def _next(marks: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For each index the first from it on that is marked; the length where none is."""
+    found = np.where(marks, _ARANGE[: len(marks)], len(marks))
+    return np.minimum.accumulate(found[::-1])[::-1]

@@ -1,0 +1,94 @@
+"""Refusals under competition, on a virtual clock: who is told what, and who gets in."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
+from refused_load import Client, World, capacity, outcome, shipped_clients
+
+SLOTS, PLACES, SECONDS = 16, 48, 4.0
+
+
+@cache
+def most() -> float:
+    return capacity(num=300, slots=SLOTS)
+
+
+def at_twice_the_capacity(seed: int = 1, **changes) -> list[Client]:
+    return [replace(client, **changes) for client in shipped_clients(2 * most(), SECONDS, seed)]
+
+
+@cache
+def world_at_twice_the_capacity() -> World:
+    world = World(at_twice_the_capacity(), slots=SLOTS, places=PLACES)
+    world.run()
+    return world
+
+
+def test_at_twice_the_capacity_those_who_obey_get_in_the_first_time() -> None:
+    world = world_at_twice_the_capacity()
+    clients, result = world.clients, outcome(world.clients)
+    assert result.num_obeyed > len(clients) / 3, "the load is no competition"
+    assert all(client.first_token is not None for client in clients)
+    assert result.first_time_share >= 0.8
+    assert result.most_told <= 6
+    assert world.most_waiting <= PLACES
+    # It was busy to the end: nobody was told to come long after there was room.
+    assert world.clock.now < 1.5 * len(clients) / most()
+
+
+def test_what_is_predicted_comes_true() -> None:
+    result = outcome([client for client in world_at_twice_the_capacity().clients if client.arrives > 0.5])
+    assert result.returned.num > 300 and result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
+    assert result.accepted.num > 500 and result.accepted.median_error <= 0.25
+
+
+def test_appointments_that_nobody_keeps_lock_nobody_out() -> None:
+    liars = [replace(c, source="10.0.0.66", obeys=False) for c in at_twice_the_capacity()]
+    honest = shipped_clients(0.5 * most(), SECONDS, 7, first=100_000)
+    world = World([*liars, *honest], slots=SLOTS, places=PLACES)
+    world.run()
+    result = outcome(honest)
+    assert all(client.first_token is not None for client in honest)
+    assert result.first_time_share >= 0.8
+    # Busy throughout, with newcomers in the places of those who stay away.
+    in_time = sum(c.first_token is not None and c.first_token < SECONDS for c in (*liars, *honest))
+    assert in_time > 0.85 * most() * SECONDS
+
+
+def test_who_asks_again_at_once_has_nothing_of_it() -> None:
+    """Half of the clients ask every tenth of a second until they are let in."""
+    honest = at_twice_the_capacity()
+    world = World(honest, slots=SLOTS, places=PLACES)
+    hammers = [replace(c, number=100_000 + c.number, source="10.0.0.66") for c in itertools.islice(honest, 40)]
+
+    def hammer(client: Client) -> None:
+        if client.let_in is None:
+            told = len(client.told)
+            client.obeys = False
+            world._ask(client)
+            if len(client.told) > told and world.clock.now < 2 * SECONDS:
+                world.at(world.clock.now + 0.1, lambda: hammer(client))
+
+    for client in hammers:
+        world.at(1.0 + client.arrives, lambda client=client: hammer(client))
+    world.run()
+    assert outcome(honest).first_time_share >= 0.8
+    assert all(client.first_token is not None for client in honest)
+
+
+def test_a_class_with_places_of_its_own_has_appointments_of_its_own() -> None:
+    clients = at_twice_the_capacity()
+    for client in clients[::2]:
+        client.fields["priority"] = 1
+    world = World(clients, slots=SLOTS, places=PLACES, config={"request_classes": classes_with_places_for_batch(16)})
+    world.run()
+    assert all(client.first_token is not None for client in clients)
+    assert outcome(clients[1::2]).first_time_share >= 0.8
+
+
+def classes_with_places_for_batch(places: int) -> tuple[RequestClass, ...]:
+    return tuple(replace(each, max_waiting=places) if each.name == "batch" else each for each in DEFAULT_CLASSES)

@@ -1,0 +1,335 @@
+"""A server beyond its capacity under a virtual clock: who is refused, who comes back when, and what was predicted.
+
+Door, scheduler and engine are the shipping ones. A step takes a fixed time and some more for each token, both times a
+random factor; clients come by a Poisson process, ask for as many tokens as the questions of the demo model are answered
+with, and do what `Retry-After` says, or something worse.
+
+    python tests/refused_load.py --seconds 30 --load 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from fakes import DEMO_FOLDER
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.appointments import Visitor
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from llm_serving.errors import CapacityError
+from simulated_agent import Clock
+from word_tokenizer import WordTokenizer
+
+MODEL: Any = SimpleNamespace(vocab_size=1000, eos_token_ids=())
+TOKENIZER: Any = WordTokenizer()
+CHARACTERS_A_TOKEN = 3.3
+STEP_S, TOKEN_S = 0.003, 0.0001
+ROUND_TRIP_S = 0.002
+
+
+@dataclass(eq=False)
+class Client:
+    """One question, asked until it is let in or given up."""
+
+    number: int
+    arrives: float
+    num_prompt: int
+    num_output: int
+    source: str = "10.0.0.1"
+    obeys: bool = True
+    """Or never comes back."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """For `AsyncEngine.generate`."""
+    told: list[float] = field(default_factory=list)
+    """Seconds of each `Retry-After`."""
+    promised_s: float | None = None
+    """At its first refusal: until its first token."""
+    let_in: float | None = None
+    predicted_s: float | None = None
+    """When it was let in: until its first token."""
+    first_token: float | None = None
+
+    @property
+    def real_s(self) -> float:
+        """From being let in to the first token."""
+        assert self.first_token is not None and self.let_in is not None
+        return self.first_token - self.let_in
+
+
+class World:
+    """One server and its clients.
+
+    Args:
+        clients: Who asks first when; any order.
+        slots: Requests that run at once.
+        places: Requests that may wait.
+        noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
+        scheduler: Further settings.
+    """
+
+    def __init__(
+        self,
+        clients: Iterable[Client],
+        *,
+        slots: int = 32,
+        places: int = 64,
+        seed: int = 1,
+        noise: float = 0.1,
+        config: dict[str, Any] | None = None,
+        **scheduler: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.clients = sorted(clients, key=lambda client: client.arrives)
+        self.most_waiting = 0
+        self.token_times: list[float] = []
+        self._rng = random.Random(seed)
+        self._noise = noise
+        self._speed, self._speed_until = 1.0, 0.0
+        self._ready = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._by_request: dict[str, Client] = {}
+        served = ServingConfig(
+            model=ModelConfig(max_generate_length=1024, decode_batch_size=slots),
+            scheduler=SchedulerConfig(max_waiting_queue=places, **scheduler),
+            **(config or {}),
+        )
+        metrics = Metrics(classes=served.request_classes)
+        self.master = AsyncEngine(
+            served, MODEL, TOKENIZER, metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
+        )
+        self.master._loop = _Now()  # type: ignore[assignment]
+        self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
+        self.engine._clock = self.engine._processor._clock = self.clock
+        self.engine.on_started = self.master._publish_started
+        self.master._engines[0] = self.engine
+        for client in self.clients:
+            self.at(client.arrives, lambda client=client: self._ask(client))
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), act))
+
+    def run(self, until: float = math.inf) -> None:
+        """Goes on until nothing is left to do, or to the time given."""
+        while self.clock.now < until:
+            if self.engine.has_unfinished_requests:
+                self.engine.step()
+            elif self._events:
+                self.pass_time(self._events[0][0])
+            else:
+                break
+
+    def pass_time(self, until: float) -> None:
+        """What clients do until then is done at its time."""
+        while self._events and self._events[0][0] <= until:
+            time, _, act = heapq.heappop(self._events)
+            self.clock.now = max(self.clock.now, time)
+            act()
+        self.clock.now = max(self.clock.now, until)
+
+    def seconds_of(self, num_tokens: int) -> float:
+        now, rng = self.clock.now, self._rng
+        if now >= self._speed_until:
+            self._speed, self._speed_until = rng.lognormvariate(0.0, self._noise), now + 0.5
+        return (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
+
+    def _ask(self, client: Client) -> None:
+        now = self.clock.now
+        prompt = [3 + client.number % 900] + [5] * (client.num_prompt - 1)
+        visitor = Visitor(client.source, client.number.to_bytes(8, "big"))
+        sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
+        try:
+            stream = self.master.generate(
+                prompt, sampling, request_id=str(client.number), visitor=visitor, **client.fields
+            )
+        except CapacityError as refusal:
+            assert refusal.retry_after is not None and refusal.retry_after >= 1
+            if client.promised_s is None and refusal.predicted_s is not None:
+                client.promised_s = refusal.predicted_s
+            client.told.append(refusal.retry_after)
+            if client.obeys:
+                later = now + refusal.retry_after + self._rng.uniform(0.0, ROUND_TRIP_S)
+                self.at(later, lambda: self._ask(client))
+            return
+        client.let_in, client.predicted_s = now, stream.predicted_s
+        self._by_request[stream.request_id] = client
+        self.most_waiting = max(self.most_waiting, self.master.num_waiting)
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        for piece in pieces:
+            client = self._by_request[piece.request_id]
+            self.token_times += [self.clock.now] * len(piece.token_ids)
+            if piece.token_ids and client.first_token is None:
+                client.first_token = self.clock.now
+        self.master._publish(pieces)
+
+
+class _Now:
+    """An event loop for what is to be done at once."""
+
+    def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
+        callback(argument)
+
+
+class _Device(LocalExecutor):
+    """Runs two steps ahead; the time of a step passes when it is waited for."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, world: World) -> None:
+        super().__init__(self)
+        self._world = world
+        self._ready = 0.0
+        self._due: list[float] = []
+
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        super().submit(step, announce_ending)
+        self._ready = max(self._ready, self._world.clock.now) + self._world.seconds_of(len(step.token_ids))
+        self._due.append(self._ready)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self._world.pass_time(self._due.pop(0))
+        tokens = np.full(len(step.sample_rows), 7, np.int32)
+        empty = np.zeros((len(tokens), 0))
+        return StepOutput(
+            step.step, tokens, np.zeros(len(tokens), np.float32), empty.astype(np.int32), empty.astype(np.float32)
+        )
+
+
+# --- the shipped load -------------------------------------------------------------------------------------------------
+
+
+def shipped_lengths(seed: int) -> list[tuple[int, int]]:
+    """(prompt, answer) of the demo model's questions in about tokens, in random order."""
+    questions = json.loads((DEMO_FOLDER / "questions.json").read_text(encoding="utf-8"))
+    lengths = [
+        tuple(
+            1 + round(len(text) / CHARACTERS_A_TOKEN) for text in (each["instruction"] + each["input"], each["output"])
+        )
+        for each in questions
+    ]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, first: int = 0) -> list[Client]:
+    """Poisson arrivals from `start` on; numbers from `first` on."""
+    rng = random.Random(seed)
+    lengths = itertools.cycle(shipped_lengths(seed))
+    clients, time = [], start
+    while (time := time + rng.expovariate(rate)) < start + seconds:
+        clients.append(Client(first + len(clients), time, *next(lengths)))
+    return clients
+
+
+def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
+    """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
+    lengths = itertools.cycle(shipped_lengths(seed))
+    clients = [Client(number, 0.0, *next(lengths)) for number in range(num)]
+    full = World(clients, places=num, seed=seed, **world)
+    full.run()
+    until = max(client.first_token or 0.0 for client in clients)
+    num_tokens = sum(time <= until for time in full.token_times)
+    return num_tokens / until / (len(full.token_times) / num)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the clients."""
+
+    num_refusals: int
+    num_obeyed: int
+    num_in_first_time: int
+    most_told: int
+    told_p50_s: float
+    accepted: Accuracy
+    returned: Accuracy
+
+    @property
+    def first_time_share(self) -> float:
+        return self.num_in_first_time / max(1, self.num_obeyed)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of predictions: |predicted / real - 1| in the middle, and the factor between the two, either way."""
+
+    num: int
+    median_error: float
+    p99_factor: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Accuracy:
+        """(predicted, real) seconds."""
+        if not pairs:
+            return cls(0, 0.0, 1.0)
+        factors = sorted(max(predicted / real, real / predicted) for predicted, real in pairs)
+        errors = [abs(predicted / real - 1) for predicted, real in pairs]
+        return cls(len(pairs), statistics.median(errors), factors[min(len(factors) - 1, int(0.99 * len(factors)))])
+
+
+def outcome(clients: Sequence[Client]) -> Outcome:
+    told = sorted(each for client in clients for each in client.told)
+    back = [client for client in clients if client.told and client.obeys]
+    let_in = [client for client in clients if client.first_token is not None]
+    return Outcome(
+        num_refusals=len(told),
+        num_obeyed=len(back),
+        num_in_first_time=sum(client.let_in is not None and len(client.told) == 1 for client in back),
+        most_told=max((len(client.told) for client in clients), default=0),
+        told_p50_s=told[len(told) // 2] if told else 0.0,
+        accepted=Accuracy.of([(c.predicted_s, c.real_s) for c in let_in if c.predicted_s is not None]),
+        returned=Accuracy.of(
+            [(c.promised_s, (c.first_token or 0.0) - c.arrives) for c in let_in if c.promised_s is not None]
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals")
+    parser.add_argument("--load", type=float, default=2.0, help="arrivals, times what the server can do")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    most = capacity(args.seed, slots=args.slots, noise=args.noise)
+    clients = shipped_clients(args.load * most, args.seconds, args.seed)
+    world = World(clients, slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
+    world.run()
+    result = outcome(clients)
+    lines = [
+        f"capacity {most:.1f} requests/s, {len(clients)} clients, all answered after {world.clock.now:.1f} s",
+        f"refusals {result.num_refusals}, Retry-After p50 {result.told_p50_s:g} s, of one at most {result.most_told}",
+        f"of {result.num_obeyed} who came back {result.first_time_share:.1%} were let in then",
+        f"accepted: {result.accepted}",
+        f"returned: {result.returned}",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
