@@ -23,7 +23,9 @@ KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
 
 def an_explanation(*, with_tenant: bool = False):
     harness = Harness(journal=Journal(10, 100))
-    harness.engine.submit(create_request(request_id="abc-0", tenant="team-a", max_tokens=3))
+    asked = create_request(request_id="abc-0", tenant="team-a", max_tokens=3)
+    asked.predicted_ttft_s = 1.5
+    harness.engine.submit(asked)
     harness.run()
     [life] = harness.engine.journal.lives()
     return explain(life, harness.engine.journal.record(99.0), harness.scheduler.bounds[1], 0, with_tenant=with_tenant)
@@ -38,6 +40,8 @@ def test_an_explanation_is_told():
     assert (told["id"], told["request_class"], told["tenant"]) == ("abc-0", "normal", None)
     assert (told["status"], told["finish_reason"]) == ("finished", "length")
     assert told["tokens"] == {"prompt": 4, "cached": 0, "output": 3}
+    assert told["first_token"]["predicted_ms"] == 1500.0
+    assert 0.0 < told["first_token"]["real_ms"] <= told["wall_ms"]
     assert told["steps"] == {"first": 0, "last": 3, "prefill": 1, "computed_again": 0, "decode": 3, "left_out": 0} or (
         told["steps"]["prefill"] == 1
     )

@@ -57,6 +57,15 @@ class ExplainedBounds(Struct, kw_only=True):
     preemptions: BoundAndMet
 
 
+class ExplainedFirstToken(Struct, kw_only=True):
+    """Milliseconds from the door to the first token."""
+
+    predicted_ms: float | None
+    """Told to the client when it was let in; null: too little had been measured."""
+    real_ms: float | None
+    """Null: it has none yet."""
+
+
 class Explanation(Struct, kw_only=True):
     """Where the time of one request of the engine went; the parts add up to `wall_ms`."""
 
@@ -69,6 +78,7 @@ class Explanation(Struct, kw_only=True):
     status: str
     finish_reason: str | None
     wall_ms: float
+    first_token: ExplainedFirstToken
     parts: list[ExplainedPart]
     steps: ExplainedSteps
     tokens: ExplainedTokens
@@ -95,6 +105,7 @@ def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, wi
         status=facts.status,
         finish_reason=facts.finish_reason,
         wall_ms=_ms(spans[-1].end - spans[0].start) if spans else 0.0,
+        first_token=_first_token(life),
         parts=_sum_up(spans),
         steps=_steps(rows, computed, spans),
         tokens=ExplainedTokens(
@@ -106,6 +117,14 @@ def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, wi
             decode_gap=BoundAndMet(bound=bounds.max_decode_gap, met=gap),
             preemptions=BoundAndMet(bound=bounds.max_preemptions, met=facts.num_preemptions),
         ),
+    )
+
+
+def _first_token(life: Life) -> ExplainedFirstToken:
+    predicted_s, came = life.facts.predicted_ttft_s, life.first_token_time
+    return ExplainedFirstToken(
+        predicted_ms=None if predicted_s is None else 1000 * predicted_s,
+        real_ms=None if came is None else 1000 * (came - life.arrival_time),
     )
 
 

@@ -68,6 +68,7 @@ class Facts(NamedTuple):
     num_steps_waited: int | None
     wait_bound: int | None
     first_scheduled_time: float | None
+    predicted_ttft_s: float | None
 
 
 class Life:
@@ -79,6 +80,7 @@ class Life:
         "arrival_time",
         "ended_time",
         "exchange",
+        "first_token_time",
         "is_beam_search",
         "number",
         "preemptions",
@@ -99,6 +101,7 @@ class Life:
         self.is_beam_search = request.beam_search is not None
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
+        self.first_token_time: float | None = None
         self.ended_time: float | None = None
         self.sequences: frozenset[int] = frozenset()
         """`Request.sequence` of what is computed for it: its own, or those of its beams."""
@@ -122,6 +125,7 @@ class Life:
             request.num_steps_waited,
             request.wait_bound,
             request.first_scheduled_time,
+            request.predicted_ttft_s,
         )
 
     def end(self, time: float) -> None:
@@ -212,6 +216,11 @@ class Journal:
             life.queued_time = now
             if not life.is_beam_search:
                 life.sequences = frozenset((request.sequence,))
+
+    def first_token(self, request: Request, now: float) -> None:
+        """The first token of the request's answer has come."""
+        if (life := self._lives.get(request.request_id)) is not None:
+            life.first_token_time = now
 
     def decided(self, now: float, blocked: Blocked | None) -> None:
         """The scheduler was asked for a step and left somebody waiting, or nobody."""

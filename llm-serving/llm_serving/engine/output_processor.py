@@ -125,6 +125,7 @@ class OutputProcessor:
             exchange = request.exchange
             if exchange is not None and exchange.first_token_time is None:
                 exchange.first_token_time = now
+            self._journal.first_token(state.request, now)
             ttft_s = now - state.request.arrival_time
             self._metrics.first_token(ttft_s)
             self._metrics.classes.first_token(state.request.priority, ttft_s)

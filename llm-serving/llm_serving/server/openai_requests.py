@@ -118,7 +118,7 @@ async def respond(
             headers=identity.headers,
         )
     result = await complete(http_request.receive, generation, answer.whole(generation))
-    return json_response(result, headers=identity.headers)
+    return json_response(result, headers=identity.headers | generation.headers)
 
 
 def token_as_id(token_id: int) -> str:

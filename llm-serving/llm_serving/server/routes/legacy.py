@@ -102,7 +102,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         media_type = EVENT_STREAM if answer.is_sse else JSON_TYPE
         return StreamResponse(generation, answer, answer.failure_line, media_type=media_type, headers=headers)
     await complete(http_request.receive, generation, answer.read(generation))
-    return Response(answer.whole_line(), media_type=JSON_TYPE, headers=headers)
+    return Response(answer.whole_line(), media_type=JSON_TYPE, headers=headers | generation.headers)
 
 
 async def _start(

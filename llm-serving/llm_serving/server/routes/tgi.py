@@ -77,7 +77,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         headers = {"x-request-id": request_id}
         return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
     result = await complete(http_request.receive, generation, answer.whole(generation))
-    return json_response([result] if stream is None else result, headers={"x-request-id": request_id})
+    headers = {"x-request-id": request_id} | generation.headers
+    return json_response([result] if stream is None else result, headers=headers)
 
 
 def _sampling(parameters: TGIParameters) -> SamplingParams:
