@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+import trustme
 from llm_serving.config.schema import ApiKey, ModelConfig, ServerConfig, ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.launcher import ServerRecord, StartError, curl_line, start, stop
@@ -181,29 +183,47 @@ class TestStart:
         assert max(map(len, texts)) <= 2**20
 
     @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # as it shall be
-    def test_a_server_that_serves_is_written_down(self, tmp_path, run_instead, capsys):
+    @pytest.mark.parametrize("with_tls", [False, True])
+    def test_a_server_that_serves_is_written_down(self, tmp_path, run_instead, capsys, with_tls):
         (port,) = free_ports(1)
+        certificate, config = tmp_path / "certificate", a_config(port)
+        if with_tls:
+            trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(certificate)
+            config = dataclasses.replace(config, serving=dataclasses.replace(config.serving, ssl_certfile=certificate))
         serve = (
+            "import ssl\n"
             "from http.server import *\n"
             "class Handler(BaseHTTPRequestHandler):\n"
             "    def do_GET(self):\n"
             "        self.send_response(200)\n"
             "        self.end_headers()\n"
             "        self.wfile.write(b'{}')\n"
-            f"HTTPServer(('127.0.0.1', {port}), Handler).serve_forever()\n"
+            f"server = HTTPServer(('127.0.0.1', {port}), Handler)\n"
+            f"context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)\n"
+            f"if {with_tls}:\n"
+            f"    context.load_cert_chain({str(certificate)!r})\n"
+            f"    server.socket = context.wrap_socket(server.socket, server_side=True)\n"
+            "server.serve_forever()\n"
         )
         run_instead(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(serve)}")
-        assert start(a_config(port), [], tmp_path) == 0
+        assert start(config, [], tmp_path) == 0
         record = msgspec.json.decode((tmp_path / str(port) / "server.json").read_bytes(), type=ServerRecord)
         assert (record.host, record.port) == ("127.0.0.1", port)
         server = record.process()
         assert server.is_running()
         assert record.keeper().is_running()
         captured = capsys.readouterr()
-        assert captured.out == curl_line(a_config(port)) + "\n"
-        assert f"serving demo on http://127.0.0.1:{port}" in captured.err
+        assert captured.out == curl_line(config) + "\n"
+        assert f"serving demo on {config.serving.url}" in captured.err
         assert stop(tmp_path, port) == 0
         assert record.process() is None
+
+
+def test_the_line_to_paste_speaks_https_where_the_server_does():
+    config = a_config(9001)
+    serving = dataclasses.replace(config.serving, ssl_certfile=Path("cert.pem"))
+    words = shlex.split(curl_line(dataclasses.replace(config, serving=serving)))
+    assert words[:3] == ["curl", "-sk", "https://127.0.0.1:9001/v1/completions"]
 
 
 def test_the_line_to_paste_is_a_request_to_this_server():

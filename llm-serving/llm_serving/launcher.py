@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ class ServerRecord(msgspec.Struct, frozen=True):
     stop_timeout_s: float
     log_keeper: int = 0
     """Pid of the process that writes the log; 0: there is none."""
+    scheme: str = "http"
+    """Or https."""
 
     def process(self) -> psutil.Process | None:
         """The server's process, if it still runs."""
@@ -90,7 +93,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
         )
     timeout = config.serving.shutdown_timeout_s + STOP_MARGIN_S
     created = psutil.Process(process.pid).create_time()
-    record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid)
+    record = ServerRecord(process.pid, created, host, port, str(log), timeout, keeper.pid, config.serving.scheme)
     (folder / "server.json").write_bytes(msgspec.json.encode(record))
     for notice in config.notices:
         _say(f"notice: {notice}")
@@ -102,7 +105,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
         _wait_for_log(keeper)
         (folder / "server.json").unlink(missing_ok=True)
         raise
-    _say(f"serving {config.model.model_name} on http://{host}:{port}  (log: {_short(log)})")
+    _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
     print(curl_line(config))
     return 0
 
@@ -131,9 +134,10 @@ def stop(run_dir: Path, port: int | None) -> int:
 def curl_line(config: ServingConfig) -> str:
     """A command to paste that shows the server at work."""
     body = json.dumps({"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0})
-    url = f"http://{config.serving.server_ip}:{config.serving.server_port}/v1/completions"
+    url = f"{config.serving.url}/v1/completions"
+    unverified = "k" if config.serving.ssl_certfile is not None else ""  # the address is seldom the certificate's name
     key = " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
-    return f"curl -s {url}{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl -s{unverified} {url}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _keep_log(path: Path, serving: ServerConfig) -> subprocess.Popen[bytes]:
@@ -159,7 +163,7 @@ def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
 def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen[bytes], record: ServerRecord) -> None:
     shown = ""
     while True:
-        ready, detail = _health(record.host, record.port)
+        ready, detail = _health(record)
         if detail != shown:
             shown = detail
             if detail and detail != "ready":
@@ -173,9 +177,13 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
         time.sleep(POLL_S)
 
 
-def _health(host: str, port: int) -> tuple[bool, str]:
+def _health(record: ServerRecord) -> tuple[bool, str]:
     """(every WorkAgent that can serve does, what it is doing); the text is empty while nothing answers."""
-    connection = http.client.HTTPConnection(host, port, timeout=5)
+    connection = http.client.HTTPConnection(record.host, record.port, timeout=5)
+    if record.scheme == "https":
+        # The certificate names the server as its users know it; here it is found by its address.
+        unverified = ssl._create_unverified_context()  # noqa: S323
+        connection = http.client.HTTPSConnection(record.host, record.port, timeout=5, context=unverified)
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()

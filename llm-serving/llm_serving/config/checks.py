@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.schema import DEFAULT_MAX_GENERATE_LENGTH
+from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import ConfigError
@@ -105,10 +106,24 @@ def _check_door(values: Values) -> None:
             rule = f"must be at least twice max_request_body_bytes {body}, or the first bodies would end the others"
             raise _error(values, name, rule, values[name])
         values.set(name, 2 * body, "twice max_request_body_bytes")
+    _check_tls(values)
     url, headers = values["serving_config.max_url_bytes"], values["serving_config.max_header_bytes"]
     if url >= headers:
         rule = f"must be less than max_header_bytes {headers}, of which the URL is part"
         raise _error(values, "serving_config.max_url_bytes", rule, url)
+
+
+def _check_tls(values: Values) -> None:
+    certfile, keyfile = values[CERTFILE], values[KEYFILE]
+    if certfile is None:
+        if keyfile is not None:
+            raise _error(values, KEYFILE, "must be the key of a certificate, ssl_certfile", keyfile)
+        return
+    try:
+        tls_context(certfile, keyfile)
+    except ConfigError as error:
+        source = values.source(KEYFILE if str(error).startswith(KEYFILE) else CERTFILE)
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:

@@ -121,6 +121,13 @@ class ServerConfig:
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
 
+    ssl_certfile: Path | None = option(None, path())
+    """PEM file of the certificate, with those that lead to its authority; makes it HTTPS. None: HTTP. Files that change
+    are read again within seconds, without a restart."""
+
+    ssl_keyfile: Path | None = option(None, path())
+    """PEM file of the certificate's private key, not encrypted. None: it is in `ssl_certfile`."""
+
     max_connections: int = option(1024, integer(1, 10**6))
     """Connections, handshakes included. Beyond, one that does not wait for an answer makes room, else 503."""
 
@@ -201,6 +208,16 @@ class ServerConfig:
 
     log_files: int = option(4, integer(2, 1000))
     """Files that are kept of each of these logs; the oldest is deleted."""
+
+    @property
+    def url(self) -> str:
+        """Where the server can be asked."""
+        host = f"[{self.server_ip}]" if ":" in self.server_ip else self.server_ip
+        return f"{self.scheme}://{host}:{self.server_port}"
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import uvloop
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
-from llm_serving.server.front_door import Acceptor, Connection, Guests
+from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests
 from llm_serving.server.front_door.request_head import RequestHead
 
 logger = get_logger(__name__)
@@ -73,7 +73,10 @@ class HttpServer(uvicorn.Server):
     Args:
         app: ASGI application.
         listener: From `bind`.
-        limits: What clients may do, and how long running requests get after the first signal.
+        limits: What clients may do, the certificate, and how long running requests get after the first signal.
+
+    Raises:
+        ConfigError: The certificate cannot be used.
     """
 
     def __init__(self, app: Any, listener: socket.socket, limits: ServerConfig) -> None:
@@ -91,6 +94,10 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._listener = listener
         self._limits = limits
+        self._certificates: Certificates | None = None
+        if limits.ssl_certfile is not None:
+            self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile)
+        self._renewal: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
@@ -101,9 +108,17 @@ class HttpServer(uvicorn.Server):
         def new_connection(address: str) -> Connection:
             return Connection(self.config, self.server_state, address, guests, limits, head)
 
-        acceptor = Acceptor(self._listener, guests, new_connection, None, limits.header_timeout_s)
+        acceptor = Acceptor(self._listener, guests, new_connection, self._certificates, limits.header_timeout_s)
+        if self._certificates is not None:
+            self._renewal = asyncio.create_task(self._certificates.watch())
         self.servers = [acceptor]  # type: ignore[list-item]  # closed and waited for as one of asyncio's
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets running requests finish, then ends all connections."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        await super().shutdown(sockets)
 
     def run_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         """Serves until told to stop by SIGINT or SIGTERM; call it in the main thread.
@@ -126,7 +141,7 @@ class HttpServer(uvicorn.Server):
     async def _serve_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         host, port = self._listener.getsockname()[:2]
         async with surroundings:
-            logger.info("serving on http://%s:%d", host, port)
+            logger.info("serving on %s://%s:%d", self._limits.scheme, host, port)
             await self.serve(sockets=[self._listener])
 
     @contextmanager

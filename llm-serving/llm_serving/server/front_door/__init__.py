@@ -3,6 +3,7 @@
 | Room | What it does |
 | --- | --- |
 | `acceptor` | takes connections from the listening socket, TLS handshakes among them |
+| `certificates` | their certificate, read again when its files change |
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
 | `connection` | cuts what arrives into requests, one at a time, within limits of size and time |
 | `request_head` | the limits of a request line and its headers, as rules over bytes |
@@ -13,7 +14,8 @@ Every limit is a key of the section `serving_config`.
 """
 
 from llm_serving.server.front_door.acceptor import Acceptor
+from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.guests import Guests
 
-__all__ = ["Acceptor", "Connection", "Guests"]
+__all__ = ["Acceptor", "Certificates", "Connection", "Guests"]

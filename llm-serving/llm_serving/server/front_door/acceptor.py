@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Callable
 from typing import Final
 
 from llm_serving.log import get_logger
+from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.guests import Guests, address_of
 from llm_serving.server.front_door.refusals import NO_PLACE
@@ -34,7 +34,7 @@ class Acceptor:
         listener: Listening socket; the caller closes it.
         guests: Counts the connections.
         new_connection: Makes the protocol of a connection from its address.
-        tls: Gives the TLS context of a new connection; None: plain HTTP.
+        certificates: For TLS; None: plain HTTP.
         handshake_timeout_s: Seconds for a TLS handshake.
     """
 
@@ -43,13 +43,13 @@ class Acceptor:
         listener: socket.socket,
         guests: Guests,
         new_connection: Callable[[str], Connection],
-        tls: Callable[[], ssl.SSLContext] | None,
+        certificates: Certificates | None,
         handshake_timeout_s: float,
     ) -> None:
         self._listener = listener
         self._guests = guests
         self._new_connection = new_connection
-        self._tls = tls
+        self._certificates = certificates
         self._handshake_timeout_s = handshake_timeout_s
         self._loop = asyncio.get_running_loop()
         self._welcomes: set[asyncio.Task[None]] = set()
@@ -103,7 +103,7 @@ class Acceptor:
         connection = self._new_connection(address)
         if not self._guests.admit(connection):
             with client, contextlib.suppress(OSError):
-                if self._tls is None:
+                if self._certificates is None:
                     client.send(NO_PLACE.to_bytes())
             return
         welcome = self._loop.create_task(self._welcome(client, connection))
@@ -123,13 +123,13 @@ class Acceptor:
         welcome.add_done_callback(end)  # a task that is cancelled early never runs: it cannot clean up itself
 
     async def _welcome(self, client: socket.socket, connection: Connection) -> None:
-        if self._tls is None:
+        if self._certificates is None:
             await self._loop.connect_accepted_socket(lambda: connection, client)
         else:
             await self._loop.connect_accepted_socket(
                 lambda: connection,
                 client,
-                ssl=self._tls(),
+                ssl=self._certificates.context,
                 ssl_handshake_timeout=self._handshake_timeout_s,
                 ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
