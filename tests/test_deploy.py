@@ -1,0 +1,255 @@
+"""What `docs/deploy/` hands to Prometheus, Grafana, systemd, nginx and Docker, against what the server really shows."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import promql_parser as promql
+import pytest
+import yaml
+from fakes import FakeEngine
+from llm_serving import cli
+from llm_serving.config.schema import ServerConfig
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_class import STANDARD
+from llm_serving.engine.metrics import ReplicaCounts
+from prometheus_client.parser import text_string_to_metric_families
+from server_client import post, request
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
+OF_PROMETHEUS = {"up"}
+"""Series that Prometheus makes itself."""
+TARGET_LABELS = {"instance": "127.0.0.1:8835", "job": "llm-serving"}
+"""Labels that it adds to every series."""
+VARIABLES = {"$__rate_interval": "5m", "$instance": ".*", "$job": ".*", "$model_name": ".*"}
+Labels = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def series() -> dict[str, list[Labels]]:
+    """Series of `/metrics` by name, of an application that has answered well and badly."""
+    engine = FakeEngine()
+    metrics = engine.metrics
+    post(engine, "/v1/completions", {"prompt": "Hello"})
+    for status in (401, 429, 500, 503):
+        metrics.http.answered("POST", "/v1/completions", status)
+    metrics.replicas = lambda: ReplicaCounts(1, 1)
+    metrics.watch_compilations(0, lambda: 1)
+    metrics.step(1, 0, 0.5, 8)
+    metrics.first_token(0.1)
+    metrics.classes.first_token(0, 0.1)
+    metrics.classes.refused(STANDARD, "slo")
+    metrics.finished(FinishReason.STOP, e2e_s=1.0, ttft_s=0.5, num_prompt=4, num_output=2, queued_s=0.25, decode_s=0.5)
+    found: dict[str, list[Labels]] = {name: [{}] for name in OF_PROMETHEUS}
+    for family in text_string_to_metric_families(request(engine, "GET", "/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return {name: [{**labels, **TARGET_LABELS} for labels in all_labels] for name, all_labels in found.items()}
+
+
+def alerts() -> dict[str, dict]:
+    groups = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def dashboard() -> dict:
+    return json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where it stands, PromQL) of every alert, panel and variable."""
+    for name, rule in alerts().items():
+        yield name, rule["expr"]
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield f"{panel['title']} {target['refId']}", target["expr"]
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            selector = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
+            yield f"${variable['name']}", f"count by ({selector[2]}) ({selector[1]})"
+
+
+def parse(text: str) -> object:
+    for name, value in VARIABLES.items():
+        text = text.replace(name, value)
+    assert "$" not in text, f"a variable that the dashboard does not have: {text}"
+    return promql.parse(text)
+
+
+def problems_of(text: str, series: dict[str, list[Labels]]) -> list[str]:
+    """What an expression asks for that no series has."""
+    return _walk(parse(text), series)[1]
+
+
+def _walk(node: object, series: dict[str, list[Labels]]) -> tuple[set[str], list[str]]:
+    """The labels that the result of an expression may have, and the problems of its parts."""
+    match node:
+        case promql.VectorSelector():
+            return _select(node, series)
+        case promql.MatrixSelector():
+            return _walk(node.vector_selector, series)
+        case promql.AggregateExpr():
+            labels, problems = _walk(node.expr, series)
+            wanted = set(node.modifier.labels) if node.modifier is not None else set()
+            assert node.modifier is None or node.modifier.type == promql.AggModifierType.By, str(node)
+            return wanted, problems + [f"{label} is no label of {node.expr}" for label in wanted - labels]
+        case promql.Call():
+            parts = [_walk(argument, series) for argument in node.args]
+            labels = set().union(*(labels for labels, _ in parts))
+            problems = [problem for _, found in parts for problem in found]
+            if node.func.name == "histogram_quantile" and "le" not in labels:
+                problems.append(f"{node} has no le")
+            return labels - {"le"} if node.func.name == "histogram_quantile" else labels, problems
+        case promql.BinaryExpr():
+            (left, problems), (right, more) = _walk(node.lhs, series), _walk(node.rhs, series)
+            matching = node.modifier.matching if node.modifier is not None else None
+            if matching is not None:
+                missing = set(matching.labels) - (left & right)
+                more = more + [f"{label} is not on both sides of {node}" for label in missing]
+            elif not any(isinstance(_bare(side), promql.NumberLiteral) for side in (node.lhs, node.rhs)) and (
+                left and right and left != right
+            ):
+                more = [*more, f"the sides of {node} have other labels"]
+            return left or right, problems + more
+        case promql.ParenExpr() | promql.UnaryExpr():
+            return _walk(node.expr, series)
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return set(), []
+    raise AssertionError(f"an expression of a kind that this test does not know: {type(node).__name__}")
+
+
+def _bare(node: object) -> object:
+    return _bare(node.expr) if isinstance(node, promql.ParenExpr) else node
+
+
+def _select(node: promql.VectorSelector, series: dict[str, list[Labels]]) -> tuple[set[str], list[str]]:
+    if node.name not in series:
+        return set(), [f"no metric {node.name}"]
+    matching = [
+        labels for labels in series[node.name] if all(_matches(each, labels) for each in node.matchers.matchers)
+    ]
+    names = {name for labels in series[node.name] for name in labels}
+    problems = [f"{node.name} has no label {m.name}" for m in node.matchers.matchers if m.name not in names]
+    if not matching and not problems:
+        problems.append(f"nothing matches {node}")
+    return names, problems
+
+
+def _matches(matcher: promql.Matcher, labels: Labels) -> bool:
+    value = labels.get(matcher.name, "")
+    if matcher.op in (promql.MatchOp.Equal, promql.MatchOp.NotEqual):
+        return (value == matcher.value) == (matcher.op == promql.MatchOp.Equal)
+    return (re.fullmatch(matcher.value, value) is not None) == (matcher.op == promql.MatchOp.Re)
+
+
+@pytest.mark.parametrize(("where", "text"), [pytest.param(*each, id=each[0]) for each in expressions()])
+def test_every_expression_finds_its_series(where, text, series):
+    assert problems_of(text, series) == [], where
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rate(vllm:no_such_total[5m])", "no metric vllm:no_such_total"),
+        ('sum(vllm:num_requests_running{model="x"})', "vllm:num_requests_running has no label model"),
+        ('llm_serving:http_requests_total{status="418"}', "nothing matches"),
+        ("sum by (replica) (vllm:num_requests_running)", "replica is no label of vllm:num_requests_running"),
+        ("histogram_quantile(0.5, rate(vllm:e2e_request_latency_seconds_sum[5m]))", "has no le"),
+        ("vllm:num_requests_running > 0 and process_open_fds > 0", "have other labels"),
+        ("vllm:num_requests_running and on (replica) process_open_fds", "replica is not on both sides"),
+    ],
+)
+def test_an_expression_that_would_find_nothing_is_noticed(text, problem, series):
+    (found,) = problems_of(text, series)
+    assert problem in found
+
+
+def test_what_is_no_promql_is_noticed(series):
+    with pytest.raises(ValueError, match=r"."):
+        problems_of("rate(vllm:num_requests_running[5m)", series)
+
+
+def test_an_alert_tells_how_bad_it_is_and_only_names_labels_that_it_has(series):
+    for name, rule in alerts().items():
+        assert rule["labels"]["severity"] in ("warning", "critical"), name
+        labels, _ = _walk(parse(rule["expr"]), series)
+        texts = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", texts)) <= labels, name
+        assert rule["annotations"]["summary"]
+
+
+def test_every_alert_is_explained_where_operators_look():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in alerts() if f"`{name}`" not in text] == []
+
+
+def test_panels_have_ids_of_their_own_and_do_not_lie_upon_each_other():
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert {x for x, _ in cells} == set(range(24))
+
+
+def test_every_histogram_of_requests_is_on_the_dashboard(series):
+    shown = " ".join(text for where, text in expressions() if where not in alerts())
+    histograms = {name.removesuffix("_bucket") for name in series if name.endswith("_bucket")}
+    assert {name for name in histograms if name not in shown} == {"vllm:request_inference_time_seconds"}
+
+
+def words_of_command(text: str) -> list[str]:
+    return shlex.split(text.replace("\\\n", " "))
+
+
+def serve_arguments(words: list[str]) -> object:
+    """The arguments of `llm-serving serve`, which must be known to it."""
+    assert words[0].endswith("/llm-serving")
+    return cli._parser().parse_args(words[1:])
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.RawConfigParser(strict=False, delimiters=("=",), comment_prefixes=("#",))
+    parser.optionxform = str
+    parser.read_string((DEPLOY / "llm-serving.service").read_text().replace("\\\n", " "))
+    return parser
+
+
+def test_the_unit_starts_a_server_and_gives_it_time_to_end():
+    service = unit()["Service"]
+    arguments = serve_arguments(words_of_command(service["ExecStart"]))
+    assert str(arguments.config) == "/etc/llm-serving/serving.yaml"
+    assert float(service["TimeoutStopSec"]) > ServerConfig().shutdown_timeout_s
+    assert int(service["RestartPreventExitStatus"]) == cli.EXIT_CONFIG
+    assert (service["Restart"], service["NoNewPrivileges"]) == ("on-failure", "yes")
+
+
+def test_the_image_starts_a_server():
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    commands = {line.split()[0]: line.partition(" ")[2] for line in lines if line.strip()}
+    words = [*json.loads(commands["ENTRYPOINT"]), *json.loads(commands["CMD"])]
+    arguments = serve_arguments(words)
+    assert (ROOT / arguments.config.relative_to("/opt/llm-serving")).exists()
+    for line in lines:
+        if line.startswith("COPY"):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+    assert commands["EXPOSE"] == str(ServerConfig().server_port)
+
+
+def test_nginx_lets_streams_pass_and_agrees_with_the_server():
+    text = re.sub(r"#.*", "", (DEPLOY / "nginx.conf").read_text())
+    directives = dict(re.findall(r"^\s*([a-z_0-9]+)\s+([^;{]+);", text, re.M))
+    assert directives["proxy_buffering"] == "off"
+    assert directives["proxy_http_version"] == "1.1"
+    assert int(directives["client_max_body_size"].removesuffix("m")) * 2**20 == ServerConfig().max_request_body_bytes
+    assert f"127.0.0.1:{ServerConfig().server_port}" in text
