@@ -25,6 +25,7 @@ class FragileExecutor(LocalExecutor):
         self.num_restarts = 0
         self.num_collected = 0
         self.spoil: Callable[[StepInput], None] = lambda step: None
+        self.before_restart: Callable[[str], None] = lambda reason: None
 
     def collect(self) -> StepOutput:
         self.num_collected += 1
@@ -36,6 +37,7 @@ class FragileExecutor(LocalExecutor):
         return output
 
     def restart(self, reason: str) -> None:
+        self.before_restart(reason)
         if self.num_restarts == self._max_restarts:
             raise WorkerDiedError(reason)
         self.num_restarts += 1
@@ -53,7 +55,7 @@ class FragileHarness(Harness):
             max_restarts,
         )
         self.engine._executor = self.executor
-        self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics)
+        self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics, self.engine._while_away)
         self.engine._max_steps_in_flight = 2
 
     def submit(self, *requests: Request) -> None:

@@ -62,8 +62,8 @@ class RealReplica:
     def close(self) -> None:
         self.executor.close()
 
-    def _start(self, like: Loaded | None) -> WorkAgentProcess:
-        self.agents.append(start_work_agent(self.config, 0, lambda text: None, like))
+    def _start(self, like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        self.agents.append(start_work_agent(self.config, 0, lambda text: None, like, timeout_s))
         return self.agents[-1]
 
     def _publish(self, pieces: list[RequestOutput]) -> None:

@@ -36,7 +36,6 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMove
-from llm_serving.engine import supervised_executor
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.metrics import Metrics
@@ -83,8 +82,14 @@ class Replica:
             poison_kills=rng.random() < 0.5,
         )
         self.scheduler = create_scheduler(**scheduler)
+        self.stopped = False
         self.agents: list[SimulatedAgent] = []
-        self.executor = SupervisedExecutor(self._start, STEP_TIMEOUT_S, rng.choice((2, 50)), simulation.clock)
+        self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
+        self.num_failed_starts = 0
+        self.executor = SupervisedExecutor(
+            self._start, STEP_TIMEOUT_S, rng.choice((2, 50)), simulation.clock, lambda delay_s: self.stopped
+        )
+        self.restart_wait_s = rng.choice((0.5, 1000.0))
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -95,13 +100,16 @@ class Replica:
             clock=simulation.clock,
             max_steps_in_flight=rng.choice((1, 2)),
             audit_every=rng.choice((0, 0, 1, 3)),
+            restart_wait_s=self.restart_wait_s,
         )
 
-    def _start(self, like: Loaded | None) -> SimulatedAgent:
+    def _start(self, like: Loaded | None, timeout_s: float | None) -> SimulatedAgent:
         simulation = self._simulation
         if like is not None:
             simulation.let_clients_act(RESTARTING, self.engine)
-            if self.faults.rate and simulation.rng.random() < 0.2:
+            if self.faults.rate and simulation.rng.random() < self.rate_of_failing_starts:
+                simulation.clock.now += simulation.rng.uniform(0.0, 1.0)
+                self.num_failed_starts += 1
                 raise WorkerDiedError("it ended before it was ready")
         agent = SimulatedAgent(
             simulation.rng, simulation.clock, self.faults, self.scheduler.blocks, simulation.let_clients_act
@@ -122,6 +130,7 @@ class Replica:
         return progressed
 
     def stop(self) -> None:
+        self.stopped = True
         self.engine.stop()
         self.engine.run()  # to its end
         self.scheduler.check_integrity()
@@ -236,8 +245,9 @@ class Simulation:
         except CapacityError:
             assert full, "a request was refused although there was room"
         except UnavailableError:
-            assert all(replica.engine.dead is not None for replica in self.replicas), "a living replica was ignored"
-            self.totals.refusals["no replica lives"] += 1
+            serving = [each for each in self.replicas if each.engine.dead is None and each.engine.away is None]
+            assert not serving, "a living replica was ignored"
+            self.totals.refusals["no WorkAgent lives"] += 1
         else:
             assert fits and not full, "a request was let in although there was no room"
             client.stream, client.engine = stream, master._owners[stream.request_id]
@@ -293,7 +303,8 @@ class Simulation:
         poisoned = any(each.is_poisoned for each in self.clients)
         replica = next(each for each in self.replicas if each.engine is client.engine)
         if reason is FinishReason.ERROR and not client.is_poisoned and error != BAD_ROW:
-            assert replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
+            waited = error is not None and "has not come back within" in error and replica.num_failed_starts
+            assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
             assert reason in (FinishReason.ABORT, FinishReason.ERROR), f"{name} survived the poison"
 
@@ -319,7 +330,7 @@ class Simulation:
                 "audits": counts["llm_serving:audits_total"],
                 "restarts": counts["llm_serving:worker_restarts_total"],
                 "replicas": len(self.replicas),
-                "replicas given up": sum(each.engine.dead is not None for each in self.replicas),
+                "restarts that failed": sum(each.num_failed_starts for each in self.replicas),
                 "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
             }
         )
@@ -413,7 +424,6 @@ def run_seeds(first: int, count: int) -> Totals:
         AssertionError: One breaks a law; the text has the command that repeats it.
     """
     totals = Totals()
-    delay, supervised_executor.FIRST_DELAY_S = supervised_executor.FIRST_DELAY_S, 0.0  # type: ignore[misc]
     logging.disable(logging.CRITICAL)
     try:
         for seed in range(first, first + count):
@@ -425,7 +435,6 @@ def run_seeds(first: int, count: int) -> Totals:
                 raise AssertionError(f"seed {seed}: {error}\nrepeat it with: {command}") from error
             totals.add(simulation.totals)
     finally:
-        supervised_executor.FIRST_DELAY_S = delay  # type: ignore[misc]
         logging.disable(logging.NOTSET)
     return totals
 

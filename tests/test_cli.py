@@ -13,7 +13,7 @@ from llm_serving import launcher
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.paths import PROJECT_FOLDER
-from llm_serving.errors import WorkerError
+from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.scheduler.records import Decided
 from recordings import MemoryFiles, create_recorded, read, seal, with_record
 
@@ -103,6 +103,35 @@ def test_failure_while_serving_answers_1(served, model, monkeypatch, capsys):
     monkeypatch.setattr(llm_serving.master, "run", run)
     assert main(["serve", "--model", model]) == 1
     assert capsys.readouterr().err == "error: WorkAgent 0 ended with code 9\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelError("model.safetensors: is missing"), 2),
+        (NoWorkAgentsError("WorkAgent 0 was started 5 times"), 3),
+        (WorkerDiedError("WorkAgent 0 ended (code -9) before it was ready"), 1),
+    ],
+)
+def test_each_way_to_fail_has_its_code(error, code, served, model, monkeypatch, capsys):
+    def run(config):
+        raise error
+
+    monkeypatch.setattr(llm_serving.master, "run", run)
+    assert main(["serve", "--model", model]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"\n  {code} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("its_code", "code"), [(3, 3), (2, 2), (-9, 1)])
+def test_start_answers_as_the_server_that_it_started(its_code, code, model, monkeypatch, capsys, tmp_path):
+    def start(*arguments):
+        raise launcher.StartError("the server did not become ready", its_code)
+
+    monkeypatch.setattr(launcher, "start", start)
+    assert main(["start", "--run-dir", str(tmp_path), "--model", str(model)]) == code
 
 
 def test_ctrl_c_while_a_server_starts_is_no_traceback(model, monkeypatch, capsys, tmp_path):

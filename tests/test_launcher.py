@@ -155,9 +155,10 @@ class TestStart:
 
     def test_the_log_of_a_server_that_ends_is_shown(self, tmp_path, run_instead):
         (port,) = free_ports(1)
-        run_instead('echo "$@"; seq 20; echo "error: no such model" >&2; exit 1')
+        run_instead('echo "$@"; seq 20; echo "error: no such model" >&2; exit 3')
         with pytest.raises(StartError) as caught:
             start(a_config(port), ["--model", "x"], tmp_path)
+        assert caught.value.exit_code == 3
         head, *lines = str(caught.value).splitlines()
         assert head == "the server did not become ready; its log ends:"
         assert lines == [*(f"  {number}" for number in range(7, 21)), "  error: no such model"]

@@ -12,14 +12,24 @@ from pathlib import Path
 from llm_serving import __version__, launcher
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.report import describe
-from llm_serving.errors import ConfigError, LLMServingError, RecordingError
+from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError, RecordingError
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.server.authentication import hash_key
 from llm_serving.trace_file import save_timeline
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_NO_WORK_AGENTS = 3
 EXIT_INTERRUPTED = 130
+EXIT_CODES = """\
+exit codes:
+  0    done; a server: ended in order by SIGINT or SIGTERM
+  1    serving failed, or a replay differs from its recording
+  2    wrong arguments or configuration: a model that cannot be loaded, a port in use
+  3    every WorkAgent has used up its restarts (serving_config.exit_without_work_agents)
+  130  interrupted by Ctrl-C before there was anything to end in order
+`start` answers as the server that it started, if that ends before it is ready.
+"""
 API_KEY = re.compile(r"[!-~]{16,512}")
 """Keys that `hash-key` takes; a shorter one could be found from its hash."""
 
@@ -28,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, 1 when serving failed or a replay differs, 2 when arguments or configuration are wrong, 130
-        after Ctrl-C where that does not end a command in order.
+        The exit code, one of `EXIT_CODES`.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -37,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except NoWorkAgentsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NO_WORK_AGENTS
+    except launcher.StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else EXIT_FAILED
     except LLMServingError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -46,7 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="llm-serving", description="LLM serving on MindSpore.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="llm-serving",
+        description="LLM serving on MindSpore.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser(

@@ -16,6 +16,7 @@ LLMServingError
 ├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
+├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         its process ended or its channel broke
 │   └── StepMismatchError       a reply does not match the step in flight
@@ -161,9 +162,22 @@ class CapacityError(LLMServingError):
 
 
 class UnavailableError(LLMServingError):
-    """Nothing can be served at this moment: starting, draining, or no WorkAgent lives."""
+    """Nothing can be served at this moment: starting, draining, or no WorkAgent lives.
+
+    Args:
+        message: Why.
+        retry_after: Seconds after which a retry has a chance; None when unknown.
+    """
 
     http_status: ClassVar[int] = 503
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NoWorkAgentsError(LLMServingError):
+    """Every WorkAgent has used up its restarts, and the configuration wants the server to end then."""
 
 
 class WorkerError(LLMServingError):

@@ -30,7 +30,16 @@ LOG_TIMEOUT_S = 10.0
 
 
 class StartError(LLMServingError):
-    """The server ended before it was ready."""
+    """The server ended before it was ready.
+
+    Args:
+        message: The end of its log.
+        exit_code: Its own.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
@@ -170,10 +179,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
                 _say(detail)
         if ready:
             return
-        if process.poll() is not None or detail.startswith("no WorkAgent lives"):
+        if process.poll() is not None:
             _wait_for_log(keeper)
             tail = Path(record.log).read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-            raise StartError("the server did not become ready; its log ends:\n  " + "\n  ".join(tail))
+            text = "the server did not become ready; its log ends:\n  " + "\n  ".join(tail)
+            raise StartError(text, process.returncode)
         time.sleep(POLL_S)
 
 

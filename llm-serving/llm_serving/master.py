@@ -26,6 +26,8 @@ def run(config: ServingConfig) -> int:
 
     Raises:
         ConfigError: The model, its tokenizer or the port cannot be used.
+        WorkerDiedError: No WorkAgent could be started.
+        NoWorkAgentsError: All have used up their restarts, and the configuration has the server end then.
     """
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
@@ -34,8 +36,8 @@ def run(config: ServingConfig) -> int:
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
-        def start(like: Loaded | None) -> WorkAgentProcess:
-            return start_work_agent(config, index, on_progress, like)
+        def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+            return start_work_agent(config, index, on_progress, like, timeout_s)
 
         serving = config.serving
         executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts)

@@ -4,50 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from server_process import ROOT, free_ports, metric, run_script, shared_memory_names, start_server
+from llm_serving.config.paths import DEMO_FOLDER
+from server_process import ROOT, free_ports, run_script, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 
-ENDLESS = {"prompt": "Count from 1 to 9.", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+def test_two_replicas_serve_while_one_is_away_and_the_server_ends_when_told_to_without_any() -> None:
+    """Loading again fails, since the model is gone meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        shutil.copytree(DEMO_FOLDER, model)
+        settings = ("serving_config.max_worker_restarts=0", "serving_config.exit_without_work_agents=True")
+        server = start_server("--model", str(model), *(x for each in settings for x in ("--set", each)), num_agents=2)
+        try:
+            (model / "model.safetensors").unlink()
+            agents = server.processes[1:]
+            assert len(agents) == 2
+
+            async def run() -> None:
+                async with asyncio.timeout(120), server.client() as client:
+                    os.kill(agents[0].pid, signal.SIGKILL)
+                    while "trying on" not in (health := await client.get("/health")).text:
+                        await asyncio.sleep(0.01)
+                    assert health.status_code == 200
+                    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+                    agents[1].kill()
+
+            asyncio.run(run())
+            assert not psutil.wait_procs(server.processes, timeout=60)[1]
+            last = server.log.splitlines()[-1]
+            assert last.startswith("error: WorkAgent 0 was started 0 times in a row without a step; trying on: ")
+        finally:
+            server.stop()
 
 
-def test_two_replicas_serve_and_without_restarts_one_may_die() -> None:
-    server = start_server("--set", "serving_config.max_worker_restarts=0", num_agents=2)
-    try:
-        agents = server.processes[1:]
-        assert len(agents) == 2
-
-        async def run() -> None:
-            async with asyncio.timeout(120), server.client() as client:
-                streams = [asyncio.create_task(client.post("/v1/completions", json=ENDLESS)) for _ in range(4)]
-                while await metric(client, "vllm:num_requests_running") < 4:
-                    await asyncio.sleep(0)
-                os.kill(agents[0].pid, signal.SIGKILL)
-                answers = await asyncio.gather(*streams)
-                assert sorted(answer.status_code for answer in answers) == [200, 200, 500, 500]
-                assert len({answer.text.split('"text"')[1] for answer in answers if answer.is_success}) == 1
-                assert (await client.get("/health")).status_code == 200
-                agents[1].kill()
-                psutil.wait_procs([agents[1]], timeout=10)
-                while "no WorkAgent lives" not in (await client.get("/health")).text:
-                    await asyncio.sleep(0)
-                refused = await client.post("/v1/completions", json=ENDLESS)
-                assert refused.status_code == 503
-                assert "no WorkAgent lives" in refused.text
-
-        asyncio.run(run())
-    finally:
-        server.stop()
-    assert not psutil.wait_procs(server.processes, timeout=10)[1]
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_that_message(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for foreground in ((), ("--foreground",)):
+        failed = run_script("start.sh", "--model", str(model), "--port", str(port), *foreground)
+        assert failed.returncode == 2, failed.stderr
+        last = failed.stderr.splitlines()[-1].strip()
+        assert last.startswith("error: ") and "model.safetensors" in last
 
 
 def test_started_twice_a_port_in_use_and_the_master_killed() -> None:
@@ -62,9 +75,10 @@ def test_started_twice_a_port_in_use_and_the_master_killed() -> None:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            refused = run_script("start.sh", "--port", str(port))
-            assert refused.returncode == 2
-            assert f"127.0.0.1:{port} is in use by another program" in refused.stderr
+            for foreground in ((), ("--foreground",)):
+                refused = run_script("start.sh", "--port", str(port), *foreground)
+                assert refused.returncode == 2
+                assert f"127.0.0.1:{port} is in use by another program" in refused.stderr
         assert httpx.get(f"{server.url}/health").status_code == 200
         master, agent = server.processes
         master.kill()

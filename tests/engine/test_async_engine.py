@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,19 @@ from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, Serv
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.async_engine import AsyncEngine, RequestStream
+from llm_serving.engine.async_engine import AsyncEngine, EngineHealth, RequestStream
+from llm_serving.engine.away import Away
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.executor import LocalExecutor
 from llm_serving.engine.metrics import Metrics, ReplicaCounts
-from llm_serving.errors import CapacityError, ContextLengthError, RequestError, UnavailableError, WorkerDiedError
+from llm_serving.errors import (
+    CapacityError,
+    ContextLengthError,
+    NoWorkAgentsError,
+    RequestError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from word_tokenizer import WordTokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -49,6 +58,7 @@ class Setup:
         max_waiting_queue: int = 100,
         max_num_seqs: int = 8,
         api_keys: tuple[ApiKey, ...] = (),
+        exit_without_work_agents: bool = False,
         **scheduler: Any,
     ) -> None:
         self.runners: dict[int, GatedRunner] = {}
@@ -58,7 +68,9 @@ class Setup:
         self.max_num_seqs = max_num_seqs
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
-            serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_replicas))),
+            serving=ServerConfig(
+                agent_ports=tuple(range(16002, 16002 + num_replicas)), exit_without_work_agents=exit_without_work_agents
+            ),
             scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
             api_keys=api_keys,
         )
@@ -153,6 +165,7 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
         async with setup.running() as engine:
             setup.runners[0].gate.clear()
             streams = [engine.generate([5, 6], GREEDY, request_id=str(i)) for i in range(2)]
+            setup.may_load.clear()
             setup.runners[0].dead = True
             setup.runners[0].gate.set()
             pieces = [[piece async for piece in stream][-1] for stream in streams]
@@ -162,6 +175,65 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
             assert engine.health().ready and "killed" in engine.health().detail
             assert setup.metrics.replicas() == ReplicaCounts(2, 1)
             assert await token_ids(engine.generate([9], GREEDY, request_id="after")) == expected_output([9], 4)
+            setup.may_load.set()
+            while engine.health().detail != "ready":
+                await asyncio.sleep(0)
+            assert setup.metrics.replicas() == ReplicaCounts(2, 2)
+            streams = [engine.generate([5, 6], GREEDY, request_id=str(i)) for i in range(2)]
+            assert [await token_ids(stream) for stream in streams] == [expected_output([5, 6], 4)] * 2
+
+    asyncio.run(run())
+
+
+AWAY = Away("killed", since=0.0, begins=8.0, load_s=4.0, num_failed=1, num_restarts=2, max_restarts=5)
+
+
+def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_come_back() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            engine.clock = lambda: 5.0
+            executor = engine._engines[0]._executor
+            for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
+                executor.away = away
+                for ask in (lambda: engine.generate([5], GREEDY, request_id="a"), lambda: engine.check_capacity([1])):
+                    with pytest.raises(UnavailableError, match="WorkAgent 0 is started again: killed") as refused:
+                        ask()
+                    assert refused.value.retry_after == 3.0 + away.load_s
+            executor.away = replace(AWAY, num_failed=0)
+            assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
+
+    asyncio.run(run())
+
+
+def test_requests_go_to_the_replica_that_is_there() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            engine._engines[0]._executor.away = AWAY
+            for _ in range(3):
+                assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
+            assert not setup.runners[0].steps
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("shall_exit", [False, True])
+def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_exit: bool) -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, exit_without_work_agents=shall_exit)
+        failed = asyncio.Event()
+        setup.engine.on_failure = failed.set
+        async with setup.running() as engine:
+            for index in range(2):
+                assert not failed.is_set()
+                engine._engines[index]._executor.used_up = True
+                engine._engines[index].on_away()
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert failed.is_set() == shall_exit
+            assert isinstance(engine.failure, NoWorkAgentsError) == shall_exit
+            assert "WorkAgent 1: was started again more than 5 times in a row without a step" in engine.health().detail
 
     asyncio.run(run())
 
@@ -175,6 +247,23 @@ def test_without_a_living_replica_requests_are_refused_with_the_reason() -> None
             assert "out of luck" in engine.health().detail
             with pytest.raises(UnavailableError, match="out of luck"):
                 engine.generate([5], GREEDY, request_id="a")
+            while engine.failure is None:
+                await asyncio.sleep(0)
+            assert str(engine.failure) == "out of luck"
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_loaded_is_tried_again_beside_one_that_serves() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        setup.failures[0] = "out of luck"
+        async with setup.running() as engine:
+            assert engine.health() == EngineHealth(True, "ready; WorkAgent 0: out of luck")
+            del setup.failures[0]
+            while engine.health().detail != "ready":
+                await asyncio.sleep(0)
+            assert engine.failure is None
 
     asyncio.run(run())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from factories import create_request
 from fake_runner import expected_output
@@ -9,8 +11,10 @@ from fragile_harness import FragileHarness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
-from llm_serving.engine.executor import StepFailedError
+from llm_serving.engine.away import Away
+from llm_serving.engine.executor import RestartFailedError, StepFailedError
 from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
 
@@ -185,3 +189,92 @@ def test_an_abort_while_the_work_agent_is_away_is_heeded() -> None:
     harness.run()
     assert harness.last(gone.request_id).finish_reason is FinishReason.ABORT
     harness.assert_exact(other)
+
+
+class Absence:
+    """Restarts fail so many times, each after so many seconds; meanwhile something may happen."""
+
+    def __init__(self, harness: FragileHarness, num_failures: int, attempt_s: float) -> None:
+        self.now = 0.0
+        self.num_left = num_failures
+        self.meanwhile = lambda: None
+        self._attempt_s = attempt_s
+        self._executor = harness.executor
+        harness.engine._clock = lambda: self.now
+        harness.executor.before_restart = self._attempt
+
+    def _attempt(self, reason: str) -> None:
+        if self._executor.away is None:
+            self._executor.away = Away(reason, self.now, self.now, self._attempt_s, 0, 1, 5)
+        self.now += self._attempt_s
+        self.meanwhile()
+        if self.num_left:
+            self.num_left -= 1
+            raise RestartFailedError("no file descriptors")
+        self._executor.away = None
+
+
+def test_a_short_absence_ends_nobody_however_many_attempts_it_takes() -> None:
+    harness = FragileHarness()
+    absence = Absence(harness, num_failures=20, attempt_s=14.0)
+    requests = requests_of_all_kinds()
+    harness.executor.spoil = dies_at(harness, 3)
+    harness.submit(*requests)
+    harness.run()
+    assert absence.num_left == 0
+    harness.assert_exact(*requests)
+
+
+def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:
+    harness = FragileHarness()
+    absence = Absence(harness, num_failures=30, attempt_s=14.0)
+    early, late = requests_of_all_kinds(), create_request(4, max_tokens=5)
+    ended_at: dict[str, float] = {}
+    publish = harness.engine._publish
+
+    def note(pieces: list[RequestOutput]) -> None:
+        ended_at.update({piece.request_id: absence.now for piece in pieces if piece.finished})
+        publish(pieces)
+
+    harness.engine._publish = note
+    harness.executor.spoil = dies_at(harness, 3)
+    harness.submit(*early)
+    harness.run()
+    for request in early:
+        last = harness.last(request.request_id)
+        assert last.finish_reason is FinishReason.ERROR
+        assert last.error == "its WorkAgent has not come back within 300 s: no file descriptors"
+        assert ended_at[request.request_id] == 22 * 14.0, "the first moment after 300 s at which it can be told"
+    assert absence.num_left == 0
+    harness.submit(late)
+    harness.run()
+    harness.assert_exact(late)
+
+
+def test_an_abort_is_heeded_between_two_attempts() -> None:
+    harness = FragileHarness()
+    absence = Absence(harness, num_failures=5, attempt_s=1.0)
+    gone, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
+
+    def leave() -> None:
+        if absence.num_left == 3:
+            harness.engine.abort(gone.request_id)
+        if absence.num_left == 1:
+            assert harness.last(gone.request_id).finish_reason is FinishReason.ABORT
+
+    absence.meanwhile = leave
+    harness.executor.spoil = dies_at(harness, 3)
+    harness.submit(gone, other)
+    harness.run()
+    assert harness.last(gone.request_id).finish_reason is FinishReason.ABORT
+    harness.assert_exact(other)
+
+
+def dies_at(harness: FragileHarness, number: int) -> Callable[[StepInput], None]:
+    """The WorkAgent dies once, with the step whose reply has the number."""
+
+    def spoil(step: StepInput) -> None:
+        if harness.executor.num_collected == number:
+            raise WorkerDiedError("killed")
+
+    return spoil

@@ -16,19 +16,24 @@ import pytest
 from fake_runner import expected_output
 from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.engine import supervisor
-from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.engine.executor import RemoteExecutor, RestartFailedError
+from llm_serving.engine.supervised_executor import SupervisedExecutor
 from llm_serving.engine.supervisor import load_settings, start_work_agent
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
+LOADS_FOR_EVER = 7
+"""A device."""
 WORK_AGENT = """
-import sys, types
+import signal, sys, types
 from fake_runner import FakeRunner
 from llm_serving.errors import ConfigError
 
 def load_runner(settings, on_progress):
     on_progress(f"compiling for {settings.device_target}")
+    if settings.device_id == 7:
+        signal.pause()
     if settings.num_blocks == 1:
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
     runner = FakeRunner(8, 4, settings.num_swap_blocks)
@@ -124,6 +129,45 @@ def test_no_port_is_needed(run_stand_in):
         assert not psutil.Process(agents[1].process.pid).net_connections("inet")
         for agent in agents:
             agent.stop()
+
+
+def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand_in, processes):
+    """20 deaths in a row without a step; every second WorkAgent does not get as far as being ready."""
+    num_kills = 0
+
+    def kill():
+        nonlocal num_kills
+        num_kills += 1
+        processes[-1].kill()
+
+    def start(like, timeout_s):
+        loads_for_ever = num_kills < 20 and num_kills % 2
+        device = LOADS_FOR_EVER if loads_for_ever else 0
+        config = replace(a_config(), serving=ServerConfig(start_device_id=device))
+        return start_work_agent(config, 0, lambda text: kill() if loads_for_ever else None, like, timeout_s)
+
+    executor = SupervisedExecutor(start, 30.0, 5, pause=lambda delay_s: False)
+    open_files = len(set(Path("/proc/self/fd").iterdir()))
+    while num_kills < 20:
+        kill()
+        with pytest.raises(WorkerDiedError):
+            executor.collect()
+        with pytest.raises(RestartFailedError, match=r"ended \(code -9\) before it was ready"):
+            executor.restart("killed when it was ready")
+        executor.restart("killed while it loaded")
+    prompt = [5, 6, 7]
+    executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
+    assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
+    assert len(processes) == 21
+    assert len(set(Path("/proc/self/fd").iterdir())) == open_files
+    executor.close()
+
+
+def test_one_that_does_not_load_in_time_is_ended(run_instead, processes):
+    run_instead("exec sleep 600")
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 was not ready within 0\.1 s"):
+        start_work_agent(a_config(), 0, lambda text: None, timeout_s=0.1)
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("call", ["llm_serving.transport.shared_arrays.os.memfd_create", "socket.socketpair"])

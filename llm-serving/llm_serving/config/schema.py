@@ -176,7 +176,15 @@ class ServerConfig:
     """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
 
     max_worker_restarts: int = option(5, integer(0, 1000))
-    """Times in a row, without a step in between, that a WorkAgent which ended is started again."""
+    """Times in a row, without a step in between, that a WorkAgent which ended is started again before `/health` says
+    that it may be gone for good. It is tried on all the same, with pauses of up to 5 s."""
+
+    exit_without_work_agents: bool = option(False, boolean())
+    """True: the server ends with exit code 3 when all its WorkAgents have used up `max_worker_restarts`."""
+
+    restart_wait_s: float = option(300.0, seconds())
+    """Seconds that requests wait for their WorkAgent to be started again; then they end with an error. Once a restart
+    has failed, new requests are refused (503) until it is back."""
 
     explain_requests: int = option(1000, integer(0, 10**6))
     """Requests of each WorkAgent that ended, the newest, which `/v1/requests/{id}/explain` can still explain, beside

@@ -31,10 +31,18 @@ from llm_serving.engine.journal import Life
 from llm_serving.engine.live_requests import LiveRequests
 from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.engine.scheduler_state import SchedulerState
+from llm_serving.engine.supervised_executor import restart_delay_s
 from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.waiting_room import WaitingRoom
-from llm_serving.errors import ContextLengthError, RequestNotFoundError, UnavailableError, WorkerDiedError
+from llm_serving.errors import (
+    ContextLengthError,
+    LLMServingError,
+    NoWorkAgentsError,
+    RequestNotFoundError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
@@ -145,7 +153,11 @@ class AsyncEngine:
         self._counter = itertools.count()
         self._progress = "starting"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
+        self._stopping = threading.Event()
+        self.failure: LLMServingError | None = None
+        """Why this process cannot serve and shall end, once that is so."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Told on the event loop."""
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -159,27 +171,32 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """Ends every replica that serves; unfinished requests end with an error. One that still loads ends later."""
-        self._stopping = True
+        self._stopping.set()
         for index, engine in list(self._engines.items()):
-            engine.stop()
-            await asyncio.to_thread(self._threads[index].join)
+            if engine.dead is None:
+                engine.stop()
+                await asyncio.to_thread(self._threads[index].join)
 
     def health(self) -> EngineHealth:
         engines = dict(self._engines)
         failed = self._failures | {index: engine.dead for index, engine in engines.items() if engine.dead is not None}
         restarting = {
-            index: engine.restarting
+            index: engine.away or f"is started again: {engine.restarting}"
             for index, engine in engines.items()
             if engine.restarting is not None and engine.dead is None
         }
+        used_up = any(engines[index].used_up for index in restarting)
         ready = any(engine.dead is None and engine.restarting is None for engine in engines.values())
         loading = bool(restarting) or len(engines.keys() | failed.keys()) < len(self.config.serving.agent_ports)
         notices = {index: engine.notice for index, engine in engines.items() if engine.notice}
+        limit = self.config.serving.max_worker_restarts
+        lasting = f"was started again more than {limit} times in a row without a step"
+        notices |= {index: lasting for index, engine in engines.items() if engine.used_up}
         remarks = "; ".join(f"WorkAgent {index}: {remark}" for index, remark in sorted((notices | failed).items()))
         if not ready and not loading:
             return EngineHealth(False, f"no WorkAgent lives: {remarks}")
-        if restarting and ready:
-            remarks = "; ".join(f"WorkAgent {index} is started again: {why}" for index, why in restarting.items())
+        if restarting and (ready or used_up):
+            remarks = "; ".join(f"WorkAgent {index} {why}" for index, why in restarting.items())
             return EngineHealth(ready, remarks, loading)
         if loading:
             return EngineHealth(ready, self._progress, loading)
@@ -420,7 +437,13 @@ class AsyncEngine:
         living = self._living()
         if not living:
             raise UnavailableError(self.health().detail)
-        return min(living.items(), key=lambda item: (item[1].restarting is not None, self._num_open[item[1]]))
+        index, engine = min(living.items(), key=lambda item: (item[1].away is not None, self._num_open[item[1]]))
+        away, now = engine.away, self.clock()
+        if away is not None:
+            wait_s = away.predicted_s(now)
+            if wait_s is None or wait_s > self.config.serving.restart_wait_s:
+                raise UnavailableError(f"WorkAgent {index} {away}", away.retry_after_s(now))
+        return index, engine
 
     def _replica_of(self, stream: RequestStream | None) -> tuple[int, Engine] | None:
         """The living replica that has the request, as long as it has not ended."""
@@ -455,17 +478,32 @@ class AsyncEngine:
     # --- between the threads ----------------------------------------------------------------------------------------
 
     def _run_replica(self, index: int) -> None:
-        """Body of an engine thread: load, serve, and tell why it ended."""
-        try:
-            with self._open_replica(index, self._publish, self._set_progress) as engine:
-                engine.on_started = self._publish_started
-                self._engines[index] = engine
-                if not self._stopping:
-                    logger.info("WorkAgent %d is ready", index)
-                    engine.run()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
-            self._failures[index] = str(error)
-            logger.error("WorkAgent %d cannot serve: %s", index, error)
+        """Body of an engine thread: load, serve, and again if that ends before the server does.
+
+        A server none of whose replicas could be loaded has failed; they are not tried again.
+        """
+        for attempt in itertools.count(1):
+            try:
+                self._serve_replica(index)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
+                self._failures[index] = str(error)
+                logger.error("WorkAgent %d cannot serve: %s", index, error)
+                if not self._engines and len(self._failures) == len(self.config.serving.agent_ports):
+                    failure = error if isinstance(error, LLMServingError) else WorkerDiedError(str(error))
+                    self._call_soon(self._fail, failure)
+                    return
+            if self._stopping.wait(restart_delay_s(attempt)):
+                return
+
+    def _serve_replica(self, index: int) -> None:
+        with self._open_replica(index, self._publish, self._set_progress) as engine:
+            engine.on_started = self._publish_started
+            engine.on_away = self._publish_away
+            self._engines[index] = engine
+            self._failures.pop(index, None)
+            if not self._stopping.is_set():
+                logger.info("WorkAgent %d is ready", index)
+                engine.run()
 
     def _set_progress(self, text: str) -> None:
         self._progress = text
@@ -479,10 +517,26 @@ class AsyncEngine:
         """Called by engine threads, when requests are scheduled for the first time."""
         self._call_soon(self._start_requests, request_ids)
 
-    def _call_soon(self, callback: Callable[[list[T]], None], items: list[T]) -> None:
+    def _publish_away(self) -> None:
+        """Called by engine threads, after an attempt to start a WorkAgent again."""
+        self._call_soon(self._check_restarts, None)
+
+    def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
-            self._loop.call_soon_threadsafe(callback, items)
+            self._loop.call_soon_threadsafe(callback, argument)
+
+    def _check_restarts(self, _: None) -> None:
+        """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
+        if not self.config.serving.exit_without_work_agents:
+            return
+        if all(engine.used_up for engine in self._living().values()):
+            self._fail(NoWorkAgentsError(self.health().detail))
+
+    def _fail(self, error: LLMServingError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.on_failure()
 
     def _start_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

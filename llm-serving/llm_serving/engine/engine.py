@@ -18,6 +18,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
+from llm_serving.engine.away import Away
 from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.executor import Executor, StepFailedError
@@ -63,6 +64,7 @@ class Engine:
         max_steps_in_flight: int = 2,
         audit_every: int = 0,
         journal: Journal | None = None,
+        restart_wait_s: float = 300.0,
         clock: Clock = monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -77,8 +79,11 @@ class Engine:
         """What happened to its requests and steps, for those who ask; keeps nothing unless told to."""
         self.on_started: Callable[[list[str]], None] = lambda request_ids: None
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
+        self.on_away: Callable[[], None] = lambda: None
+        """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
         self._executor = executor
-        self._recovery = Recovery(scheduler, executor, metrics)
+        self._recovery = Recovery(scheduler, executor, metrics, self._while_away)
+        self._restart_wait_s = restart_wait_s
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._beams = BeamGroups(scheduler, self._processor)
@@ -149,6 +154,16 @@ class Engine:
             self._stopping = True
         self._executor.give_up()
         os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def away(self) -> Away | None:
+        """What is known of its WorkAgent while that is being started again."""
+        return self._executor.away
+
+    @property
+    def used_up(self) -> bool:
+        """Whether its WorkAgent was started again more often in a row than is allowed."""
+        return self._executor.used_up
 
     @property
     def restarting(self) -> str | None:
@@ -304,6 +319,15 @@ class Engine:
         for request in culprits:
             self._end_request(request, FinishReason.ERROR, str(error))
 
+    def _while_away(self, reason: str) -> None:
+        """After an attempt to start the WorkAgent again: nobody waits longer than is allowed."""
+        self._take_inbox()
+        away = self._executor.away
+        if away is not None and self._clock() - away.since > self._restart_wait_s:
+            self._end_all(f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}")
+        self._flush()
+        self.on_away()
+
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request = request.beam_of or request
         if self._auditor.owns(request):
@@ -349,11 +373,14 @@ class Engine:
         with self._inbox_lock:
             self.dead = reason
         self._take_inbox()
+        self._end_all(reason)
+        self._flush()
+        self._record_load()
+
+    def _end_all(self, reason: str) -> None:
         self._auditor.drop()
         for request in self._processor.unfinished():
             self._end_request(request, FinishReason.ERROR, reason)
-        self._flush()
-        self._record_load()
 
     # --- inbox and outbox -------------------------------------------------------------------------------------------
 

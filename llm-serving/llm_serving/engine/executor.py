@@ -8,6 +8,7 @@ from typing import Protocol
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.away import Away
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -26,8 +27,20 @@ class StepFailedError(LLMServingError):
     """The WorkAgent could not run one step; it lives on, the cache of the step's requests is lost."""
 
 
+class RestartFailedError(LLMServingError):
+    """A WorkAgent could not be replaced this time; whoever asks again gets another attempt, after a pause."""
+
+
 class Executor(Protocol):
     """Runs steps strictly in the order they are submitted."""
+
+    @property
+    def away(self) -> Away | None:
+        """What is known while the WorkAgent is being started again; None otherwise."""
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the WorkAgent was started again more often in a row, without a step in between, than is allowed."""
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -65,7 +78,8 @@ class Executor(Protocol):
         """Replaces a WorkAgent that is gone; what it had and what was submitted is lost, steps count from 0 again.
 
         Raises:
-            WorkerDiedError: It cannot be replaced, or not any more.
+            RestartFailedError: Not this time.
+            WorkerDiedError: Not any more.
         """
 
     def give_up(self) -> None:
@@ -80,6 +94,8 @@ class LocalExecutor:
     """Runs each step in this process, when it is collected."""
 
     max_steps_in_flight = 1
+    away: Away | None = None
+    used_up = False
 
     def __init__(self, runner: Runner) -> None:
         self.next_step = 0
@@ -138,6 +154,8 @@ class RemoteExecutor:
         self._waited_s = 0.0
         """Seconds that the oldest step in flight was waited for."""
         self.max_steps_in_flight = buffers.num_buffers
+        self.away: Away | None = None
+        self.used_up = False
         self.next_step = 0
         self.num_compilations = 0
         """Graphs the WorkAgent had compiled by its latest step."""

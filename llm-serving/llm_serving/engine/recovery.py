@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -10,7 +10,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.bisection import find_culprits
-from llm_serving.engine.executor import Executor, StepFailedError
+from llm_serving.engine.executor import Executor, RestartFailedError, StepFailedError
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.errors import LLMServingError, WorkerError
@@ -33,22 +33,30 @@ class Recovery:
     Nothing is lost but time: the tokens of every request are here, and computing them again gives the same bytes.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: Metrics,
+        meanwhile: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`meanwhile` is called with the reason after every attempt to start the WorkAgent again."""
         self.restarting: str | None = None
         """Why the WorkAgent is being started again, while it is."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
+        self._meanwhile = meanwhile
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
-        """Makes everything ready to go on, and finds the requests that must not.
+        """Makes everything ready to go on, however long it takes, and finds the requests that must not.
 
         Args:
             error: What the oldest step in flight met, or a step that could not be submitted.
             in_flight: The steps that were not replied to; none of them will be.
 
         Raises:
-            WorkerDiedError: There is no WorkAgent any more.
+            WorkerDiedError: There is no WorkAgent any more, and there shall be none.
         """
         logger.error("steps are lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(len(in_flight) - 1)
@@ -60,7 +68,9 @@ class Recovery:
         if failed:
             return self._guilty(lost)
         self._restart(str(error))
-        return self._guilty([each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT])
+        return self._guilty(
+            [each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT and not each.is_finished]
+        )
 
     def _survives(self, num_further_steps: int) -> bool:
         """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
@@ -76,15 +86,23 @@ class Recovery:
 
     def _restart(self, reason: str) -> None:
         self.restarting = reason
-        self._executor.restart(reason)
+        while True:
+            try:
+                self._executor.restart(reason)
+                break
+            except RestartFailedError as error:
+                self.restarting = reason = str(error)
+                logger.error("the WorkAgent cannot be started again: %s", reason)
+                self._meanwhile(reason)
         self.restarting = None
         self._metrics.worker_restarted()
+        self._meanwhile(reason)
 
     def _guilty(self, suspects: Sequence[Request]) -> list[Request]:
         """Those that make a step fail again, or else were lost too often; the cache must be lost already."""
         if not suspects:
             return []
-        guilty = find_culprits(suspects, lambda group: _passes(group, self._scheduler, self._executor))
+        guilty = find_culprits(suspects, lambda group: _passes(group, self._scheduler, self._executor, self._restart))
         if not guilty:
             return [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS]
         for each in suspects:  # what the others lost is explained; each explanation ends a request, so this ends too
@@ -98,7 +116,7 @@ def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
     return [request for request in requests.values() if not request.is_finished]
 
 
-def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor) -> bool:
+def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor, restart: Callable[[str], None]) -> bool:
     """Whether the WorkAgent can compute these requests up to their newest token and one further.
 
     Answers are exact, so a copy of a request meets whatever the request met. The trial has the whole cache to itself.
@@ -119,7 +137,7 @@ def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor) 
         return False
     except WorkerError as error:
         logger.error("the WorkAgent did not survive a trial of %d requests: %s", len(group), error)
-        executor.restart(str(error))
+        restart(str(error))
         return False
     return True
 

@@ -99,4 +99,5 @@ def build_engine(
         max_steps_in_flight=steps,
         audit_every=config.serving.audit_every,
         journal=journal,
+        restart_wait_s=config.serving.restart_wait_s,
     )

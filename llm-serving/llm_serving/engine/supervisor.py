@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.errors import ChannelClosedError, ModelError, ProtocolError, WorkerDiedError
+from llm_serving.core.clock import monotonic
+from llm_serving.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    ModelError,
+    ProtocolError,
+    WorkerDiedError,
+)
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
@@ -76,7 +83,11 @@ class WorkAgentProcess:
 
 
 def start_work_agent(
-    config: ServingConfig, index: int, on_progress: Callable[[str], None], like: Loaded | None = None
+    config: ServingConfig,
+    index: int,
+    on_progress: Callable[[str], None],
+    like: Loaded | None = None,
+    timeout_s: float | None = None,
 ) -> WorkAgentProcess:
     """Starts WorkAgent `index` and returns when its model is loaded.
 
@@ -85,11 +96,12 @@ def start_work_agent(
         index: Of the WorkAgent.
         on_progress: Is told what it does; what this raises ends the WorkAgent.
         like: What a WorkAgent before it had loaded: the new one gets as many blocks.
+        timeout_s: Seconds it may take.
 
     Raises:
         ModelError: The model cannot be loaded.
-        WorkerDiedError: The process ended before it was ready, or could not be started: no file descriptors are left,
-            no memory, no processes.
+        WorkerDiedError: The process ended before it was ready, was not ready in time, or could not be started: no
+            file descriptors are left, no memory, no processes.
     """
     settings = load_settings(config, index)
     if like is not None:
@@ -108,7 +120,9 @@ def start_work_agent(
             raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
         undo.callback(_end_at_once, process)
         try:
-            loaded = _load(index, channel, settings, on_progress)
+            loaded = _load(index, channel, settings, on_progress, timeout_s)
+        except DeadlineExceededError as error:
+            raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
         except ChannelClosedError as error:
             _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended (code {process.returncode}) before it was ready") from error
@@ -117,15 +131,24 @@ def start_work_agent(
 
 
 def _load(
-    index: int, channel: Channel[AgentMessage], settings: LoadModel, on_progress: Callable[[str], None]
+    index: int,
+    channel: Channel[AgentMessage],
+    settings: LoadModel,
+    on_progress: Callable[[str], None],
+    timeout_s: float | None,
 ) -> Loaded:
     """Makes sure that the WorkAgent is of this version, which an upgrade while the master lives may change."""
+    deadline = None if timeout_s is None else monotonic() + timeout_s
+
+    def receive() -> AgentMessage:
+        return channel.receive(None if deadline is None else deadline - monotonic())
+
     channel.send(Hello(PROTOCOL_VERSION))
-    welcome = channel.receive()
+    welcome = receive()
     if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
         raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
     channel.send(settings)
-    while isinstance(answer := channel.receive(), Progress):
+    while isinstance(answer := receive(), Progress):
         on_progress(f"WorkAgent {index}: {answer.text}")
     if isinstance(answer, Failed):
         raise ModelError(answer.error)

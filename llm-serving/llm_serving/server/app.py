@@ -80,6 +80,7 @@ def serve(engine: AsyncEngine) -> int:
 
     Raises:
         ConfigError: The address or the access log cannot be used.
+        LLMServingError: The engine has failed.
     """
     raise_open_files_limit()
     collect_garbage_rarely()
@@ -87,10 +88,13 @@ def serve(engine: AsyncEngine) -> int:
     with bind(serving.server_ip, serving.server_port) as listener:
         access_log, close_log = open_access_log(serving)
         try:
-            app = create_app(engine, access_log)
-            HttpServer(app, listener, serving).run_within(_running(engine))
+            server = HttpServer(create_app(engine, access_log), listener, serving)
+            engine.on_failure = server.end
+            server.run_within(_running(engine))
         finally:
             close_log()
+    if engine.failure is not None:
+        raise engine.failure
     return 0
 
 

@@ -149,6 +149,10 @@ class HttpServer(uvicorn.Server):
         """Leaves the signals to `run_within`."""
         yield
 
+    def end(self) -> None:
+        """Ends it as the first signal does; call it on the event loop."""
+        self.should_exit = True
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             self.should_exit = True  # before the log line: who has read it may send the second signal
