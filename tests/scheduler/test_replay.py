@@ -155,7 +155,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     """A new field of `Request` belongs either into `Added` or into the second list here."""
     derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
-    derived |= {"arrival_clock", "wait_bound", "num_steps_waited", "first_scheduled_time", "running_since"}
+    derived |= {"arrival_clock", "wait_bound", "num_steps_waited", "first_scheduled_time", "running_since", "entered"}
     irrelevant = {
         "beam_search",
         "beam_of",
@@ -257,7 +257,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, "has format 99; this version reads format 3"),
+        ({"format": 99}, "has format 99; this version reads format 4"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

@@ -81,11 +81,13 @@ class Request:
     """The HTTP request it answers, alone or with others."""
     sequence: int = 0
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
+    entered: int = 0
+    """Order in which it came into its class, by the numbers of `sequence`."""
     request_class: RequestClass = STANDARD
-    """Given by the scheduler on arrival, from `priority`."""
+    """Given by the scheduler, from `priority`."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
     """Place in every order the scheduler keeps, smaller first: rank of the class, place by the order of the policy,
-    step of arrival moved by `priority`, `sequence`. Given on arrival."""
+    step of arrival moved by `priority`, `sequence`. Given on arrival, and again with another priority."""
 
     status: RequestStatus = RequestStatus.WAITING
     paused: bool = False

@@ -143,24 +143,28 @@ class WaitMonitor:
         self._since: dict[int, int] = {}
         """Of each that waits, by its sequence: what the clock of its class showed when it began to."""
 
-    def expect(self, request: Request, num_ahead: int) -> None:
-        """The request waits from now on, behind so many of its class."""
+    def expect(self, request: Request, num_ahead: int, num_waited: int = 0) -> None:
+        """The request waits from now on, behind so many of its class, and has waited so many steps in another."""
         name = request.request_class.name
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead)
         if not request.has_run:
-            request.wait_bound = bound
-        self._since[request.sequence] = clock
+            request.wait_bound = num_waited + bound
+        since = self._since[request.sequence] = clock - num_waited
         due = self._due[name]
         if len(due) > 2 * len(self._since) + MIN_HEAP:
             due[:] = [each for each in due if self._counts(each)]
             heapq.heapify(due)
-        heapq.heappush(due, _Due(clock + bound + 1, request.sequence, clock))
+        heapq.heappush(due, _Due(clock + bound + 1, request.sequence, since))
 
     def admitted(self, request: Request) -> None:
         """The request waits no longer."""
         since = self._since.pop(request.sequence)
         if not request.has_run:
             request.num_steps_waited = self._clocks[request.request_class.name] - since
+
+    def num_waited(self, request: Request) -> int:
+        """Steps that have been counted since it began to wait."""
+        return self._clocks[request.request_class.name] - self._since[request.sequence]
 
     def forget(self, request: Request) -> None:
         """The request has ended, wherever it was."""

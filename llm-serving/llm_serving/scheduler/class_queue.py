@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
@@ -12,6 +12,9 @@ from llm_serving.scheduler.fair_share import FairShare
 from llm_serving.scheduler.orders import Order
 
 _Key = tuple[float, ...]
+
+MIN_HEAP: Final = 64
+"""Entries that are not worth sweeping."""
 
 
 class _Entry(NamedTuple):
@@ -64,6 +67,19 @@ class ClassQueue:
     def __iter__(self) -> Iterator[Request]:
         return (entry.request for entry in self._members.values())
 
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._members
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        """Whether somebody may go before the oldest that came earlier than it."""
+        return not self._members or self._num_overtakes < self._max_overtakes
+
+    def overtake(self) -> None:
+        """Somebody has a place of the class that goes before those who wait, though it came later."""
+        if self._members:
+            self._num_overtakes += 1
+
     def push(self, request: Request) -> None:
         assert request.status is RequestStatus.WAITING
         assert request.request_id not in self._members, f"request {request.request_id} waits twice"
@@ -71,15 +87,28 @@ class ClassQueue:
         entry = _Entry(request.queue_key, self._num_stays, request)
         self._members[request.request_id] = entry
         if request.has_run:
-            heapq.heappush(self._displaced, entry)
+            self._push(self._displaced, entry)
             return
-        heapq.heappush(self._by_arrival, _Entry((request.sequence,), self._num_stays, request))
+        self._push(self._by_arrival, _Entry((request.entered,), self._num_stays, request))
         tenant = self._tenant_of(request)
         if self._first(self._by_tenant.setdefault(tenant, [])) is None:
             self.shares.join(tenant, self._least_served())
-        heapq.heappush(self._by_tenant[tenant], entry)
+        self._push(self._by_tenant[tenant], entry)
         if self._first(self._by_tenant[tenant]) is request:
             heapq.heappush(self._tenants, self._offer(tenant))
+
+    def reorder(self, request: Request) -> None:
+        """A member's `queue_key` is another one; when it came, and how often the oldest was overtaken, is not."""
+        tenant, entry = self._tenant_of(request), self._members[request.request_id]._replace(key=request.queue_key)
+        self._members[request.request_id] = entry
+        heap = self._displaced if request.has_run else self._by_tenant[tenant]
+        heap[:] = [each for each in heap if each.request is not request and self._counts(each)]
+        heap.append(entry)
+        heapq.heapify(heap)
+        if not request.has_run:
+            self._offer(tenant)
+            self._tenants = list(self._offers.values())
+            heapq.heapify(self._tenants)
 
     def head(self) -> Request | None:
         """Who goes next; it stays."""
@@ -126,12 +155,21 @@ class ClassQueue:
 
     def _first(self, heap: _Heap) -> Request | None:
         while heap:
-            entry = heap[0]
-            member = self._members.get(entry.request.request_id)
-            if member is not None and member.stay == entry.stay:
-                return entry.request
+            if self._counts(heap[0]):
+                return heap[0].request
             heapq.heappop(heap)
         return None
+
+    def _counts(self, entry: _Entry) -> bool:
+        member = self._members.get(entry.request.request_id)
+        return member is not None and member.stay == entry.stay
+
+    def _push(self, heap: _Heap, entry: _Entry) -> None:
+        """Adds an entry; those that have left are swept out before they are the most."""
+        if len(heap) > 2 * len(self._members) + MIN_HEAP:
+            heap[:] = [each for each in heap if self._counts(each)]
+            heapq.heapify(heap)
+        heapq.heappush(heap, entry)
 
     def _offer(self, tenant: str) -> _Offer:
         first = self._first(self._by_tenant[tenant])

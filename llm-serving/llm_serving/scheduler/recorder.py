@@ -26,6 +26,7 @@ from llm_serving.scheduler.records import (
     Event,
     Header,
     Paused,
+    Reprioritised,
     Resumed,
     Row,
     Updated,
@@ -229,6 +230,11 @@ class RecordedScheduler(Scheduler):
         if not request.is_finished:
             self._record(Resumed(request.sequence, request.output_token_ids[-1]))
         super().resume(request)
+
+    def reprioritise(self, request: Request, priority: int) -> bool:
+        if not request.is_finished:
+            self._record(Reprioritised(request.sequence, priority))
+        return super().reprioritise(request, priority)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if not request.is_finished:

@@ -18,7 +18,7 @@ from llm_serving.core.step import Move
 from llm_serving.errors import RecordingError
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 3
+FORMAT: Final = 4
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -91,6 +91,11 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
     reason: str
 
 
+class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="reprioritise"):
+    sequence: int
+    priority: int
+
+
 class CacheLost(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
     pass
 
@@ -110,7 +115,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     preempted: list[int]
 
 
-Event = Added | Asked | Updated | Paused | Resumed | Ended | CacheLost
+Event = Added | Asked | Updated | Paused | Resumed | Reprioritised | Ended | CacheLost
 Record = Header | Event | Decided
 
 encode = msgspec.msgpack.Encoder().encode

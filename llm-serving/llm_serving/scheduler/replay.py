@@ -24,6 +24,7 @@ from llm_serving.scheduler.records import (
     Event,
     Paused,
     Reader,
+    Reprioritised,
     Resumed,
     Row,
     Updated,
@@ -133,6 +134,8 @@ class Replay:
                 request = self._requests[sequence]
                 request.output_token_ids[-1] = newest_token_id
                 scheduler.resume(request)
+            case Reprioritised(sequence, priority):
+                scheduler.reprioritise(self._requests[sequence], priority)
             case CacheLost():
                 scheduler.lose_cache()
                 self._open.clear()

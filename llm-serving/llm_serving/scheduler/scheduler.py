@@ -79,6 +79,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door."""
         request.sequence = self._sequence
+        request.entered = request.sequence
         self._sequence += 1
         request.request_class = class_of(request.priority, self.classes)
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
@@ -167,6 +168,49 @@ class Scheduler:
             self._laid_aside.remove(request)
             self._wait(request)
 
+    def reprioritise(self, request: Request, priority: int) -> bool:
+        """Gives a request another priority, and with it perhaps another class.
+
+        Within its class its place is that of its arrival moved by the new priority, so nothing is gained by asking
+        often. Into another class it comes as if it had come now: behind those who wait there, though its own wait
+        counts from its arrival. One that has had a place goes before those who wait; that is one of the times they may
+        be overtaken, and where these are used up, or the class holds as much as it may, it stays what it is.
+
+        Returns:
+            Whether it has the priority now.
+        """
+        if request.is_finished:
+            return False
+        before, after = request.request_class, class_of(priority, self.classes)
+        queue = self.waiting.queues[before.name]
+        waits, runs = request in queue, request.status is RUNNING
+        if before is after:
+            step = request.queue_key[2] - self._head_start(request)
+            request.priority = priority
+            self._change_place(request, (*request.queue_key[:2], step + self._head_start(request), request.sequence))
+            if waits:
+                queue.reorder(request)
+            return True
+        entered = self.waiting.queues[after.name]
+        if request.has_run:
+            if not entered.may_be_overtaken or self._is_at_limit(request, after):
+                return False
+            entered.overtake()
+        num_waited = self._monitor.num_waited(request) if waits else 0
+        age = self.waiting.clocks[before.name] - request.arrival_clock
+        if waits:
+            queue.discard(request)
+        if runs:
+            self.held[before.name] -= 1
+            self.held[after.name] += 1
+        request.priority, request.request_class, request.entered = priority, after, self._sequence
+        request.arrival_clock = self.waiting.clocks[after.name] - age
+        self._change_place(request, self._place(request))
+        if waits:
+            self._monitor.expect(request, len(entered) + self.held[after.name], num_waited)
+            entered.push(request)
+        return True
+
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
@@ -208,11 +252,26 @@ class Scheduler:
                 self._promise(request)
 
     def _place(self, request: Request) -> tuple[int, float, int, int]:
-        rank, most = request.request_class.rank, self.limits.max_head_start_steps
+        rank = request.request_class.rank
         if not self.policy.honours_classes:
             return rank, 0.0, 0, request.sequence
-        head_start = (request.priority - rank) * request.request_class.ageing_steps
-        return rank, self.order.place(request), self._step + max(-most, min(most, head_start)), request.sequence
+        return rank, self.order.place(request), self._step + self._head_start(request), request.sequence
+
+    def _head_start(self, request: Request) -> int:
+        """Steps by which its priority moves it within its class; negative ones forward."""
+        if not self.policy.honours_classes:
+            return 0
+        most = self.limits.max_head_start_steps
+        head_start = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
+        return max(-most, min(most, head_start))
+
+    def _change_place(self, request: Request, key: tuple[int, float, int, int]) -> None:
+        if request.status is RUNNING:
+            self.running.remove(request)
+            request.queue_key = key
+            insort(self.running, request, key=_queue_key)
+        else:
+            request.queue_key = key
 
     # --- what others may know ---------------------------------------------------------------------------------------
 
@@ -416,9 +475,9 @@ class Scheduler:
             return True
         return request.request_class.rank < other.request_class.rank and not self._is_protected(other)
 
-    def _is_at_limit(self, request: Request) -> bool:
-        """Whether the request's class holds as many slots or blocks as it may."""
-        share = request.request_class
+    def _is_at_limit(self, request: Request, request_class: RequestClass | None = None) -> bool:
+        """Whether the request's class, or the one it is to come into, holds as many slots or blocks as it may."""
+        share = request_class or request.request_class
         if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
             return False
         members = [other for other in self.running if other.request_class is share and not other.paused]
