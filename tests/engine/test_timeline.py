@@ -121,3 +121,25 @@ def test_every_replica_is_a_process():
 
 def test_an_empty_trace_is_one():
     assert check_format(trace_of(Harness(journal=Journal(5, 5)))) == {}
+
+
+def test_a_tenant_sees_its_own_rows_of_steps_alone():
+    harness = Harness(journal=Journal(100, 1000), num_blocks=40, max_num_batched_tokens=64)
+    for number, tenant in enumerate(("theirs", "mine", "theirs")):
+        request = create_request(4 + number, request_id=f"r-{number}", max_tokens=3 if tenant == "mine" else 9)
+        request.tenant = tenant
+        harness.engine.submit(request)
+        harness.engine.step()
+    for _ in range(12):
+        harness.engine.step()
+    journal = harness.engine.journal
+    lives = [life for life in journal.lives() if life.tenant == "mine"]
+    document = trace([ReplicaTrace(0, journal.record(1e9), lives, own_steps_only=True)], 1000)
+    rows = check_format(document)
+    assert set(rows) == {(0, STEPS_ROW), (0, 1)}
+    steps = [event["args"] for event in rows[0, STEPS_ROW]]
+    assert [step["rows"] for step in steps] == [1] * len(steps)
+    assert [step["tokens"] for step in steps] == [5, 1, 1]
+    assert "r-0" not in json.dumps(document)
+    whole = check_format(trace([ReplicaTrace(0, journal.record(1e9), journal.lives())], 1000))
+    assert len(whole[0, STEPS_ROW]) > 3

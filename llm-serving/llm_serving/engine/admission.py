@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from llm_serving.config.schema import ModelConfig
 from llm_serving.core.model_spec import ModelSpec
@@ -37,9 +37,9 @@ def check_request(
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
-    _check_ids("prompt", prompt_token_ids, vocab_size)
-    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    check_token_ids("prompt", prompt_token_ids, vocab_size)
+    check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     if sampling.min_tokens and len(stop_token_ids(sampling, end_ids)) >= vocab_size:
         raise RequestError("min_tokens", "leaves no token to choose: all of them would end the output")
 
@@ -61,7 +61,11 @@ def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozens
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
 
 
-def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(field, f"must hold token ids from 0 to {vocab_size - 1}", token_id)
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError where one is no id of the vocabulary; the error tells the farthest from it."""
+    if not token_ids:
+        return
+    smallest, largest = min(token_ids), max(token_ids)  # as quick as a check can be: prompts have 10^5 ids
+    if smallest < 0 or largest >= vocab_size:
+        rule = f"must hold token ids from 0 to {vocab_size - 1}"
+        raise RequestError(field, rule, smallest if smallest < 0 else largest)

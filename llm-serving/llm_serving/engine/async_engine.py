@@ -401,13 +401,16 @@ class AsyncEngine:
         return found
 
     def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
-        """A trace of the newest steps of each replica, and of the requests the tenant may see; from any thread."""
+        """A trace of the newest steps of each replica and of their requests, or of a tenant's part in both.
+
+        Call it from any thread."""
         return trace(
             [
                 ReplicaTrace(
                     index,
                     engine.journal.record(self.clock()),
                     [life for life in engine.journal.lives() if tenant in (None, life.tenant)],
+                    own_steps_only=tenant is not None,
                 )
                 for index, engine in sorted(self._engines.items())
             ],

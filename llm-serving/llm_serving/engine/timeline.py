@@ -6,7 +6,7 @@ events (`ph` M) for names. Events of one row (`pid`, `tid`) must nest or follow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +26,8 @@ class ReplicaTrace:
     replica: int
     record: Record
     lives: Sequence[Life]
+    own_steps_only: bool = False
+    """Show the rows of these requests alone, and no step without one: who asks may not see what others do."""
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
@@ -44,9 +46,11 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
     for each, steps, requests, _ in spans:
         events += _metadata(each.replica, STEPS_ROW, f"replica {each.replica}", "steps")
         events += _step_events(each.replica, steps, microseconds)
-        for life, life_spans in requests:
-            events += _metadata(each.replica, life.number, None, life.request_id)
-            events += _request_events(each.replica, life, life_spans, microseconds)
+        for place, (life, life_spans) in enumerate(requests, STEPS_ROW + 1):
+            # The number of a request tells how many others there were.
+            row = place if each.own_steps_only else life.number
+            events += _metadata(each.replica, row, None, life.request_id)
+            events += _request_events(each.replica, row, life, life_spans, microseconds)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -60,6 +64,9 @@ def _shown(
     for step in record.steps:
         began, end = max(nanoseconds(step.formed), end), nanoseconds(step.ended)
         steps.append((step, began, max(began, end)))
+    if replica.own_steps_only:
+        own = frozenset[int]().union(*(life.sequences for life in replica.lives))
+        steps = [(part, began, end) for step, began, end in steps if (part := _part(step, own)).num_tokens]
     steps = steps[-num_steps:]
     since = steps[0][1] if steps else 0
     requests = [
@@ -70,6 +77,14 @@ def _shown(
     ]
     starts = [spans[0].start for _, spans in requests] + ([since] if steps else [])
     return steps, requests, min(starts, default=None)
+
+
+def _part(step: Step, sequences: Set[int]) -> Step:
+    """What of a step was computed for these sequences."""
+    return step._replace(
+        singles=tuple([each for each in step.singles if each in sequences]),
+        chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
+    )
 
 
 def _metadata(pid: int, tid: int, process: str | None, thread: str) -> Iterator[JsonObject]:
@@ -105,7 +120,7 @@ def _step_events(
 
 
 def _request_events(
-    pid: int, life: Life, spans: Sequence[Span], microseconds: Callable[[int], float]
+    pid: int, tid: int, life: Life, spans: Sequence[Span], microseconds: Callable[[int], float]
 ) -> Iterator[JsonObject]:
     for start, end, span, num_steps in _joined(spans):
         args: JsonObject = {"steps": num_steps, "class": life.request_class.name}
@@ -114,7 +129,7 @@ def _request_events(
             "name": span.part.value,
             "cat": "request",
             "pid": pid,
-            "tid": life.number,
+            "tid": tid,
             "ts": microseconds(start),
             "dur": (end - start) / 1000,
             "args": args | ({"detail": span.detail} if span.detail else {}),

@@ -20,6 +20,7 @@ from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, 
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
+from llm_serving.server.off_loop import off_loop
 from llm_serving.server.sampling import with_choice_seed
 from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
@@ -27,7 +28,10 @@ MIN_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; clients know this value from OpenAI."""
 INLINE_CHARS: Final = 4096
 """Texts up to this length are tokenized on the event loop: a thread would cost more than it spares."""
-
+SUBMITTED_AT_ONCE: Final = 16
+"""Requests of one body, before others have their turn."""
+TOLD_AT_ONCE: Final = 16
+"""Pieces of several choices, before others have theirs."""
 
 Select = Callable[[AsyncIterator[ChoiceOutput]], AsyncIterator[ChoiceOutput]]
 """From the pieces of all sequences to those of the answers."""
@@ -70,12 +74,16 @@ class Generation:
             return
         queue: asyncio.Queue[ChoiceOutput | Exception | None] = asyncio.Queue()
         self._tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(self._streams)]
+        num_told = 0
         for _ in self._tasks:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 self.newest[item[0]] = item[1]
                 yield item
+                num_told += 1
+                if num_told % TOLD_AT_ONCE == 0:  # a queue that has something does not let others run
+                    await asyncio.sleep(0)
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -167,6 +175,8 @@ async def start_generation(
                 )
                 first = first or stream
                 streams.append(stream)
+                if len(streams) % SUBMITTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # others are served meanwhile
     except BaseException:
         await Generation(streams).aclose()
         raise
@@ -223,10 +233,31 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
     Raises:
         ContextLengthError: The text has more characters than the longest prompt could have.
     """
+    _check_length(engine, text, field)
+    return await off_loop(len(text) > INLINE_CHARS, lambda: engine.tokenizer.encode(text, add_special_tokens))
+
+
+async def encode_prompts(
+    engine: AsyncEngine, items: Sequence[str | list[int]], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of several prompts, some of which may be ids already; many are tokenized off the event loop.
+
+    Raises:
+        ContextLengthError: A text has more characters than the longest prompt could have.
+    """
+    texts = [item for item in items if isinstance(item, str)]
+    for text in texts:
+        _check_length(engine, text, "prompt")
+
+    def encode() -> list[list[int]]:
+        tokenizer = engine.tokenizer
+        return [tokenizer.encode(item, add_special_tokens) if isinstance(item, str) else item for item in items]
+
+    return await off_loop(sum(map(len, texts)) + INLINE_CHARS // 64 * len(texts) > INLINE_CHARS, encode)
+
+
+def _check_length(engine: AsyncEngine, text: str, field: str) -> None:
     longest = engine.config.model.max_input_len * engine.tokenizer.max_token_chars
     if len(text) > longest:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {longest} characters exceed"
         raise ContextLengthError(field, rule, len(text))
-    if len(text) <= INLINE_CHARS:
-        return engine.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(engine.tokenizer.encode, text, add_special_tokens)

@@ -20,6 +20,8 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.body_census import check_census
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.request_body import decode_body, read_body
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
@@ -170,7 +172,7 @@ _HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 
 
 async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T], *, strict: bool = True) -> T:
-    """The body of a request, which asks for nothing that is not served.
+    """The body of a request, which asks for nothing that is not served; long ones are read beside the event loop.
 
     Args:
         engine: Its configuration limits the size.
@@ -179,12 +181,18 @@ async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T],
         strict: Do not read numbers and booleans out of strings.
 
     Raises:
-        RequestError: Names the field that is wrong.
+        RequestError: Names the field that is wrong, or what the body has too much of.
     """
     body = await read_body(http_request, engine.config.serving)
-    request = decode_body(body, kind, strict=strict)
-    check_other_fields(http_request, body, kind)
-    return request
+
+    def read() -> T:
+        if len(body) > INLINE_BYTES:
+            check_census(body)
+        request = decode_body(body, kind, strict=strict)
+        check_other_fields(http_request, body, kind)
+        return request
+
+    return await off_loop(len(body) > INLINE_BYTES, read)
 
 
 def check_other_fields(http_request: Request, body: bytes, kind: type) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
+
+MAX_ECHOED_BYTES: Final = 2**16
+"""Of longer bodies an error does not tell the value: they would be read a second time for it."""
 
 T = TypeVar("T")
 
@@ -78,6 +81,8 @@ def _field_error(body: bytes, message: str) -> RequestError:
 
 def _value_at(body: bytes, place: str) -> tuple[bool, Any]:
     """The value at a path such as `messages[0].role`; False where the path cannot be followed."""
+    if len(body) > MAX_ECHOED_BYTES:
+        return False, None
     try:
         value = msgspec.json.decode(body)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):

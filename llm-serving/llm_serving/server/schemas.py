@@ -9,6 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from llm_serving.server.off_loop import Long
+
 JsonObject = dict[str, Any]
 
 
@@ -138,14 +140,14 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionLogprobs(Struct):
+class CompletionLogprobs(Long):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CompletionChoice(Struct, kw_only=True):
+class CompletionChoice(Long, kw_only=True):
     """A whole choice, or one piece of it."""
 
     index: int
@@ -157,7 +159,7 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
+class Completion(Long, kw_only=True):
     """An answer, or one event of a stream."""
 
     id: str
@@ -178,7 +180,7 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = field(default_factory=list)
 
 
-class ChatLogprobs(Struct):
+class ChatLogprobs(Long):
     content: list[TokenLogprob]
 
 
@@ -188,7 +190,7 @@ class ChatAnswer(Struct, kw_only=True):
     refusal: str | None = None
 
 
-class ChatChoice(Struct, kw_only=True):
+class ChatChoice(Long, kw_only=True):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None = None
@@ -197,7 +199,7 @@ class ChatChoice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(Long, kw_only=True):
     id: str
     object: str = "chat.completion"
     created: int
@@ -231,13 +233,13 @@ class ChatCompletionChunk(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class TokenizeResponse(Struct):
+class TokenizeResponse(Long):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class DetokenizeResponse(Struct):
+class DetokenizeResponse(Long):
     prompt: str
 
 

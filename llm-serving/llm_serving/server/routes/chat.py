@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final
@@ -28,6 +27,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
+from llm_serving.server.off_loop import off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -50,6 +50,7 @@ from llm_serving.server.schemas import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ContentPart,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -106,25 +107,31 @@ async def render_chat(
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
-    plain = [_plain_message(i, message) for i, message in enumerate(messages)]
     extra = variables or {}
     for name in RESERVED_VARIABLES:
         if name in extra:
             raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
 
-    end = ""
-    if continue_final_message:
-        end = secrets.token_hex(16)  # no template knows it, so that it ends up right behind the text
-        plain[-1] = plain[-1] | {"content": plain[-1]["content"] + end}
-
     def render() -> str:
+        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        end = ""
+        if continue_final_message:
+            end = secrets.token_hex(16)  # no template knows it, so that it ends up right behind the text
+            plain[-1] = plain[-1] | {"content": plain[-1]["content"] + end}
         text = engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
         if end and end not in text:
             raise RequestError("continue_final_message", "must be false, as the chat template drops the last message")
         return text[: text.rindex(end)] if end else text
 
-    long = sum(len(message["content"]) for message in plain) > INLINE_CHARS
-    return await asyncio.to_thread(render) if long else render()
+    is_long = len(extra) + sum(_length(message.content) for message in messages) > INLINE_CHARS
+    return await off_loop(is_long, render)
+
+
+def _length(content: str | list[ContentPart] | None) -> int:
+    """Characters of a message, and something for each part of it."""
+    if isinstance(content, list):
+        return sum(100 + len(part.text or "") for part in content)
+    return 100 + len(content or "")
 
 
 def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:

@@ -19,11 +19,12 @@ from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     MIN_LOGPROB,
     Generation,
-    encode_text,
+    encode_prompts,
     raise_on_error,
     start_generation,
     truncated,
 )
+from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -52,10 +53,9 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     sampling = sampling_params(request, max_tokens=max_tokens)
-    items = prompt_items(request.prompt)
+    items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
-    special = request.add_special_tokens is not False
-    whole = [await encode_text(engine, item, "prompt", special) if isinstance(item, str) else item for item in items]
+    whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
     prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
     items = [
         item if len(prompt) == len(all_of_it) else prompt

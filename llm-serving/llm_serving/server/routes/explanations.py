@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,17 +13,17 @@ from llm_serving.engine.explanation import Explanation
 from llm_serving.errors import RequestError, RequestNotFoundError
 from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.error_responses import json_response
+from llm_serving.server.off_loop import Long, large_json_response
 
 
-class Explanations(Struct):
+class Explanations(Long):
     """All requests of the engine that answer to one id: several choices, or several clients that chose the same."""
 
     request_id: str
     requests: list[Explanation]
 
 
-class Trace(Struct):
+class Trace(Long):
     """JSON object form of the Trace Event Format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815  the format's name
@@ -38,7 +37,7 @@ async def explain_request(engine: AsyncEngine, http_request: Request) -> Respons
     if not found:
         rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
         raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
-    return json_response(Explanations(request_id, found))
+    return await large_json_response(Explanations(request_id, found))
 
 
 async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
@@ -47,7 +46,8 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
         raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
-    return json_response(await asyncio.to_thread(engine.timeline, int(given), tenant_seen(http_request)))
+    trace = await asyncio.to_thread(engine.timeline, int(given), tenant_seen(http_request))
+    return await large_json_response(Trace(**trace))
 
 
 ENDPOINTS: Final = (

@@ -9,11 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
+from llm_serving.engine.admission import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.generation import encode_text
+from llm_serving.server.off_loop import INLINE_ITEMS, large_json_response, off_loop
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.routes.chat import render_chat
@@ -53,18 +55,19 @@ async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
     else:
         assert request.prompt is not None
         tokens = await encode_text(engine, request.prompt, "prompt", request.add_special_tokens is not False)
-    return json_response(TokenizeResponse(len(tokens), engine.max_model_len, tokens))
+    return await large_json_response(TokenizeResponse(len(tokens), engine.max_model_len, tokens))
 
 
 async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     """The text of token ids."""
     request = await read_fields(engine, http_request, DetokenizeRequest)
     check_model(engine, request.model)
-    vocab_size = engine.model_spec.vocab_size
-    for token_id in request.tokens:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError("tokens", f"must hold token ids from 0 to {vocab_size - 1}", token_id)
-    return json_response(DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False)))
+
+    def decode() -> DetokenizeResponse:
+        check_token_ids("tokens", request.tokens, engine.model_spec.vocab_size)
+        return DetokenizeResponse(engine.tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    return await large_json_response(await off_loop(len(request.tokens) > INLINE_ITEMS, decode))
 
 
 async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
