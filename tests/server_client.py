@@ -16,7 +16,7 @@ def request(engine: FakeEngine, method: str, path: str, **arguments: Any) -> htt
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **arguments)
 
     return asyncio.run(send())

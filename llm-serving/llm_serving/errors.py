@@ -15,6 +15,7 @@ LLMServingError
 ├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
 ├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
+│   └── RateLimitError    429   more than the API key or the address may ask for in a minute
 ├── UnavailableError      503   not ready yet, draining, or no WorkAgent lives
 ├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
 ├── WorkerError           500   a WorkAgent failed on a step
@@ -159,6 +160,10 @@ class CapacityError(LLMServingError):
         self.retry_after = retry_after
         self.queue_estimate_ms = queue_estimate_ms
         self.predicted_s = predicted_s
+
+
+class RateLimitError(CapacityError):
+    """An API key asks for more than its row allows in a minute, or an address shows too many wrong ones."""
 
 
 class UnavailableError(LLMServingError):

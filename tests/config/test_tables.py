@@ -164,3 +164,34 @@ def test_surprising_classes_earn_one_notice(tmp_path):
     text = "request_classes:\n    a: {rank: 0}\nscheduler_config:\n    slo_refusal_factor: 2\n"
     (notice,) = load(tmp_path, text).notices
     assert "slo_refusal_factor has no effect: no class has a ttft_slo_s" in notice
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("serving_config:\n    server_ip: 0.0.0.0\n", True),
+        ("serving_config:\n    server_ip: llm.example\n", True),
+        ("serving_config:\n    server_ip: '::'\n", True),
+        ("serving_config:\n    server_ip: localhost\n", False),
+        ("serving_config:\n    server_ip: 127.1.2.3\n", False),
+        ("serving_config:\n    server_ip: '::1'\n", False),
+        (f"serving_config:\n    server_ip: 0.0.0.0\napi_keys:\n    a: {{key_sha256: {'a' * 64}}}\n", False),
+    ],
+)
+def test_a_public_address_without_keys_earns_a_loud_notice(tmp_path, text, expected):
+    assert any("EVERYBODY" in notice for notice in load(tmp_path, text).notices) == expected
+
+
+@pytest.mark.parametrize("value", ["https://chat.example.com/", "chat.example.com", "[1]", "{a: b}", "['*', 'x y']"])
+def test_what_is_no_origin_is_refused(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"`serving_config.cors_origins` must be a list of origins"):
+        load(tmp_path, f"serving_config:\n    cors_origins: {value}\n")
+
+
+def test_origins_and_limits_of_a_key_are_read(tmp_path):
+    text = "serving_config:\n    cors_origins: ['https://a.example:8443', 'null']\n    allowed_hosts: proxy.lan\n"
+    row = f"api_keys:\n    a: {{key_sha256: {'a' * 64}, max_requests_per_minute: 60, max_tokens_per_minute: 100000}}\n"
+    config = load(tmp_path, text + row)
+    assert config.serving.cors_origins == ("https://a.example:8443", "null")
+    assert config.serving.allowed_hosts == ("proxy.lan",)
+    assert (config.api_keys[0].max_requests_per_minute, config.api_keys[0].max_tokens_per_minute) == (60, 100000)

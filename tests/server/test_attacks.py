@@ -148,7 +148,7 @@ def test_a_long_body_without_declared_length_is_refused_while_it_is_read():
 
     async def send():
         transport = httpx.ASGITransport(create_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(COMPLETIONS, content=chunks())
 
     response = asyncio.run(send())

@@ -53,7 +53,7 @@ def fields_of(struct, prefix=""):
 
 async def status_of(engine, path, body):
     transport = httpx.ASGITransport(create_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         response = await client.post(path, content=json.dumps(body).encode())
         return response.status_code
 

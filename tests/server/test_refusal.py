@@ -19,7 +19,7 @@ def test_the_openai_client_gets_a_rate_limit_error_with_the_time_to_retry() -> N
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport) as http_client:
             client = openai.AsyncOpenAI(
-                api_key="none", base_url="http://server/v1", max_retries=0, http_client=http_client
+                api_key="none", base_url="http://localhost/v1", max_retries=0, http_client=http_client
             )
             with pytest.raises(openai.RateLimitError, match="5 of 5 places") as refused:
                 await client.completions.create(model="demo", prompt="Hello")

@@ -1,10 +1,10 @@
 """Rules that span the rows of the tables."""
 
 import difflib
-import ipaddress
 from collections.abc import Mapping
 from typing import Final
 
+from llm_serving.config.addresses import is_loopback
 from llm_serving.config.schema import TABLES
 from llm_serving.config.tables import TableReader
 from llm_serving.config.values import Values
@@ -24,6 +24,12 @@ def check_rows(values: Values, tables: Mapping[str, TableReader]) -> None:
     _check_request_classes(values, tables["request_classes"])
     _check_api_keys(tables["api_keys"], tables["request_classes"])
     _limit_anonymous_callers(values, tables)
+    address = values["serving_config.server_ip"]
+    if not tables["api_keys"].rows and not is_loopback(address):
+        values.notices.append(
+            f"{values.source('serving_config.server_ip')}: serving_config.server_ip: EVERYBODY who reaches {address} "
+            f"may use this server: there are no api_keys; add some, or listen on 127.0.0.1"
+        )
 
 
 def _check_request_classes(values: Values, table: TableReader) -> None:
@@ -59,14 +65,6 @@ def _limit_anonymous_callers(values: Values, tables: Mapping[str, TableReader]) 
     elif not tables["api_keys"].rows and not is_loopback(values[ADDRESS]):
         ordered = sorted(classes.build(), key=lambda each: each.rank)
         values.set(ANONYMOUS, class_of(0, ordered).name, f"{ADDRESS} is not a loopback address")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine's own users reach a server on the address."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _check_class_name(key: str, name: str, source: str, classes: TableReader) -> None:

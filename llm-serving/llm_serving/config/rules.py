@@ -160,6 +160,26 @@ def integers(minimum: int, maximum: int = 2**31 - 1, unique: bool = False) -> Ru
     return Rule(f"must be an integer or a list of {several}, each{one.text.removeprefix('must be an integer')}", parse)
 
 
+def origins() -> Rule:
+    """A list of origins as browsers send them: no path, no default port."""
+    pattern = re.compile(r"\*|null|[a-z][a-z0-9+.-]{0,31}://[a-zA-Z0-9.:\[\]_-]{1,255}")
+    return _texts(pattern, "must be a list of origins such as https://chat.example.com, null or *")
+
+
+def host_names() -> Rule:
+    pattern = re.compile(r"[a-zA-Z0-9.:_-]{1,255}")
+    return _texts(pattern, "must be a list of host names without ports")
+
+
+def _texts(pattern: re.Pattern[str], text: str) -> Rule:
+    def parse(value: Any) -> tuple[str, ...]:
+        items = value if isinstance(value, list) else [value]
+        _check(len(items) <= 1024 and all(isinstance(item, str) and pattern.fullmatch(item) for item in items))
+        return tuple(items)
+
+    return Rule(text, parse)
+
+
 def largest(minimum: int) -> Rule:
     """An integer, or the largest of a list: older files list the batch sizes a graph was compiled for."""
     several = integers(minimum)

@@ -12,6 +12,7 @@ from llm_serving.config.rules import (
     Rule,
     boolean,
     choice,
+    host_names,
     integer,
     integers,
     largest,
@@ -19,6 +20,7 @@ from llm_serving.config.rules import (
     name,
     number,
     option,
+    origins,
     path,
     positive,
     row_name,
@@ -199,6 +201,13 @@ class ServerConfig:
     anonymous_highest_class: str | None = option(None, row_name())
     """Where no API keys are needed, requests of a better class, or with a priority before this class's rank, are
     refused with 403. None: no limit on a loopback address; on any other the class of priority 0."""
+    cors_origins: tuple[str, ...] = option((), origins())
+    """Origins such as https://chat.example.com whose pages may ask this server from a browser, `null` for pages of
+    files, `*` for all. Empty: the server's own only."""
+
+    allowed_hosts: tuple[str, ...] = option((), host_names())
+    """Names besides `localhost` by which a server on a loopback address without API keys may be asked, such as that of
+    a proxy before it; others are refused with 403."""
 
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
@@ -377,6 +386,10 @@ class ApiKey:
     """Most of its requests that wait to be scheduled. None: only the other limits count."""
     admin: bool = False
     """Whether it sees and controls everybody's requests, not only its own."""
+    max_requests_per_minute: int | None = None
+    """Requests a minute, in bursts of as many; beyond, they are refused with 429. None: no limit."""
+    max_tokens_per_minute: int | None = None
+    """Tokens a minute, of prompts and of what may be generated; what is not generated is given back. None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,6 +463,8 @@ TABLES: Final[Mapping[str, Table]] = {
             "highest_class": ROW_NAME,
             "max_waiting": integer(1, 10**6),
             "admin": boolean(),
+            "max_requests_per_minute": integer(1, 10**9),
+            "max_tokens_per_minute": integer(1, 10**12),
         },
     ),
 }

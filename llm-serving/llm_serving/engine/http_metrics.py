@@ -18,10 +18,15 @@ class HttpMetrics:
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
         self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._refusals: Counter[str] = Counter()
 
     def answered(self, method: str, route: str, status: int) -> None:
         """A request was answered. Method and route are out of small sets: a client must not invent series."""
         self._counts[method, route, status] += 1
+
+    def refused(self, reason: str) -> None:
+        """A request was refused before any route saw it. Reasons are out of a small set."""
+        self._refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
         counter = CounterMetricFamily(
@@ -32,3 +37,11 @@ class HttpMetrics:
         for (method, route, status), count in self._counts.copy().items():
             counter.add_metric([*self._labels.values(), method, route, str(status)], count)
         yield counter
+        refusals = CounterMetricFamily(
+            "llm_serving:http_refusals_total",
+            "HTTP requests refused before any route saw them: no known API key, a foreign page.",
+            labels=[*self._labels, "reason"],
+        )
+        for reason, count in self._refusals.copy().items():
+            refusals.add_metric([*self._labels.values(), reason], count)
+        yield refusals

@@ -21,6 +21,7 @@ from llm_serving.engine.throughput import log_throughput
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
+from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.openapi import openapi_document
@@ -45,8 +46,10 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> ASGI
     application: ASGIApp = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)]
     )
+    refused = engine.metrics.http.refused
     if keys:
-        application = ApiKeyAuthentication(application, keys, open_paths)
+        application = ApiKeyAuthentication(application, keys, open_paths, clock=engine.clock, refused=refused)
+    application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     return Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
 

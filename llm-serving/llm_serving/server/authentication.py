@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.schema import ApiKey
-from llm_serving.errors import AuthenticationError
+from llm_serving.core.clock import Clock
+from llm_serving.errors import AuthenticationError, RateLimitError
 from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.failed_keys import FailedKeys
 from llm_serving.server.note import note_of
+from llm_serving.server.quota import SCOPE_KEY as QUOTA_SCOPE_KEY
+from llm_serving.server.quota import Quota
 
 SCOPE_KEY: Final = "llm_serving.api_key"
 
@@ -22,11 +26,26 @@ class ApiKeyAuthentication:
     """ASGI middleware in front of all routes; it touches neither the body nor the answer, so streams pass as they are.
 
     A key arrives as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The row it belongs to goes into the request's
-    scope, where `api_key_of` finds it.
+    scope, where `api_key_of` finds it, and `quota_of` what it may ask for. Wrong keys are counted by address; beyond a
+    few a minute they are not looked at.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        open_paths: Collection[str],
+        *,
+        clock: Clock,
+        refused: Callable[[str], None],
+    ) -> None:
         self._app = app
+        self._failures = FailedKeys(clock, refused)
+        self._quotas = {
+            key.name: Quota(key, clock)
+            for key in keys
+            if (key.max_requests_per_minute, key.max_tokens_per_minute) != (None, None)
+        }
         self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
         self._open_paths = frozenset(open_paths)
 
@@ -38,28 +57,32 @@ class ApiKeyAuthentication:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            key = self._find(_shown_keys(scope["headers"]))
-        except AuthenticationError as error:
+            key = self._find(_shown_keys(scope["headers"]), (scope.get("client") or ("", 0))[0])
+        except (AuthenticationError, RateLimitError) as error:
             if (note := note_of(HTTPConnection(scope))) is not None:
                 note.error = type(error).__name__
             await openai_error_response(error)(scope, receive, send)
             return
         if (note := note_of(HTTPConnection(scope))) is not None:
             note.tenant = key.name
-        await self._app({**scope, SCOPE_KEY: key}, receive, send)
+        await self._app({**scope, SCOPE_KEY: key, QUOTA_SCOPE_KEY: self._quotas.get(key.name)}, receive, send)
 
-    def _find(self, shown: Sequence[bytes]) -> ApiKey:
+    def _find(self, shown: Sequence[bytes], client: str) -> ApiKey:
         """The row of the one key that is shown.
 
         Every hash is compared, each in constant time: how long it takes tells nothing of the keys that exist.
         """
         if len(shown) != 1:
+            self._failures.failed(client, shown=False)
             rule = "an API key is needed" if not shown else "one API key is needed, not several"
             raise AuthenticationError(f"{rule}: send the header `Authorization: Bearer KEY` or `X-API-Key: KEY`")
         digest = hashlib.sha256(shown[0]).digest()
+        self._failures.check(client, digest)
         found = [key for expected, key in self._keys if hmac.compare_digest(expected, digest)]
         if not found:
+            self._failures.failed(client, shown=True)
             raise AuthenticationError("the API key is not known")
+        self._failures.succeeded(client, digest)
         return found[0]
 
 

@@ -15,6 +15,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
 from llm_serving.server.note import Note, note_of
+from llm_serving.server.quota import Quota, quota_of
 from llm_serving.server.schemas import CallerFields
 
 MAX_NAME_CHARS: Final = 256
@@ -37,6 +38,8 @@ class Caller:
     """Who answers for the request: the name of an API key, or the address it came from."""
     idempotency_key: str = ""
     """What the client sends again when it sends the same request again, if it does such a thing."""
+    quota: Quota | None = field(default=None, compare=False)
+    """What its API key may ask for; None: there is no limit."""
 
     @property
     def exchange(self) -> Exchange | None:
@@ -69,7 +72,8 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
     address = "" if http_request.client is None else http_request.client.host
     again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
-    return Caller(priority, tenant, cache_salt, note, deadline, address if key is None else key.name, again)
+    source, quota = address if key is None else key.name, quota_of(http_request)
+    return Caller(priority, tenant, cache_salt, note, deadline, source, again, quota)
 
 
 class Ceiling(NamedTuple):

@@ -16,6 +16,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
+from llm_serving.server.quota import quota_of
 from llm_serving.server.streaming import ClientGoneError, internal_error
 
 logger = get_logger(__name__)
@@ -44,6 +45,8 @@ class Endpoint:
 
     async def respond(self, engine: AsyncEngine, request: Request) -> Response:
         try:
+            if self.body is not None and (quota := quota_of(request)) is not None:
+                quota.take_request()
             response = await self.handler(engine, request)
             if ignored := ignored_parameters(request):
                 response.headers[IGNORED_HEADER] = ignored
@@ -71,4 +74,6 @@ class _Application:
         if (note := note_of(request)) is not None:
             note.route = self._endpoint.path
         response = await self._endpoint.respond(self._engine, request)
+        if self._endpoint.body is not None and (quota := quota_of(request)) is not None:
+            response.headers.update(quota.headers())
         await response(scope, receive, send)

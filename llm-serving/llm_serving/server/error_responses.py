@@ -15,6 +15,7 @@ from llm_serving.errors import (
     LLMServingError,
     ModelNotFoundError,
     PermissionDeniedError,
+    RateLimitError,
     RequestCancelledError,
     RequestError,
     RequestNotFoundError,
@@ -32,6 +33,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
     (TimedOutError, "timeout_error", "timeout"),
     (ContextLengthError, "invalid_request_error", "context_length_exceeded"),
     (RequestError, "invalid_request_error", None),
+    (RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
     (CapacityError, "rate_limit_error", "queue_full"),
     (UnavailableError, "service_unavailable_error", "unavailable"),
 )

@@ -43,9 +43,16 @@ class Generation:
     Close it when done, however it ends: what has not finished is aborted.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], select: Select | None = None) -> None:
+    def __init__(
+        self,
+        streams: Sequence[RequestStream],
+        select: Select | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        """`on_end` is told at the end how many tokens have been generated."""
         self._streams = streams
         self._select = select
+        self._on_end = on_end
         self._tasks: list[asyncio.Task[None]] = []
         self.newest: list[RequestOutput | None] = [None] * len(streams)
         """The newest piece of each stream."""
@@ -86,6 +93,9 @@ class Generation:
                     await asyncio.sleep(0)
 
     async def aclose(self) -> None:
+        if self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end(sum(output.num_output_tokens for output in self.newest if output is not None))
         for task in self._tasks:
             task.cancel()
         for stream in self._streams:  # before the first moment at which this may be cancelled itself
@@ -146,6 +156,10 @@ async def start_generation(
     visitor, admission = _visitor(caller, prompts, samplings), None
     if len(prompt_lens) > 1:
         admission = engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor)
+    on_end: Callable[[int], None] | None = None
+    if caller.quota is not None:
+        num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
+        on_end = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
     select: Select | None = None
     if choices.beams is not None:
         samplings = [replace(sampling, temperature=0.0) for sampling in samplings]
@@ -178,9 +192,9 @@ async def start_generation(
                 if len(streams) % SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # others are served meanwhile
     except BaseException:
-        await Generation(streams).aclose()
+        await Generation(streams, on_end=on_end).aclose()
         raise
-    generation = Generation(streams, select)
+    generation = Generation(streams, select, on_end)
     if (note := caller.note) is not None:
         note.request_id = note.request_id or streams[0].request_id
         note.num_prompt_tokens = sum(map(len, prompts))

@@ -1,0 +1,84 @@
+"""How much one API key may ask for: requests and tokens a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from starlette.requests import HTTPConnection
+
+from llm_serving.config.schema import ApiKey
+from llm_serving.core.clock import Clock
+from llm_serving.errors import RateLimitError
+from llm_serving.server.token_bucket import TokenBucket
+
+SCOPE_KEY: Final = "llm_serving.quota"
+
+
+class Quota:
+    """The limits of one key, counted on the event loop; each may be absent.
+
+    Tokens are taken when a request comes, as many as it may become: its prompts and all it may generate. What it did
+    not generate is given back at its end. A request that is larger than the limit of a minute waits for a whole one.
+    """
+
+    def __init__(self, key: ApiKey, clock: Clock) -> None:
+        self._name = key.name
+        self._clock = clock
+        now = clock()
+        limits = {"requests": key.max_requests_per_minute, "tokens": key.max_tokens_per_minute}
+        self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
+
+    def take_request(self) -> None:
+        """One request has come.
+
+        Raises:
+            RateLimitError: It is one too many.
+        """
+        self._take("requests", 1)
+
+    def take_tokens(self, num_prompt: int, num_output: int) -> Callable[[int], None] | None:
+        """A request wants to generate so many tokens at most.
+
+        Returns:
+            To be called at its end with the number it has generated; None where tokens are not limited.
+
+        Raises:
+            RateLimitError: They are too many for now.
+        """
+        bucket = self._buckets.get("tokens")
+        if bucket is None:
+            return None
+        self._take("tokens", num_prompt + num_output)
+        return lambda num_generated: bucket.take(num_generated - num_output, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """Limits, what is left of them and how long until all is, by the names that OpenAI gave them."""
+        now = self._clock()
+        found = {}
+        for what, bucket in self._buckets.items():
+            found[f"x-ratelimit-limit-{what}"] = f"{bucket.capacity:.0f}"
+            found[f"x-ratelimit-remaining-{what}"] = f"{max(0, int(bucket.level(now)))}"
+            found[f"x-ratelimit-reset-{what}"] = f"{bucket.wait_s(bucket.capacity, now):.3f}s"
+        return found
+
+    def _take(self, what: str, amount: int) -> None:
+        bucket = self._buckets.get(what)
+        if bucket is None:
+            return
+        now = self._clock()
+        wait_s = bucket.wait_s(amount, now)
+        if wait_s > 0.0:
+            place = f"api_keys.{self._name}.max_{what}_per_minute"
+            limit = f"{bucket.capacity:.0f} {what} a minute ({place})"
+            raise RateLimitError(
+                f"{amount} more would exceed {limit}; {max(0, int(bucket.level(now)))} are left", wait_s
+            )
+        bucket.take(amount, now)
+
+
+def quota_of(connection: HTTPConnection) -> Quota | None:
+    """What the request's key may ask for; None: it has no limits, or there are no keys."""
+    quota = connection.scope.get(SCOPE_KEY)
+    assert quota is None or isinstance(quota, Quota)
+    return quota

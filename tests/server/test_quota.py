@@ -1,0 +1,132 @@
+"""Requests and tokens a minute for one key."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeEngine
+from llm_serving.config.schema import ApiKey
+from llm_serving.errors import RateLimitError
+from llm_serving.server.app import create_app
+from llm_serving.server.authentication import hash_key
+from llm_serving.server.quota import Quota
+from llm_serving.server.token_bucket import TokenBucket
+from server_client import error_of, events, post, request
+
+KEY = "k" * 20
+HEADERS = {"authorization": f"Bearer {KEY}"}
+BODIES = {
+    "/v1/completions": {"prompt": [1, 2, 3, 4], "max_tokens": 36},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 20},
+    "/generate": {"inputs": "x", "parameters": {"max_new_tokens": 20}},
+    "/models/demo": {"inputs": "x", "parameters": {"max_new_tokens": 20}},
+    "/tokenize": {"prompt": "x"},
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """Makes an engine and one application of it, for a key with limits."""
+
+    def make(**limits):
+        engine = FakeEngine(api_keys=(ApiKey(name="team-a", key_sha256=hash_key(KEY), **limits),), num_waiting=0)
+        monkeypatch.setattr(engine, "clock", Clock())
+        application = create_app(engine)
+        monkeypatch.setattr("server_client.create_app", lambda _: application)
+        return engine
+
+    return make
+
+
+def test_a_bucket_refills_and_may_be_in_debt():
+    bucket = TokenBucket(60, 0.0)
+    assert bucket.wait_s(60, 0.0) == 0.0
+    bucket.take(90, 0.0)
+    assert (bucket.level(0.0), bucket.wait_s(1, 0.0)) == (-30.0, 31.0)
+    assert bucket.wait_s(1000, 0.0) == 90.0, "of more than it holds it must be full"
+    bucket.take(-20, 10.0)
+    assert bucket.level(10.0) == 0.0
+    assert bucket.level(1000.0) == 60.0
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_requests_beyond_the_limit_are_told_when_to_come_back(limited, path):
+    engine = limited(max_requests_per_minute=2)
+    for left in (1, 0):
+        response = post(engine, path, BODIES[path], headers=HEADERS)
+        assert response.status_code == 200
+        assert response.headers["x-ratelimit-limit-requests"] == "2"
+        assert response.headers["x-ratelimit-remaining-requests"] == str(left)
+    assert response.headers["x-ratelimit-reset-requests"] == "60.000s"
+    refused = post(engine, path, BODIES[path], headers=HEADERS)
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "30"
+    assert "api_keys.team-a.max_requests_per_minute" in refused.text
+    num_submitted = len(engine.submitted)
+    assert num_submitted == (0 if path == "/tokenize" else 2)
+    engine.clock.now += 30
+    assert post(engine, path, BODIES[path], headers=HEADERS).status_code == 200
+    assert request(engine, "GET", "/metrics", headers=HEADERS).status_code == 200
+
+
+def test_tokens_are_taken_at_the_door_and_given_back_at_the_end(limited):
+    engine = limited(max_tokens_per_minute=100)
+    response = post(engine, "/v1/completions", BODIES["/v1/completions"], headers=HEADERS)
+    assert response.status_code == 200
+    assert response.headers["x-ratelimit-limit-tokens"] == "100"
+    used = 4 + response.json()["usage"]["completion_tokens"]
+    assert used == 7
+    assert post(engine, "/v1/completions", BODIES["/v1/completions"], headers=HEADERS).status_code == 200
+    assert len(engine.submitted) == 2
+
+
+def test_what_was_not_generated_is_given_back():
+    clock = Clock()
+    quota = Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), clock)
+    give_back = quota.take_tokens(20, 60)
+    assert quota.headers()["x-ratelimit-remaining-tokens"] == "20"
+    with pytest.raises(RateLimitError, match=r"30 more would exceed 100 tokens a minute .*; 20 are left") as refused:
+        quota.take_tokens(10, 20)
+    assert refused.value.retry_after == pytest.approx(6.0)
+    give_back(5)
+    assert quota.headers()["x-ratelimit-remaining-tokens"] == "75"
+    clock.now += 60
+    give_back = quota.take_tokens(500, 500)
+    with pytest.raises(RateLimitError) as refused:
+        quota.take_tokens(1, 0)
+    assert refused.value.retry_after == pytest.approx(901 / 100 * 60), "larger than a minute's, it is paid all the same"
+    give_back(0)
+    assert quota.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert quota.headers()["x-ratelimit-reset-tokens"] == "300.000s"
+
+
+def test_every_sequence_of_a_request_counts(limited):
+    engine = limited(max_tokens_per_minute=100)
+    body = {"prompt": [[1, 2], [3, 4]], "n": 3, "max_tokens": 30, "temperature": 1.0}
+    assert post(engine, "/v1/completions", body, headers=HEADERS).status_code == 200, "larger than the limit: once"
+    engine.clock.now += 3.0
+    refused = post(engine, "/v1/completions", {"prompt": [1] * 60, "max_tokens": 60}, headers=HEADERS)
+    assert refused.status_code == 429
+    assert error_of(refused)["code"] == "rate_limit_exceeded"
+    assert "120 more would exceed 100 tokens a minute (api_keys.team-a.max_tokens_per_minute)" in refused.text
+    assert engine.aborted == []
+
+
+def test_a_stream_has_the_headers_and_gives_back(limited):
+    engine = limited(max_tokens_per_minute=100, max_requests_per_minute=5)
+    for _ in range(5):
+        response = post(engine, "/v1/completions", BODIES["/v1/completions"] | {"stream": True}, headers=HEADERS)
+        assert events(response)[-1] == "[DONE]"
+        assert response.headers["x-ratelimit-remaining-tokens"].isdecimal()
+
+
+def test_a_key_without_limits_has_no_headers(limited):
+    response = post(limited(), "/v1/completions", BODIES["/v1/completions"], headers=HEADERS)
+    assert not [name for name in response.headers if name.startswith("x-ratelimit")]
