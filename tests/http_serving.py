@@ -21,7 +21,8 @@ TIMEOUT_S = 30.0
 def serving(engine: FakeEngine) -> Iterator[str]:
     """Serves in a thread; gives the URL."""
     with bind("127.0.0.1", 0) as listener:
-        server = HttpServer(create_app(engine), listener, engine.config.serving)
+        app = create_app(engine)
+        server = HttpServer(app, listener, engine.config.serving, app.refused)
 
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -80,11 +80,18 @@ def test_a_line_tells_who_what_how_much_and_how_long():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/models/llama2"])
-def test_every_protocol_tells_its_tokens_and_no_text(path, stream):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": SECRET}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+        ("/", {"inputs": SECRET, "parameters": {"max_new_tokens": 4}}),
+        ("/models/llama2", {"inputs": SECRET, "parameters": {"max_new_tokens": 4}}),
+    ],
+)
+def test_every_protocol_tells_its_tokens_and_no_text(path, body, stream):
     site = Site(FakeEngine())
-    body = {"prompt": SECRET, "inputs": SECRET, "messages": [{"role": "user", "content": SECRET}], "stream": stream}
-    site.send("POST", path, json=body | {"parameters": {"max_new_tokens": 4}})
+    site.send("POST", path, json=body | {"stream": stream})
     [line] = site.lines
     assert (line["output_tokens"], line["finish"]) == (3, "stop")
     assert line["prompt_tokens"] > 2
@@ -123,6 +130,15 @@ def test_an_error_tells_its_kind_and_field_but_not_the_value():
     assert (line["status"], line["error"]) == (400, "RequestError temperature")
     assert "a word" not in site.texts[0]
     assert site.counts == {("POST", "/v1/completions", "400"): 1}
+
+
+def test_a_field_that_a_client_invents_writes_nothing_into_the_logs(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(accounting.logger, "warning", lambda text, *values: said.append(text % values))
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": "x", f"{SECRET}\n": 1})
+    assert said == ["POST /v1/completions from 192.0.2.7: status 400, RequestError"]
+    assert "a word" not in site.texts[0]
 
 
 def test_a_failed_generation_is_an_error_line():

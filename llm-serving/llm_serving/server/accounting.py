@@ -84,6 +84,12 @@ class Accounting:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
             self._tell(note, int(status), exchange.answered_time)
 
+    def refused(self, address: str, status: int) -> None:
+        """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""
+        now = self._clock()
+        note = Note(Exchange(now), OTHER, OTHER, client=address, error="front door")
+        self._tell(note, int(status), now)
+
     def _tell(self, note: Note, status: int, now: float) -> None:
         self._metrics.answered(note.method, note.route, status)
         if note.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):

@@ -34,7 +34,7 @@ GARBAGE_THRESHOLD: Final = 10_000
 OPENAPI_PATH: Final = "/openapi.json"
 
 
-def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> ASGIApp:
+def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
     """The ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
     keys = engine.config.api_keys
     document = json.encode(openapi_document(ENDPOINTS, with_keys=bool(keys)))
@@ -91,7 +91,8 @@ def serve(engine: AsyncEngine) -> int:
     with bind(serving.server_ip, serving.server_port) as listener:
         access_log, close_log = open_access_log(serving)
         try:
-            server = HttpServer(create_app(engine, access_log), listener, serving)
+            app = create_app(engine, access_log)
+            server = HttpServer(app, listener, serving, app.refused)
             engine.on_failure = server.end
             server.run_within(_running(engine))
         finally:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
-from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
 from llm_serving.server.quota import quota_of
@@ -53,7 +53,7 @@ class Endpoint:
             return response
         except LLMServingError as error:
             if (note := note_of(request)) is not None:
-                note.error = " ".join(filter(None, [type(error).__name__, getattr(error, "field", None)]))
+                note.error = kind_of(error)
             return self.error_response(error)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=499)  # never read: the connection is gone

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from http import HTTPStatus
+from typing import Final
 
 from msgspec import json
 from starlette.responses import Response
@@ -39,6 +41,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
 )
 """(error, type, code) of the OpenAI body; the first that fits."""
 
+FIELD: Final = re.compile(r"[a-z_][a-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Milliseconds to the first token, as predicted: of a request let in, from the door on; of one refused, from now on if
@@ -83,6 +86,15 @@ def legacy_error_response(error: LLMServingError) -> Response:
         detail = [{"loc": ["body", *error.field.split(".")], "msg": str(error), "type": "value_error"}]
         return json_response({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
     return openai_error_response(error)
+
+
+def kind_of(error: LLMServingError) -> str:
+    """What the logs tell of an error: its class and the field that was wrong, never a text of the client.
+
+    The name of a field may be the client's invention: only one that looks like a name is told.
+    """
+    field = error.field if isinstance(error, RequestError) else ""
+    return f"{type(error).__name__} {field}" if FIELD.fullmatch(field) else type(error).__name__
 
 
 def error_headers(error: LLMServingError) -> dict[str, str]:

@@ -8,7 +8,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -77,9 +77,17 @@ class HttpServer(uvicorn.Server):
 
     Raises:
         ConfigError: The certificate cannot be used.
+        limits: What clients may do, and how long running requests get after the first signal.
+        on_refused: Told of the address and status of what the door refused, before the application saw it.
     """
 
-    def __init__(self, app: Any, listener: socket.socket, limits: ServerConfig) -> None:
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        limits: ServerConfig,
+        on_refused: Callable[[str, int], None] = lambda address, status: None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -98,12 +106,14 @@ class HttpServer(uvicorn.Server):
         if limits.ssl_certfile is not None:
             self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile)
         self._renewal: asyncio.Task[None] | None = None
+        self._on_refused = on_refused
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
         await self.lifespan.startup()
         limits, head = self._limits, RequestHead(self._limits)
         guests = Guests(possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes)
+        guests.on_refused = self._on_refused
 
         def new_connection(address: str) -> Connection:
             return Connection(self.config, self.server_state, address, guests, limits, head)

@@ -25,6 +25,12 @@ FLOODS = {
 BODY = json.dumps({"prompt": "x", "stream": True}).encode()
 
 
+def counts(engine):
+    """HTTP requests by route and status, as /metrics has them."""
+    (metric,) = engine.metrics.http.collect()
+    return {(sample.labels["route"], sample.labels["status"]): sample.value for sample in metric.samples}
+
+
 def aborting_engine(**arguments):
     """An engine whose streams stop after the first piece; `aborted` is an event."""
     engine, aborted = FakeEngine(Script(hold_after=1), **arguments), threading.Event()
@@ -79,7 +85,7 @@ def test_requests_in_a_row_are_answered_in_order(url):
     """More than the server reads ahead."""
     count = 500
     with connect(url) as client:
-        requests = b"".join(post("/tokenize", b'{"prompt": "x", "%d": 1}' % i) + get(f"/{i}") for i in range(count))
+        requests = b"".join(post("/tokenize", b'{"prompt": "%d"}' % i) + get(f"/{i}") for i in range(count))
         writer = threading.Thread(target=client.sendall, args=(requests,))
         writer.start()
         content = bytearray()
@@ -148,6 +154,16 @@ def test_a_client_that_leaves_with_more_behind_its_stream_aborts_it(path, body, 
     assert len(engine.submitted) == len(engine.aborted) == 1
 
 
+def test_what_never_becomes_a_request_is_counted():
+    engine = FakeEngine()
+    with serving(engine) as url:
+        for _ in range(2):
+            with connect(url) as client:
+                client.sendall(b"no HTTP at all\r\n\r\n")
+                assert read_all(client).startswith(b"HTTP/1.1 400 ")
+        assert counts(engine) == {("other", "400"): 2}
+
+
 class TestPlaces:
     def streams(self, url, addresses):
         clients = [connect(url, address) for address in addresses]
@@ -167,6 +183,7 @@ class TestPlaces:
             clients += self.streams(url, ["127.0.0.3"])
             with connect(url, "127.0.0.4") as refused:
                 assert read_all(refused).startswith(b"HTTP/1.1 503 ")
+            assert counts(engine)["other", "503"] == 2
             for client in clients:
                 client.close()
 

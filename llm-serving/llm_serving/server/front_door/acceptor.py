@@ -102,6 +102,7 @@ class Acceptor:
         client.setblocking(False)
         connection = self._new_connection(address)
         if not self._guests.admit(connection):
+            self._guests.on_refused(address, NO_PLACE.status)
             with client, contextlib.suppress(OSError):
                 if self._certificates is None:
                     client.send(NO_PLACE.to_bytes())

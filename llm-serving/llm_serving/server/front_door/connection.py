@@ -304,6 +304,7 @@ class Connection(HttpToolsProtocol):
         elif not self.transport.is_closing():
             if waits or not self._in_body:  # a request that is answered has no second answer
                 self.transport.write(refusal.to_bytes())
+                self._guests.on_refused(self.address, refusal.status)
             self.transport.close()
         self._held = b""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 MADE_FREE_AT_ONCE: Final = 32
@@ -47,6 +47,8 @@ class Guests:
         self._guests: dict[Guest, None] = {}
         self._by_address: dict[str, dict[Guest, None]] = {}
         self.num_bytes = 0
+        self.on_refused: Callable[[str, int], None] = lambda address, status: None
+        """Told of the address and status of every answer to what never became a request."""
 
     def __len__(self) -> int:
         return len(self._guests)
