@@ -3,12 +3,14 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from http_client import HttpClient, HttpResponse
+from records import Attempt
 from streams import Answer, AnswerError, error_text, parse_legacy_stream, parse_openai_stream
 
 Api = Literal["legacy", "openai"]
@@ -73,9 +75,15 @@ class GenerationOptions:
 
 @dataclass(frozen=True)
 class GenerationResult:
+    """In `time.perf_counter` seconds."""
+
     answer: Answer
     end_s: float
-    num_retries: int
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def num_retries(self) -> int:
+        return len(self.attempts) - 1
 
 
 async def generate(
@@ -94,18 +102,19 @@ async def generate(
         AnswerError: The server refused, or its answer is not complete.
     """
     body = options.body(prompt, max_tokens, own_fields)
-    num_retries = 0
+    attempts: list[Attempt] = []
     while True:
+        sent_s = time.perf_counter()
         response = await http.request("POST", options.path, body)
         delay_s = retry_after_s(response)
-        if delay_s is None or num_retries >= options.max_retries:
+        attempts.append(Attempt(sent_s, delay_s, predicted_ttft_s(response)))
+        if delay_s is None or len(attempts) > options.max_retries:
             break
-        num_retries += 1
         await asyncio.sleep(delay_s)
     if response.status != 200:
         raise AnswerError(f"HTTP {response.status}: {error_text(response.body)}")
     parse = parse_openai_stream if options.api == "openai" else parse_legacy_stream
-    return GenerationResult(parse(response.pieces), response.pieces[-1].time_s, num_retries)
+    return GenerationResult(parse(response.pieces), response.pieces[-1].time_s, tuple(attempts))
 
 
 def retry_after_s(response: HttpResponse) -> float | None:
@@ -117,6 +126,14 @@ def retry_after_s(response: HttpResponse) -> float | None:
     except (KeyError, ValueError):
         return None
     return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S) if math.isfinite(seconds) else None
+
+
+def predicted_ttft_s(response: HttpResponse) -> float | None:
+    """Seconds to the first token that the server expects; None where it does not tell."""
+    try:
+        return float(response.headers["x-predicted-ttft-ms"]) / 1000
+    except (KeyError, ValueError):
+        return None
 
 
 async def resolve_model(http: HttpClient, api: Api, model: str | None) -> str:

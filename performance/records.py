@@ -5,6 +5,21 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """One time that a request was sent.
+
+    Attributes:
+        sent_s: When.
+        retry_after_s: After how many seconds it is to be sent again; None: it was not refused.
+        predicted_s: Seconds to its first token that the server tells, counted from now and coming back included.
+    """
+
+    sent_s: float
+    retry_after_s: float | None
+    predicted_s: float | None
+
+
+@dataclass(frozen=True)
 class RequestRecord:
     """One request as its client saw it. All times are seconds from the start of the run.
 
@@ -17,6 +32,7 @@ class RequestRecord:
         num_output_tokens: As the server counted them, or the number of events where it did not say.
         expected: The one right answer, None where there is none.
         error: Why it failed; None for an answered request.
+        attempts: The times it was sent, of an answered request.
     """
 
     index: int
@@ -32,6 +48,7 @@ class RequestRecord:
     finish_reason: str | None = None
     num_retries: int = 0
     error: str | None = None
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arrivals import Send, closed_loop, open_loop
@@ -128,6 +128,7 @@ async def _send(
         text=answer.text,
         finish_reason=answer.finish_reason,
         num_retries=result.num_retries,
+        attempts=tuple(replace(each, sent_s=each.sent_s - start) for each in result.attempts),
     )
 
 

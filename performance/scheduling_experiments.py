@@ -4,6 +4,7 @@
     python scheduling_experiments.py policies --output FOLDER      the five policies at 50, 90 and 120 % of capacity
     python scheduling_experiments.py tenants  --output FOLDER      a tenant of long prompts beside one of short ones
     python scheduling_experiments.py burst    --output FOLDER      a burst of batch work beside interactive users
+    python scheduling_experiments.py refusals --output FOLDER      twice the capacity, and clients that obey Retry-After
 
 Writes NAME.md, NAME.json and NAME.svg. Needs the package and matplotlib: pip install -e 'llm-serving[bench]'.
 
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import batching, burst, policies, tenants
+from experiments import batching, burst, policies, refusals, tenants
 from experiments.bench import Bench
 from experiments.results import Result, markdown, write
 from experiments.server import ServerError
@@ -26,6 +27,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
     "policies": policies.run,
     "tenants": tenants.run,
     "burst": burst.run,
+    "refusals": refusals.run,
 }
 
 

@@ -1,9 +1,11 @@
 """Figures over the records of trials; pure functions."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from metrics import ServiceLevel
+from metrics import ServiceLevel, percentile
 from records import RequestRecord
 
 
@@ -71,3 +73,42 @@ def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float,
     if points and chosen[-1] != points[-1]:
         chosen.append(points[-1])
     return chosen
+
+
+class Accuracy(NamedTuple):
+    """Of predictions: how far off the median one is, against the truth, and by which factor all but 1 %, either way."""
+
+    num: int
+    median_error: float
+    p99_factor: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> "Accuracy":
+        """Pairs of what was predicted and what came, both above 0; NaN where there are none."""
+        errors = sorted(abs(predicted / real - 1) for predicted, real in pairs)
+        factors = sorted(max(predicted / real, real / predicted) for predicted, real in pairs)
+        return cls(len(pairs), percentile(errors, 50), percentile(factors, 99))
+
+
+def told_and_waited(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
+    """(predicted, real) seconds from the sending that was let in to the first token."""
+    return [
+        (record.attempts[-1].predicted_s, record.token_times_s[0] - record.attempts[-1].sent_s)
+        for record in records
+        if record.token_times_s and record.attempts and record.attempts[-1].predicted_s is not None
+    ]
+
+
+def told_and_returned(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
+    """(predicted, real) seconds from the first refusal to the first token, of those who were refused."""
+    return [
+        (record.attempts[0].predicted_s, record.token_times_s[0] - record.attempts[0].sent_s)
+        for record in records
+        if record.token_times_s and len(record.attempts) > 1 and record.attempts[0].predicted_s is not None
+    ]
+
+
+def first_time_share(records: Iterable[RequestRecord]) -> float:
+    """Of those who were refused and obeyed, the share that was let in when it came back; 0 to 1."""
+    times = [len(record.attempts) for record in records if len(record.attempts) > 1]
+    return sum(num == 2 for num in times) / len(times) if times else math.nan

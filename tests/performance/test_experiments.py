@@ -13,7 +13,7 @@ from experiments.results import Table, cell, document
 from experiments.server import ServerError, parse_counters
 from http_client import HttpClient
 from metrics import ServiceLevel
-from records import RequestRecord
+from records import Attempt, RequestRecord
 from runner import Load, run_load
 from workload import Prompt
 
@@ -155,3 +155,29 @@ def test_the_document_is_json(served):
         "llm_serving:worker_restarts_total": 0.0,
     }
     assert json.loads(json.dumps(document(served.bench, Result())))["tables"]["x"]["rows"] == [[1]]
+
+
+def make_refused(predicted_s: float, *attempts: tuple[float, float | None], first_token_s: float) -> RequestRecord:
+    sent = tuple(Attempt(sent_s, retry_after_s, predicted_s) for sent_s, retry_after_s in attempts)
+    return replace(make_record("t", first_token_s, first_token_s + 1), attempts=sent)
+
+
+def test_refusals_count_those_who_obey_and_what_they_were_told():
+    records = [
+        make_refused(0.5, (0.0, None), first_token_s=0.4),
+        make_refused(3.0, (1.0, 2.0), (3.0, None), first_token_s=5.0),
+        make_refused(4.0, (1.0, 2.0), (3.0, 1.0), (4.0, None), first_token_s=3.0 + 6.0),
+        make_record("t", 1.0),
+    ]
+    assert measures.first_time_share(records) == 0.5
+    assert measures.told_and_waited(records) == [(0.5, 0.4), (3.0, 2.0), (4.0, 5.0)]
+    assert measures.told_and_returned(records) == [(3.0, 4.0), (4.0, 8.0)]
+
+
+def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
+    accuracy = measures.Accuracy.of([(1.0, 1.0), (1.2, 1.0), (1.0, 3.0)])
+    assert (accuracy.num, accuracy.median_error, accuracy.p99_factor) == (
+        3,
+        pytest.approx(0.2),
+        pytest.approx(3.0, rel=0.05),
+    )
