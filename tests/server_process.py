@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -58,7 +59,7 @@ class Server:
 
     def work_agents(self) -> list[psutil.Process]:
         """Those that live at this moment."""
-        return self.processes[0].children(recursive=True)
+        return _work_agents(self.processes[0])
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=200)
@@ -77,7 +78,17 @@ def start_server(*arguments: str, num_agents: int = 1) -> Server:
     assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "start.sh prints a line to paste"
     record = json.loads((RUN_DIR / str(port) / "server.json").read_text())
     master = psutil.Process(record["pid"])
-    return Server(port, [master, *master.children(recursive=True)])
+    return Server(port, [master, *_work_agents(master)])
+
+
+def _work_agents(master: psutil.Process) -> list[psutil.Process]:
+    """Not those that render chat templates, which come and go."""
+    found = []
+    for child in master.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "llm_serving.work_agent" in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def metric(client: httpx.AsyncClient, name: str, label: str = "") -> float:

@@ -10,6 +10,7 @@ import llm_serving.demo_model
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llm_serving.engine import chat_template
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ModelError, RequestError
 from sentencepiece import SentencePieceProcessor
@@ -180,6 +181,7 @@ class TestChatTemplate:
             "{{ 1 / 0 }}",
             "{{ messages[0].content + 1 }}",
             "{{ undefined_name.attribute }}",
+            "{{ '\\ud800' }}",
         ],
     )
     def test_what_leaves_the_sandbox_or_fails_is_a_request_error(self, tmp_path, template):
@@ -189,8 +191,50 @@ class TestChatTemplate:
 
     def test_endless_output_is_cut_off(self, tmp_path):
         tokenizer = self.load(tmp_path, "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}")
-        with pytest.raises(RequestError, match="must render to at most 16777216 characters"):
+        with pytest.raises(RequestError, match="must render to at most 3145728 characters"):
             tokenizer.apply_chat_template(user("x" * 2**20))
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ '%1000000000d' | format(messages | length) }}",
+            "{{ 'x' * 10 ** (11 + messages | length) }}",
+            "{{ messages | tojson(indent=10**9) }}",
+            "{{ 9 ** (10 ** (8 + messages | length)) }}",
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "{{ range(99999) | batch(10**9, 'x') | list }}",
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        ],
+    )
+    def test_what_takes_too_much_ends_a_process_and_no_more(self, tmp_path, template, monkeypatch):
+        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
+        tokenizer = self.load(tmp_path, "{% if messages | length == 1 %}" + template + "{% else %}fine{% endif %}")
+        with pytest.raises(RequestError, match=r"`messages` (take the model's chat|do not fit|must render)"):
+            tokenizer.apply_chat_template(user("x"))
+        assert tokenizer.apply_chat_template(user("x") * 2) == "fine"
+
+    def test_what_is_too_much_to_compile_is_refused_too(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
+        tokenizer = self.load(tmp_path, "{{ '%1000000000d' | format(1) }}")
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"`messages` (take the model's chat|cannot be rendered)"):
+                tokenizer.apply_chat_template(user("x"))
+
+    def test_a_process_that_was_killed_is_started_again(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
+        assert tokenizer.apply_chat_template(user("a")) == "a"
+        template = tokenizer._chat_template
+        process = next(each for _ in range(2) if (each := template._free.get()) or template._free.put(None))
+        process._process.kill()
+        process._process.wait()
+        template._free.put(process)
+        assert [tokenizer.apply_chat_template(user(text)) for text in "bcd"] == ["b", "c", "d"]
+
+    def test_variables_that_no_frame_can_hold_are_refused(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ x }}")
+        with pytest.raises(RequestError, match="`chat_template_kwargs` must hold integers of 64 bits"):
+            tokenizer.apply_chat_template(user("a"), x=2**70)
+        assert tokenizer.apply_chat_template(user("a"), x=[1, {"y": None}, 2**63]) == str([1, {"y": None}, 2**63])
 
     def test_a_message_is_data_not_template(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
@@ -13,13 +15,13 @@ from starlette.responses import Response
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.chat_template import NUM_PROCESSES
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
-    INLINE_CHARS,
     MIN_LOGPROB,
     Generation,
     encode_text,
@@ -27,7 +29,6 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
-from llm_serving.server.off_loop import off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -50,7 +51,6 @@ from llm_serving.server.schemas import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ContentPart,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -60,6 +60,8 @@ from llm_serving.server.streaming import DONE, event
 MAX_MESSAGES: Final = 4096
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
 """What a chat template gets from us, or Jinja takes for itself."""
+_RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
+"""Threads that wait for templates: other work beside the loop does not wait with them."""
 
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
@@ -98,7 +100,7 @@ async def render_chat(
     *,
     continue_final_message: bool = False,
 ) -> str:
-    """The prompt text of a conversation; long ones are rendered off the event loop.
+    """The prompt text of a conversation, rendered off the event loop.
 
     With `continue_final_message` it ends where the text of the last message does.
 
@@ -123,15 +125,7 @@ async def render_chat(
             raise RequestError("continue_final_message", "must be false, as the chat template drops the last message")
         return text[: text.rindex(end)] if end else text
 
-    is_long = len(extra) + sum(_length(message.content) for message in messages) > INLINE_CHARS
-    return await off_loop(is_long, render)
-
-
-def _length(content: str | list[ContentPart] | None) -> int:
-    """Characters of a message, and something for each part of it."""
-    if isinstance(content, list):
-        return sum(100 + len(part.text or "") for part in content)
-    return 100 + len(content or "")
+    return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
 
 
 def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
