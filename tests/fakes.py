@@ -197,6 +197,10 @@ class FakeEngine:
         self.asked.append((num_steps, tenant))
         return {"traceEvents": [], "displayTimeUnit": "ms"}
 
+    async def reprioritise(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
+        self.asked.append((request_id, tenant))
+        return {f"{request_id}-0": True}
+
     def check_capacity(
         self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "", visitor: Visitor | None = None
     ) -> Admission:

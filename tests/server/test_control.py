@@ -151,6 +151,108 @@ def test_a_tenant_cancels_its_own_and_an_administrator_all():
     asyncio.run(run())
 
 
+def test_a_request_that_waits_goes_before_others_with_its_new_priority():
+    async def run():
+        server = GatedServer(max_num_seqs=1)
+        async with server.running() as client:
+            server.runner.gate.clear()
+            ends = []
+
+            async def ask(name, **body):
+                await client.post("/v1/completions", json=LONG | {"max_tokens": 3, "request_id": name} | body)
+                ends.append(name)
+
+            tasks = [asyncio.create_task(ask("first", max_tokens=30))]
+            await server.reach(lambda: server.engine.num_running == 1)
+            for number, name in enumerate("abc"):
+                tasks.append(asyncio.create_task(ask(name, priority_class="batch")))
+                await server.reach(lambda n=number: server.engine.num_waiting == n + 1)
+            body = {"priority_class": "standard"}
+            moving = asyncio.create_task(client.post("/v1/requests/c/priority", json=body))
+            await server.reach(lambda: len(server.replica._inbox) == 4)
+            server.runner.gate.set()
+            answer = await moving
+            assert (answer.status_code, answer.json()) == (
+                200,
+                {
+                    "request_id": "c",
+                    "priority": 0,
+                    "priority_class": "standard",
+                    "changed": ["c-3"],
+                    "unchanged": [],
+                },
+            )
+            assert server.engine._room.class_load("batch").num_waiting <= 2
+            await asyncio.gather(*tasks)
+            assert ends == ["first", "c", "a", "b"]
+            assert server.engine._room.load().num_running == server.engine._room.load().num_waiting == 0
+            explained = (await client.get("/v1/requests/c/explain")).json()["requests"][0]
+            assert explained["request_class"] == "standard"
+            assert (await client.post("/v1/requests/c/priority", json=body)).json()["changed"] == []
+            assert (await client.post("/v1/requests/nobody/priority", json=body)).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_a_beam_search_changes_with_all_its_beams():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            server.runner.gate.clear()
+            body = LONG | {"use_beam_search": True, "best_of": 3, "request_id": "beams", "max_tokens": 60}
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            await server.reach(lambda: num_used_blocks(server) > 0)
+            moving = asyncio.create_task(client.post("/v1/requests/beams/priority", json={"priority": 1}))
+            await server.reach(lambda: bool(server.replica._inbox))
+            server.runner.gate.set()
+            assert (await moving).json()["changed"] == ["beams-0"]
+            assert (await asking).status_code == 200
+            explained = (await client.get("/v1/requests/beams/explain")).json()["requests"][0]
+            assert explained["request_class"] == "batch"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({}, 400, "`priority` or `priority_class` must be given"),
+        ({"priority": 0, "priority_class": "batch"}, 400, "must not be given together"),
+        ({"priority_class": "urgent"}, 400, "`priority_class` must be one of interactive, standard, batch"),
+        ({"priority": 10**6 + 1}, 400, "`priority` must be an integer from -1000000 to 1000000"),
+        ({"priority": -1}, 403, "`priority` must not go before class standard, rank 0, with the API key of a"),
+        ({"priority": 1}, 404, "`request_id` must be that of a request that lives"),
+    ],
+)
+def test_a_priority_is_checked_as_at_the_door(body, status, named):
+    async def run():
+        keys = (ApiKey(name="a", key_sha256=hash_key(KEYS["a"]), highest_class="standard"),)
+        async with GatedServer(api_keys=keys).running(**as_tenant("a")) as client:
+            answer = await client.post("/v1/requests/x/priority", json=body)
+            assert answer.status_code == status
+            assert named in error_of(answer)["message"]
+
+    asyncio.run(run())
+
+
+def test_nobody_moves_another_tenant_s_request():
+    async def run():
+        server = GatedServer(api_keys=API_KEYS)
+        async with server.running() as client:
+            server.runner.gate.clear()
+            asking = asyncio.create_task(
+                client.post("/v1/completions", json=LONG | {"request_id": "x"}, headers=as_tenant("a"))
+            )
+            await server.reach(lambda: server.engine.num_running == 1)
+            answer = await client.post("/v1/requests/x/priority", json={"priority": 9}, headers=as_tenant("b"))
+            assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
+            await client.delete("/v1/requests/x", headers=as_tenant("a"))
+            server.runner.gate.set()
+            await asking
+
+    asyncio.run(run())
+
+
 def test_without_a_key_nothing_is_cancelled():
     async def run():
         async with GatedServer(api_keys=API_KEYS).running() as client:

@@ -35,13 +35,18 @@ def check_request(
     if not blocks.can_ever_hold(total):
         rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.num_slots} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
+    check_priority(priority)
     check_token_ids("prompt", prompt_token_ids, vocab_size)
     check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     if sampling.min_tokens and len(stop_token_ids(sampling, end_ids)) >= vocab_size:
         raise RequestError("min_tokens", "leaves no token to choose: all of them would end the output")
+
+
+def check_priority(priority: int) -> None:
+    """Raises RequestError for a number that no priority is."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
 
 
 def check_beam_search(limits: ModelConfig) -> None:

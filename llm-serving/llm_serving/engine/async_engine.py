@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections import Counter, deque
@@ -21,7 +22,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.engine.admission import check_beam_search, check_priority, check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.class_metrics import ClassLoad
 from llm_serving.engine.door import Door, Replica
@@ -364,6 +365,42 @@ class AsyncEngine:
         for request in found:
             self._owners[request.request_id].abort(request.request_id)
         return [request.request_id for request in found]
+
+    async def reprioritise(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
+        """Gives every request that a client means by this id another priority; call it on the event loop.
+
+        Args:
+            request_id: The client's, alone or as the id of an answer.
+            priority: The new one; that the caller may ask for it has been checked.
+            tenant: Who asks and controls its own requests only; None: everybody's.
+
+        Returns:
+            Of each request that lives whether it has the priority now, see `Scheduler.reprioritise`.
+
+        Raises:
+            RequestError: No request can have such a priority.
+            RequestNotFoundError: Nobody knows of such a request, or it is another tenant's.
+            UnavailableError: A WorkAgent is started again, and the engine did not answer in time.
+        """
+        check_priority(priority)
+        asked: dict[str, asyncio.Future[bool]] = {}
+        for request in self._find(request_id, tenant):
+            engine = self._owners[request.request_id]
+            question = functools.partial(engine.reprioritise, request.request_id, priority)
+            with contextlib.suppress(WorkerDiedError):
+                asked[request.request_id] = asyncio.wrap_future(engine.ask(question))
+        if asked:
+            await asyncio.wait(asked.values(), timeout=STATE_TIMEOUT_S)
+        if not all(answer.done() for answer in asked.values()):
+            raise UnavailableError(f"the engine did not answer within {STATE_TIMEOUT_S:g} s; it may do so later")
+        changed = {engine_id: answer.result() for engine_id, answer in asked.items()}
+        request_class = class_of(priority, self.config.request_classes)
+        for engine_id in (engine_id for engine_id, done in changed.items() if done):
+            owner = self._owners.get(engine_id)
+            replica = next((index for index, engine in self._engines.items() if engine is owner), None)
+            if replica is not None:
+                self._room.move(engine_id, replica, request_class)
+        return changed
 
     async def scheduler_states(self) -> dict[int, SchedulerState | None]:
         """Every living replica's scheduler as it is between two steps; None: it did not answer in time.

@@ -51,6 +51,12 @@ class BeamGroups:
             self._scheduler.finish(beam, FinishReason.ABORT)
         root.status = RequestStatus.FINISHED
 
+    def reprioritise(self, root: Request, priority: int) -> bool:
+        """Gives all that is computed for a search another priority; whether all of it could be given it."""
+        root.priority = priority
+        changed = [self._scheduler.reprioritise(beam, priority) for beam in self._groups[root.request_id].beams]
+        return all(changed)
+
     def take(self, beam: Request, sample: int, output: StepOutput) -> list[RequestOutput]:
         """Takes the reply for one beam; when it was the last of its group, the group makes a step.
 

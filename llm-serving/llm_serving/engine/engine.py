@@ -144,6 +144,19 @@ class Engine:
         self._post(reply)
         return answer
 
+    def reprioritise(self, request_id: str, priority: int) -> bool:
+        """Whether a request has this priority now; one that has ended has not. To be called by the engine's thread."""
+        request = self._processor.find(request_id)
+        if request is None:
+            return False
+        if request.beam_search is not None:
+            changed = self._beams.reprioritise(request, priority)
+        else:
+            changed = self.scheduler.reprioritise(request, priority)
+        if changed:
+            self.journal.moved(request, class_of(priority, self.scheduler.classes))
+        return changed
+
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
         return scheduler_state(self.scheduler, self._clock())

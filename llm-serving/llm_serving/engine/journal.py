@@ -222,6 +222,11 @@ class Journal:
         if (life := self._lives.get(request.request_id)) is not None:
             life.first_token_time = now
 
+    def moved(self, request: Request, request_class: RequestClass) -> None:
+        """The request is of another class now."""
+        if (life := self._lives.get(request.request_id)) is not None:
+            life.request_class = request_class
+
     def decided(self, now: float, blocked: Blocked | None) -> None:
         """The scheduler was asked for a step and left somebody waiting, or nobody."""
         if self.enabled and blocked != self._blocked:

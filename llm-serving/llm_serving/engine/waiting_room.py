@@ -119,6 +119,23 @@ class WaitingRoom:
             for rate in self._rates_of(entry):
                 rate.ended(now)
 
+    def move(self, request_id: str, replica: int, request_class: RequestClass) -> None:
+        """The request is of another class now; one that has ended is left alone."""
+        waits = request_id in self._waiting
+        entries = self._waiting if waits else self._running
+        before = entries.get(request_id)
+        if before is None:
+            return
+        tally = self._tallies.setdefault((replica, request_class.name), Tally())
+        after = entries[request_id] = before._replace(tally=tally, class_name=request_class.name)
+        for each, change in ((before, -1), (after, 1)):
+            if waits:
+                each.tally.num_waiting += change
+                each.tally.num_waiting_tokens += change * each.num_tokens
+                self._note_who_waits(each)
+            else:
+                each.tally.num_running += change
+
     def _take(self, request_id: str) -> _Entry | None:
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
