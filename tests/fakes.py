@@ -158,6 +158,8 @@ class FakeEngine:
     exchanges: list[Exchange | None] = field(default_factory=list)
     predicted_s: float | None = None
     """Seconds to the first token that its door predicts."""
+    failure: LLMServingError | None = None
+    on_failure: Callable[[], None] = lambda: None
     num_starts: int = 0
     num_stops: int = 0
 

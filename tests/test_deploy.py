@@ -234,6 +234,17 @@ def test_the_unit_starts_a_server_and_gives_it_time_to_end():
     assert (service["Restart"], service["NoNewPrivileges"]) == ("on-failure", "yes")
 
 
+def test_every_exit_code_is_in_the_table_of_operators():
+    table = (ROOT / "docs" / "operations.md").read_text().split("## Exit codes")[1].split("##")[0]
+    told = {
+        int(code)
+        for line in table.splitlines()
+        for code in re.findall(r"\d+", line.split("|")[1] if "|" in line else "")
+    }
+    ours = {getattr(cli, name) for name in dir(cli) if name.startswith("EXIT_") and name != "EXIT_CODES"}
+    assert ours | {0} == told - {137, 143}
+
+
 def test_the_image_starts_a_server():
     lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     commands = {line.split()[0]: line.partition(" ")[2] for line in lines if line.strip()}

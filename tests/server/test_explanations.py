@@ -132,7 +132,7 @@ def test_every_exchange_is_noted_from_its_headers_to_its_last_piece(stream):
         ("/v1/completions", {"prompt": "Hello"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
         ("/generate", {"inputs": "Hello"}),
-        ("/models/llama2", {"inputs": "Hello"}),
+        ("/models/llama2", {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}),
     ],
 )
 def test_every_protocol_notes_its_exchange(path, body):
