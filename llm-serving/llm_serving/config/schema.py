@@ -151,7 +151,7 @@ class ServerConfig:
     max_pipelined_bytes: int = option(32 * 1024, integer(0, 2**30))
     """Bytes of further requests that are read while a connection waits for an answer; the rest stays unread."""
 
-    max_buffered_bytes: int = option(64 * 2**20, integer(1024, 2**40))
+    max_buffered_bytes: int = option(32 * 2**20, integer(1024, 2**40))
     """Bytes that all connections together make the server hold: received and not read to the end, or written and not
     taken. Beyond, the connection that holds most is ended (503 where no answer has begun)."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from contextlib import asynccontextmanager
 
+import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door import Connection, Guests
-from llm_serving.server.front_door.connection import WRITE_BUFFER_BYTES
+from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, WRITE_BUFFER_BYTES
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState
 
@@ -87,7 +89,7 @@ class Application:
                 return
             body += message["body"]
             more = message["more_body"]
-        watch = asyncio.ensure_future(receive())
+        watch = asyncio.ensure_future(receive() if self.reads else asyncio.Event().wait())
         gate = asyncio.ensure_future(self.gate.wait())
         await asyncio.wait([watch, gate], return_when=asyncio.FIRST_COMPLETED)
         for task in (watch, gate):
@@ -203,6 +205,68 @@ class TestCutting:
         asyncio.run(run())
 
 
+class TestTurns:
+    def test_a_chunked_body_is_parsed_a_slice_a_turn(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                body = b"\n\r\n" * 20_000
+                connection.data_received(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body))
+                connection.data_received(body[:50_000])
+                assert len(connection.cycle.body) <= SLICE_BYTES
+                assert not transport.reading
+                while not transport.reading:
+                    before = len(connection.cycle.body)
+                    await asyncio.sleep(0)
+                    assert len(connection.cycle.body) - before <= SLICE_BYTES
+                connection.data_received(body[50_000:] + b"\r\n0\r\n\r\n")
+                while not transport.statuses:
+                    await asyncio.sleep(0)
+                assert transport.written.endswith(b"/1=" + body + b";")
+
+        asyncio.run(run())
+
+    def test_after_a_full_read_it_is_the_others_turn(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n")
+                await settle()
+                connection.data_received(b"x" * READ_BYTES)
+                assert not transport.reading
+                await settle()
+                assert transport.reading
+
+        asyncio.run(run())
+
+    def test_a_body_that_nobody_reads_is_not_read_on(self):
+        async def run():
+            async with door() as (house, connection, transport):
+                house.app.reads = False
+                house.app.gate.clear()
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+                connection.data_received(b"x" * READ_BYTES)
+                for _ in range(3):
+                    assert not transport.reading
+                    await asyncio.sleep(0)
+                assert len(connection.cycle.body) > READ_BYTES
+
+        asyncio.run(run())
+
+    def test_chunks_of_a_byte_are_refused_after_some_thousands(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                connection.data_received(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+                connection.data_received(b"1\r\na\r\n" * 6000)
+                while transport.reading is False:
+                    await asyncio.sleep(0)
+                assert transport.statuses == []
+                connection.data_received(b"1\r\na\r\n" * 2000)
+                while not transport.statuses:
+                    await asyncio.sleep(0)
+                assert transport.statuses == [431]
+
+        asyncio.run(run())
+
+
 class TestPipelining:
     def test_one_request_at_a_time_reaches_the_application(self):
         async def run():
@@ -302,6 +366,41 @@ class TestBytesHeld:
                 assert transport.high == WRITE_BUFFER_BYTES
 
         asyncio.run(run())
+
+
+FLOODS = {
+    "headers": (b"GET / HTTP/1.1\r\n", b"X-Aaaaaa: bbbbbb\r\n"),
+    "one header": (b"GET / HTTP/1.1\r\nX: ", b"a"),
+    "url": (b"GET /", b"a"),
+    "trailers": (CHUNKED[:-9] % 1, b"X-Aaaaaa: bbbbbb\r\n"),
+    "one trailer": (CHUNKED[:-9] % 1 + b"X: ", b"a"),
+    "chunk extension": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;e=", b"a"),
+    "chunks of one byte": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
+    "requests": (b"", GET % 1),
+    "empty lines": (b"", b"\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_memory_does_not_grow_with_what_is_sent(name):
+    begin, unit = FLOODS[name]
+    piece = unit * (READ_BYTES // len(unit))
+
+    async def run():
+        async with door() as (house, connection, transport):
+            house.app.gate.clear()
+            connection.data_received(begin + piece)  # the first answer and its objects are not counted
+            await settle()
+            tracemalloc.start()
+            for _ in range(100):
+                if transport.reading and not transport.is_closing():
+                    connection.data_received(piece)
+                await asyncio.sleep(0)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return peak
+
+    assert asyncio.run(run()) < 500_000
 
 
 class TestEnds:

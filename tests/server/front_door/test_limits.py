@@ -19,7 +19,7 @@ FLOODS = {
     "url": (b"GET /", b"a" * 64, 414, "at most 8192 bytes"),
     "trailers": (CHUNKED + b"1\r\na\r\n0\r\n", b"X-Aaaaaa: bbbbbb\r\n", 431, "trailers must be at most 32768 bytes"),
     "one trailer": (CHUNKED + b"1\r\na\r\n0\r\nX: ", b"a" * 64, 431, "trailers must be at most 32768 bytes"),
-    "chunk extension": (CHUNKED + b"1;e=", b"a" * 64, 431, "chunk extensions and trailers"),
+    "chunk extension": (CHUNKED + b"1;e=", b"a" * 64, 431, "extensions and trailers must be at most 32768 bytes"),
     "no HTTP": (b"", b"\x16\x03\x01\x02\x00" * 10, 400, "not a request"),
 }
 BODY = json.dumps({"prompt": "x", "stream": True}).encode()

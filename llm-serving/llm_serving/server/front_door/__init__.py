@@ -6,6 +6,7 @@
 | `certificates` | their certificate, read again when its files change |
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
 | `connection` | cuts what arrives into requests, one at a time, within limits of size and time |
+| `reader` | reads what arrives, little at a time |
 | `request_head` | the limits of a request line and its headers, as rules over bytes |
 | `parting` | ends a connection in bounded time, so that the last answer can be read |
 | `refusals` | the answers to what never becomes a request |

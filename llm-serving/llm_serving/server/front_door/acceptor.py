@@ -12,6 +12,7 @@ from llm_serving.log import get_logger
 from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.guests import Guests, address_of
+from llm_serving.server.front_door.reader import Reader
 from llm_serving.server.front_door.refusals import NO_PLACE
 
 logger = get_logger(__name__)
@@ -124,11 +125,12 @@ class Acceptor:
         welcome.add_done_callback(end)  # a task that is cancelled early never runs: it cannot clean up itself
 
     async def _welcome(self, client: socket.socket, connection: Connection) -> None:
+        reader = Reader(connection)
         if self._certificates is None:
-            await self._loop.connect_accepted_socket(lambda: connection, client)
+            await self._loop.connect_accepted_socket(lambda: reader, client)
         else:
             await self._loop.connect_accepted_socket(
-                lambda: connection,
+                lambda: reader,
                 client,
                 ssl=self._certificates.context,
                 ssl_handshake_timeout=self._handshake_timeout_s,

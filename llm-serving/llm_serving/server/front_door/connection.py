@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -18,8 +18,12 @@ from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead
 
-SLICE_BYTES: Final = 16 * 1024
-"""Most bytes of a chunked body that are parsed at once."""
+READ_BYTES: Final = 64 * 1024
+"""Most bytes that are read of a connection before others get their turn on the event loop."""
+SLICE_BYTES: Final = 4 * 1024
+"""Most bytes of a chunked body that are parsed before others get their turn on the event loop."""
+BODY_PER_FRAMING: Final = 4
+"""Bytes of a chunked body for each byte of framing beyond `max_header_bytes`: tiny chunks cost much time."""
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Bytes written and not taken by the client at which an answer waits."""
 BODY_GRACE_S: Final = 5.0
@@ -80,6 +84,8 @@ class Connection(HttpToolsProtocol):
         """Bytes of a body of declared length that have not come; None: it is chunked."""
         self._body_bytes = 0
         self._gap_bytes = 0
+        self._framing_bytes = 0
+        self._is_scheduled = False
         self._undigested: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -104,10 +110,18 @@ class Connection(HttpToolsProtocol):
         else:
             self._refuse(NO_MEMORY)
 
+    @property
+    def _is_receiving(self) -> bool:
+        """Whether more of a body is to come, for an answer that is not complete."""
+        return self._in_body and not self.cycle.response_complete and not self.transport.is_closing()
+
     # The transport's calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self.connections.add(self)
+        self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self.server = _host_and_port(transport.get_extra_info("sockname"))
+        self.client = _host_and_port(transport.get_extra_info("peername"))
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         self.flow = _Flow(transport)
         self._parting = PartingTransport(
@@ -127,8 +141,11 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._parting is not None
+        if len(data) >= READ_BYTES:
+            self._take_turns()
         if self._parting.is_closing():
             self._parting.drop(len(data))
+            self._hold_back()
             return
         self._held = self._held + data if self._held else data
         self._advance()
@@ -149,49 +166,75 @@ class Connection(HttpToolsProtocol):
     def _advance(self) -> None:
         """Hands the parser what it may have of the bytes held."""
         while self._held and not self.transport.is_closing() and not self.is_served:
-            size = self._next_body_piece() if self._in_body else self._next_head()
-            if size == 0:
+            before = len(self._held)
+            if not self._in_body:
+                self._advance_head()
+            elif self._body_left is not None:
+                self._advance_declared(self._body_left)
+            else:
+                self._advance_chunked()
+                if self._in_body and 0 < len(self._held) < before:
+                    self._take_turns()
+                    break
+            if len(self._held) == before:
                 break
-            piece, self._held = self._held[:size], self._held[size:]
-            self._unset_keepalive_if_required()
-            self._parse(piece)
-        if self._in_body and self._undigested is None and not self.cycle.response_complete:
+        if self._is_receiving and self._undigested is None:
             self._watch_digestion(self.cycle)
         self._hold_back()
         self._weigh()
 
-    def _next_head(self) -> int:
-        """Bytes of the head that is complete, else 0."""
+    def _take_turns(self) -> None:
+        """Goes on when others had their turn."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_scheduled = False
+        self._advance()
+
+    def _advance_head(self) -> None:
         if self._held[0] in b"\r\n":  # empty lines before a request line mean nothing, and win no time
             self._held = self._held.lstrip(b"\r\n")
             if not self._held:
-                return 0
+                return
         size = self._head.size(self._held, self._searched)
         refusal = self._head.refusal(self._held, size or len(self._held))
         if refusal is not None:
             self._refuse(refusal)
-            return 0
+            return
         self._searched = 0 if size else len(self._held)
-        if size == 0 and self._timer is None:
-            self._unset_keepalive_if_required()
+        self._unset_keepalive_if_required()
+        if size:
+            head, self._held = self._held[:size], self._held[size:]
+            self._parse(head)
+        elif self._timer is None:
             self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
-        return size
 
-    def _next_body_piece(self) -> int:
-        if self._body_left is not None:
-            size = min(self._body_left, len(self._held))
-            self._body_left -= size
-            return size
-        piece = self._held[:SLICE_BYTES]
-        end = piece.find(BLANK_LINE)
-        if end >= 0:
-            return end + len(BLANK_LINE)
-        begun = 2 if piece.endswith(BLANK_LINE[:2]) else 1 if piece.endswith(BLANK_LINE[:1]) else 0
-        return len(piece) - begun  # what may begin a blank line waits for its end
+    def _advance_declared(self, left: int) -> None:
+        self._unset_keepalive_if_required()
+        piece, self._held = self._held[:left], self._held[left:]
+        self._body_left = left - len(piece)
+        self._parse(piece)
+
+    def _advance_chunked(self) -> None:
+        """A slice at most, up to the end of the message at most."""
+        self._unset_keepalive_if_required()
+        data, begin = self._held[:SLICE_BYTES], 0
+        while self._in_body and not self.transport.is_closing():
+            end = data.find(BLANK_LINE, begin) + len(BLANK_LINE)
+            if end < len(BLANK_LINE):  # what may begin a blank line waits for its end
+                end = len(data) - (2 if data.endswith(BLANK_LINE[:2]) else 1 if data.endswith(BLANK_LINE[:1]) else 0)
+            if end <= begin:
+                break
+            self._parse(data[begin:end])
+            begin = end
+        self._held = self._held[begin:]
 
     def _parse(self, piece: bytes) -> None:
         was_head = not self._in_body
         self._gap_bytes += len(piece)
+        self._framing_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -204,25 +247,34 @@ class Connection(HttpToolsProtocol):
         if was_head and self._in_body:
             self._body_left = self._declared_length()
             self._timer = self.loop.call_later(self._limits.body_timeout_s + BODY_GRACE_S, self._body_is_late)
-        elif self._in_body and self._gap_bytes > self._limits.max_header_bytes:
-            rule = f"chunk extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
+        elif self._in_body and self._framing > self._limits.max_header_bytes:
+            rule = f"chunk sizes, extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
             self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
         elif self._in_body and self.cycle.response_complete and self._body_bytes > self._limits.max_request_body_bytes:
             self.transport.close()
+
+    @property
+    def _framing(self) -> int:
+        """Bytes since the last one of the body, or of all that is not body, less what goes with it."""
+        return max(self._gap_bytes, self._framing_bytes - self._body_bytes // BODY_PER_FRAMING)
 
     def _declared_length(self) -> int | None:
         return next((int(value) for name, value in self.headers if name == b"content-length"), None)
 
     def _hold_back(self) -> None:
         """Reads no further while a client is too far ahead of its answers."""
-        if not isinstance(self.flow, _Flow):
+        assert self._parting is not None
+        assert isinstance(self.flow, _Flow)
+        if self._parting.is_over:
             return
-        if self.is_served and len(self._held) > self._limits.max_pipelined_bytes:
+        if self._is_scheduled or (self.is_served and len(self._held) > self._limits.max_pipelined_bytes):
             self.flow.held = True
             self.flow.pause_reading()
         elif self.flow.held:
             self.flow.held = False
-            self.flow.resume_reading()
+            unread = 0 if self.cycle is None or self._parting.is_closing() else len(self.cycle.body)
+            if unread <= HIGH_WATER_LIMIT:  # else the application has to read first
+                self.flow.resume_reading()
 
     # The parser's calls
 
@@ -232,12 +284,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._body_bytes = self._gap_bytes = 0
+        self._body_bytes = self._gap_bytes = self._framing_bytes = 0
         super().on_headers_complete()
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._framing_bytes -= len(body)
         self._gap_bytes = 0
         super().on_body(body)
 
@@ -317,3 +370,7 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _host_and_port(address: object) -> tuple[str, int] | None:
+    return (str(address[0]), int(address[1])) if isinstance(address, tuple) and len(address) >= 2 else None

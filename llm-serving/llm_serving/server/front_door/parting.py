@@ -48,6 +48,11 @@ class PartingTransport:
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is read any more, not even to be dropped."""
+        return self._transport.is_closing()
+
     def close(self) -> None:
         """Ends the connection once what was written is taken; cuts it when that takes too long."""
         if self._closing:
