@@ -1,0 +1,149 @@
+"""A server under attack, before any key is checked: its memory, and what `/health` does meanwhile. Prints a table.
+
+    python tests/attacks.py                         # all of them: about five minutes
+    python tests/attacks.py --only "endless URL"    # some
+
+The server is the real one with the shipped model, started by the real script, its limits the default ones but for the
+times, which are shorter. An attack comes from other addresses of the loopback network than the probe, and from another
+process. Exits with 1 where memory grew by more than 150 MB or `/health` took longer than 100 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import psutil
+from attackers import ATTACKS, MEBI
+from server_process import Server, start_server
+
+MAX_GROWTH = 150_000_000
+"""Bytes."""
+MAX_HEALTH_S = 0.1
+TIMES = {"header_timeout_s": 8, "body_timeout_s": 5, "idle_timeout_s": 8, "write_timeout_s": 8}
+SAMPLE_S = 0.03
+AFTERMATH_S = 1.0
+"""Seconds the server is watched after the attackers have left."""
+
+
+@dataclass
+class Watch:
+    """Samples of a server until it is stopped: resident bytes of the master, seconds of `/health`."""
+
+    port: int
+    master: psutil.Process
+    sizes: list[int] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    num_not_ok: int = 0
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=loop) for loop in (self._weigh, self._ask)]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _weigh(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self.sizes.append(self.master.memory_info().rss)
+
+    def _ask(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            begin = time.perf_counter()
+            self.num_not_ok += not self._is_ok()
+            self.health.append(time.perf_counter() - begin)
+
+    def _is_ok(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 10.0) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: server\r\nConnection: close\r\n\r\n")
+                return client.recv(4096).startswith(b"HTTP/1.1 200")
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an attack came to, and what it did to the server."""
+
+    name: str
+    sent: int
+    ends: dict[str, int]
+    growth: int
+    """Bytes the master grew by, at its largest."""
+    worst_health_s: float
+    num_asked: int
+    num_not_ok: int
+
+    @property
+    def is_good(self) -> bool:
+        return self.growth <= MAX_GROWTH and self.worst_health_s <= MAX_HEALTH_S and self.num_not_ok == 0
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {how}" for how, count in self.ends.items())
+        health = f"{self.worst_health_s * 1e3:.1f} ms, {self.num_asked - self.num_not_ok} of {self.num_asked}"
+        return f"| {self.name} | {self.sent / MEBI:.1f} | {self.growth / 1e6:+.1f} | {health} | {ends} |"
+
+
+HEAD = """| attack | sent, MiB | memory, MB | `/health`: worst, answered with 200 | connections |
+| --- | --- | --- | --- | --- |"""
+
+
+def measure(name: str, server: Server) -> Row:
+    """Runs an attack against a server and watches it."""
+    master = server.processes[0]
+    before = master.memory_info().rss
+    with Watch(server.port, master) as watch:
+        command = [sys.executable, str(Path(__file__).with_name("attackers.py")), name, str(server.port)]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        time.sleep(AFTERMATH_S)
+    outcome = json.loads(answer)
+    growth = max(watch.sizes) - before
+    return Row(name, outcome["sent"], outcome["ends"], growth, max(watch.health), len(watch.health), watch.num_not_ok)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, metavar="NAME")
+    names = parser.parse_args().only or list(ATTACKS)
+    limits = [text for key, value in TIMES.items() for text in ("--set", f"serving_config.{key}={value}")]
+    server = start_server("--model", "demo", *limits)
+    try:
+        with Watch(server.port, server.processes[0]):
+            time.sleep(2.0)  # the first requests take memory that stays
+        begin = server.processes[0].memory_info().rss
+        sys.stdout.write(HEAD + "\n")
+        good = True
+        for name in names:
+            row = measure(name, server)
+            good &= row.is_good
+            sys.stdout.write(f"{row}\n")
+            sys.stdout.flush()
+        end = server.processes[0].memory_info().rss
+        sys.stdout.write(f"\nmaster: {begin / 1e6:.0f} MB before the first, {end / 1e6:.0f} MB after the last\n")
+        log = [line for line in server.log.splitlines() if "serving on" not in line]
+        sys.stdout.write(f"log: {len(server.log.splitlines())} lines; the last: {log[-1] if log else 'none'}\n")
+    finally:
+        server.stop()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The attackers themselves, in smaller form: what they do reaches the server, and it serves on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from attackers import ATTACKS, run, smaller
+from attacks import Row
+from fakes import FakeEngine
+from http_serving import connect, get, read_until, serving
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(FakeEngine()) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("endless headers", {"ended with 431"}),
+        ("endless URL", {"ended with 414"}),
+        ("one endless trailer", {"ended with 431"}),
+        ("no HTTP", {"ended with 400"}),
+        ("a body without end", {"ended with 405"}),
+        ("requests without end, answers unread", {"left open after 200"}),
+        ("2,000 silent connections", {"left open"}),
+        ("connections without end", {"left open"}),
+        ("1,000 slow headers", {"left open"}),
+    ],
+)
+def test_an_attack_ends_as_it_should(url, name, ends):
+    attack = smaller(ATTACKS[name])
+    if not any(end.startswith("left open") for end in ends):
+        attack = replace(attack, seconds=30.0)  # it ends when the server has ended all connections
+    outcome = run(attack, int(url.rsplit(":", 1)[1]))
+    assert set(outcome.ends) == ends
+    with connect(url) as client:
+        client.sendall(get())
+        assert read_until(client, b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("growth", "health_s", "num_not_ok", "is_good"),
+    [(150_000_000, 0.1, 0, True), (150_000_001, 0.1, 0, False), (0, 0.11, 0, False), (0, 0.1, 1, False)],
+)
+def test_what_counts_as_good(growth, health_s, num_not_ok, is_good):
+    assert Row("x", 0, {}, growth, health_s, 10, num_not_ok).is_good == is_good
