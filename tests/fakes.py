@@ -195,6 +195,14 @@ class FakeEngine:
         self.asked.append((request_id, tenant))
         return self.explanations
 
+    def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
+        self.asked.append((request_id, tenant))
+        return [each.request_id for each in self.submitted if each.request_id == request_id]
+
+    async def scheduler_states(self) -> dict[int, None]:
+        """No replica answers in time."""
+        return {0: None}
+
     def timeline(self, num_steps: int, tenant: str | None = None) -> dict[str, object]:
         self.asked.append((num_steps, tenant))
         return {"traceEvents": [], "displayTimeUnit": "ms"}

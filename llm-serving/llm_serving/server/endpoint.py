@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -36,6 +37,8 @@ class Endpoint:
     """Struct of the request body."""
     answer: type | None = None
     """Struct of the answer with status 200; None: not JSON, or of the protocol's own form."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parameter of the query -> its JSON schema."""
     error_response: Callable[[LLMServingError], Response] = openai_error_response
     needs_key: bool = True
     """Whether it is closed to requests without an API key, once `api_keys` has any."""

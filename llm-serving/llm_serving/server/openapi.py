@@ -11,11 +11,20 @@ import msgspec
 from llm_serving import __version__
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.openapi_limits import LIMITS, with_limits
 from llm_serving.server.schemas import ErrorResponse
 
 JsonObject = dict[str, Any]
 
 
+DOCUMENT_PATH: Final = "/openapi.json"
+DOCUMENT_OPERATION: Final[JsonObject] = {
+    "summary": "This document",
+    "operationId": "get_openapi_json",
+    "responses": {
+        "200": {"description": "The answer", "content": {"application/json": {"schema": {"type": "object"}}}}
+    },
+}
 SECURITY_SCHEMES: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -33,7 +42,8 @@ def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonO
     ordered = sorted({*kinds, ErrorResponse}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     references = dict(zip(ordered, schemas, strict=True))
-    paths: dict[str, JsonObject] = {}
+    bodies = {references[endpoint.body]["$ref"].rsplit("/", 1)[1] for endpoint in endpoints if endpoint.body}
+    paths: dict[str, JsonObject] = {DOCUMENT_PATH: {"get": DOCUMENT_OPERATION}}
     for endpoint in endpoints:
         path = _shown_path(endpoint)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, references)
@@ -41,7 +51,7 @@ def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonO
         "openapi": "3.1.0",
         "info": {"title": "llm-serving", "version": __version__},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": with_limits(components, bodies)},
     }
     if with_keys:
         document["components"]["securitySchemes"] = SECURITY_SCHEMES
@@ -50,6 +60,11 @@ def openapi_document(endpoints: Sequence[Endpoint], *, with_keys: bool) -> JsonO
             if not endpoint.needs_key:
                 paths[_shown_path(endpoint)][endpoint.method.lower()]["security"] = []
     return document
+
+
+def _path_parameter(name: str) -> JsonObject:
+    schema = {"type": "string", "minLength": 1, "pattern": "^[^/]+$"}
+    return {"name": name, "in": "path", "required": True, "description": LIMITS[name], "schema": schema}
 
 
 def _shown_path(endpoint: Endpoint) -> str:
@@ -68,10 +83,13 @@ def _operation(endpoint: Endpoint, path: str, references: dict[type, JsonObject]
         "operationId": f"{endpoint.method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}".rstrip("_"),
         "responses": {"200": answer, "default": error},
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)\}", path)]
+    parameters += [
+        {"name": name, "in": "query", "description": LIMITS[name], "schema": schema}
+        for name, schema in endpoint.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         content = {"application/json": {"schema": references[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}

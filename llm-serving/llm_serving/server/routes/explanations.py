@@ -58,5 +58,12 @@ ENDPOINTS: Final = (
         "Tell where the time of a request went",
         answer=Explanations,
     ),
-    Endpoint("GET", "/v1/timeline", show_timeline, "Trace of the newest steps and their requests", answer=Trace),
+    Endpoint(
+        "GET",
+        "/v1/timeline",
+        show_timeline,
+        "Trace of the newest steps and their requests",
+        answer=Trace,
+        query={"steps": {"type": "integer", "minimum": 1}},
+    ),
 )

@@ -1,0 +1,114 @@
+"""What the OpenAPI document says of values that have the right type and are refused all the same."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llm_serving.core.parameter_rules import ParameterRule, Real, Texts, TokenBiases, TokenIds, Whole
+from llm_serving.core.sampling_params import MAX_SEED, RULES
+
+JsonObject = dict[str, Any]
+
+OTHER_RANGES: Final[dict[str, JsonObject]] = {
+    "seed": {"minimum": -(2**63), "maximum": MAX_SEED},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "n": {"minimum": 1, "maximum": 128},
+    "messages": {"minItems": 1, "maxItems": 4096},
+}
+"""Of fields whose range in a body is another one than in the table of sampling parameters, or stands elsewhere."""
+
+_FITS: Final = "With the answer it must fit the context of the model and the cache."
+LIMITS: Final[dict[str, str]] = {
+    "model": "The model that is served, as /v1/models tells.",
+    "name": "The model that is served, as /v1/models tells.",
+    "request_id": "In a body: of a limited length, without control characters. In a path: of a request that is known.",
+    "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
+    "inputs": f"Not empty. {_FITS}",
+    "messages": f"What the chat template of the model accepts. {_FITS}",
+    "tokens": "Ids of the vocabulary.",
+    "max_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "max_completion_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
+    "min_tokens": "At most the most tokens to generate.",
+    "stream_options": "With `stream` only.",
+    "stream": "Not with a beam search, and not where the best of several answers are chosen.",
+    "n": "At most `best_of`; all choices of a request must find places.",
+    "best_of": "At least `n`; 10 at most where it is the width of a beam search.",
+    "use_beam_search": "Not with `stream` and not with sampling.",
+    "length_penalty": "Of a beam search only, a finite number.",
+    "early_stopping": "Of a beam search only.",
+    "logprobs": "0 to 20; in chat whether there are any.",
+    "top_logprobs": "0 to 20, with `logprobs` only.",
+    "echo": "Not with `logprobs`, and in chat only where the last message is the assistant's.",
+    "priority": "Not together with `priority_class`; API keys and configuration limit it.",
+    "priority_class": "One of `request_classes`; API keys and configuration limit it.",
+    "user": "Of a limited length.",
+    "cache_salt": "Of a limited length.",
+    "timeout_s": "Above 0, at most `serving_config.max_timeout_s`.",
+    "stop": "Up to 16 strings of 1 to 256 characters.",
+    "stop_token_ids": "Up to 128 ids of the vocabulary.",
+    "bad_words": "Texts that have tokens, of a limited number and length.",
+    "allowed_token_ids": "Ids of the vocabulary, not empty.",
+    "logit_bias": "Up to 1024 ids of the vocabulary, each -100 to 100.",
+    "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
+    "truncate": "1 and more, within the context of the model.",
+    "add_generation_prompt": "Not together with `continue_final_message`.",
+    "continue_final_message": "Only where the last message is the assistant's.",
+    "chat_template_kwargs": "Of a limited size; names that the template does not set itself.",
+    "parameters": "Each as its own description says.",
+    "steps": "1 to `serving_config.timeline_steps`.",
+}
+"""Field, or parameter of a path or query -> when a value of the right type is refused."""
+
+
+def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str, JsonObject]:
+    """Adds ranges and descriptions to the schemas of these bodies and of the structs inside them."""
+    for name in _reached(components, bodies):
+        schema = components[name]
+        schema["additionalProperties"] = False
+        for field, about in schema.get("properties", {}).items():
+            _add_range(about, OTHER_RANGES.get(field) or _range_of(RULES.get(field)))
+            if text := LIMITS.get(field) or (RULES[field].text if field in RULES else ""):
+                about["description"] = text
+    return components
+
+
+def _reached(components: dict[str, JsonObject], start: set[str]) -> set[str]:
+    """Names of schemas that these refer to, themselves included."""
+    found, waiting = set(start), list(start)
+    while waiting:
+        for name in _references(components[waiting.pop()]) - found:
+            found.add(name)
+            waiting.append(name)
+    return found
+
+
+def _references(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_references, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = {schema["$ref"].rsplit("/", 1)[1]} if "$ref" in schema else set()
+    return own.union(*map(_references, schema.values()))
+
+
+def _range_of(rule: ParameterRule | None) -> JsonObject:
+    match rule:
+        case Whole(low, high):
+            return {"minimum": low, "maximum": high}
+        case Real(low, high, above_low):
+            # What is above 0 in double precision and 0 in single precision is refused.
+            return {"minimum": max(low, 2.0**-126) if above_low else low, "maximum": high}
+        case Texts(count, _) | TokenIds(count):
+            return {"maxItems": count}
+        case TokenBiases(count, _):
+            return {"maxProperties": count}
+    return {}
+
+
+def _add_range(about: JsonObject, limits: JsonObject) -> None:
+    """To the branches of a schema that the limits speak of."""
+    kinds = {"minimum": {"integer", "number"}, "maximum": {"integer", "number"}}
+    kinds |= {"minItems": {"array"}, "maxItems": {"array"}, "maxProperties": {"object"}}
+    for branch in about.get("anyOf", [about]):
+        branch.update({key: value for key, value in limits.items() if branch.get("type") in kinds[key]})

@@ -1,0 +1,36 @@
+"""Some requests made from the OpenAPI document; many more with `python tests/openapi_cases.py`."""
+
+import pytest
+from fakes import FakeEngine
+from llm_serving.server.openapi_limits import LIMITS
+from openapi_cases import DOCUMENT, all_checks, check_answer
+from server_client import post, request
+
+CHECKS = dict(all_checks())
+EXAMPLES = 12
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_routes_answer_as_the_document_says(check):
+    assert CHECKS[check](EXAMPLES).total() > 0
+
+
+def test_parameters_of_a_query_are_described():
+    [steps] = DOCUMENT["paths"]["/v1/timeline"]["get"]["parameters"]
+    assert (steps["name"], steps["in"], steps["schema"]["minimum"]) == ("steps", "query", 1)
+
+
+def test_the_document_has_the_ranges_of_sampling_parameters():
+    fields = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
+    [temperature] = [branch for branch in fields["temperature"]["anyOf"] if branch["type"] == "number"]
+    assert (temperature["minimum"], temperature["maximum"]) == (0.0, 100.0)
+    assert fields["best_of"]["description"] == LIMITS["best_of"]
+    assert DOCUMENT["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
+
+
+def test_the_check_sees_a_refusal_that_the_document_does_not_tell_of():
+    answer = post(FakeEngine(), "/v1/completions", {"prompt": "hello", "nonsense": 1})
+    with pytest.raises(AssertionError, match="the document does not say why"):
+        check_answer(answer, positive=True)
+    check_answer(answer, positive=False)
+    check_answer(request(FakeEngine(), "GET", "/v1/models"), positive=True)
