@@ -79,6 +79,8 @@ def _sampling_input(num_rows: int, vocab_size: int, history: int = 0, **fields: 
         bias_offsets=np.zeros(num_rows + 1, np.int32),
         bias_token_ids=NO_TOKENS,
         bias_values=np.empty(0, np.float32),
+        allowed_offsets=np.zeros(num_rows + 1, np.int32),
+        allowed_words=NO_TOKENS,
     )
 
 

@@ -18,13 +18,14 @@ _DEFAULTS = {
 }
 
 
-def sampling_input(num_samples, history=None, bias=None, **fields):
+def sampling_input(num_samples, history=None, bias=None, allowed=None, **fields):
     """Greedy samples; a field is one value for all or a list.
 
     Args:
         num_samples: S.
         history: Sample -> token ids, for samples with penalties.
         bias: Sample -> {token id: value}.
+        allowed: Sample -> token ids, for samples that may not choose any token.
         fields: Any per-sample field of `SamplingInput`.
     """
     arrays = {
@@ -34,6 +35,7 @@ def sampling_input(num_samples, history=None, bias=None, **fields):
     assert not fields, fields
     histories = [list((history or {}).get(row, ())) for row in range(num_samples)]
     biases = [dict((bias or {}).get(row, {})) for row in range(num_samples)]
+    words = [_words((allowed or {}).get(row, ())) for row in range(num_samples)]
     return SamplingInput(
         **arrays,
         history_offsets=_offsets(histories),
@@ -41,7 +43,16 @@ def sampling_input(num_samples, history=None, bias=None, **fields):
         bias_offsets=_offsets(biases),
         bias_token_ids=np.array([token_id for entry in biases for token_id in entry], np.int32),
         bias_values=np.array([value for entry in biases for value in entry.values()], np.float32),
+        allowed_offsets=_offsets(words),
+        allowed_words=np.array([word for entry in words for word in entry], np.uint32).view(np.int32),
     )
+
+
+def _words(token_ids):
+    words = [0] * (max(token_ids, default=-32) // 32 + 1)
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32
+    return words
 
 
 def block_moves(*moves):
@@ -82,6 +93,7 @@ def select_samples(sampling, rows):
     fields = {name: getattr(sampling, name)[rows] for name in _DEFAULTS}
     histories = [_part(sampling.history_token_ids, sampling.history_offsets, row) for row in rows]
     bias_ids = [_part(sampling.bias_token_ids, sampling.bias_offsets, row) for row in rows]
+    words = [_part(sampling.allowed_words, sampling.allowed_offsets, row) for row in rows]
     bias_values = [_part(sampling.bias_values, sampling.bias_offsets, row) for row in rows]
     return SamplingInput(
         **fields,
@@ -90,6 +102,8 @@ def select_samples(sampling, rows):
         bias_offsets=_offsets(bias_ids),
         bias_token_ids=np.concatenate(bias_ids),
         bias_values=np.concatenate(bias_values),
+        allowed_offsets=_offsets(words),
+        allowed_words=np.concatenate(words),
     )
 
 

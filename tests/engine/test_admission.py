@@ -37,6 +37,7 @@ def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
         {"stop_token_ids": (0, VOCAB_SIZE - 1)},
         {"logit_bias": ((VOCAB_SIZE - 1, 1.0),)},
         {"stop_token_ids": range(VOCAB_SIZE)},
+        {"allowed_token_ids": (2, 3), "bad_words": ((3, 2),), "min_tokens": 1},
         {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "ignore_eos": True, "min_tokens": 1},
     ],
 )
@@ -73,10 +74,22 @@ def test_what_just_fits_is_let_in(fields):
         ({"prompt": [-1]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: -1"),
         ({"stop_token_ids": (50,)}, RequestError, "`stop_token_ids` must hold token ids from 0 to 49. Given: 50"),
         ({"logit_bias": ((50, 1.0),)}, RequestError, "`logit_bias` must hold token ids from 0 to 49. Given: 50"),
+        ({"allowed_token_ids": (50,)}, RequestError, "`allowed_token_ids` must hold token ids from 0 to 49. Given: 50"),
+        ({"bad_words": ((1, 50),)}, RequestError, "`bad_words` must hold token ids from 0 to 49. Given: 50"),
+        (
+            {"allowed_token_ids": (3, 4), "bad_words": ((3,), (3, 4))},
+            RequestError,
+            "`allowed_token_ids` may leave no token to choose: others end bad words or, below min_tokens, the output",
+        ),
+        (
+            {"allowed_token_ids": (2,), "min_tokens": 1},
+            RequestError,
+            "`allowed_token_ids` may leave no token to choose: others end bad words or, below min_tokens, the output",
+        ),
         (
             {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "min_tokens": 1},
             RequestError,
-            "`min_tokens` leaves no token to choose: all of them would end the output",
+            "`min_tokens` may leave no token to choose: others end bad words or, below min_tokens, the output",
         ),
     ],
 )

@@ -164,3 +164,30 @@ def test_parameters_follow_the_requests_that_are_sampled():
         ([1, 2], [-1, 3], [2, 0], [0.5, 0.0], [[100, 101, 7], []], [3, 3]),
         ([2], [3], [0], [0.0], [[]], [4]),
     ]
+
+
+class TestBadWords:
+    def test_of_one_token_are_forbidden_always(self):
+        steps = Steps(create_request(3, bad_words=((7,), (9,))))
+        assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
+        assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
+
+    def test_of_several_end_behind_their_beginning_only(self):
+        steps = Steps(create_request(3, bad_words=((101, 102, 7), (5, 6, 7), (6, 8))))
+        seen = []
+        for token in (5, 6, 7, 6):
+            seen.append(biases(steps.next()))
+            assert steps.scheduler.schedule(0.0) is None  # the next step needs to know the token of this one
+            steps.collect(token)
+        assert seen == [[{}], [{}], [{7: -math.inf, 8: -math.inf}], [{}]]
+
+
+def test_allowed_tokens_are_bits():
+    steps = Steps(
+        create_request(3, allowed_token_ids=(0, 33, 31)), create_request(3), create_request(3, allowed_token_ids=(4,))
+    )
+    sampling = steps.next().sampling
+    assert sampling.allowed_offsets.tolist() == [0, 2, 2, 3]
+    assert sampling.allowed_words.view("<u4").tolist() == [2**31 + 1, 2, 16]
+    again = steps.next().sampling
+    assert again.allowed_words is sampling.allowed_words

@@ -42,6 +42,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
     pick = lambda *values: rng.choice(values, num_samples)  # noqa: E731
     tokens = lambda: rng.integers(0, min(vocab_size, 50), rng.integers(0, 40)).tolist()  # noqa: E731
     bias = lambda: {int(rng.integers(vocab_size)): float(rng.choice([-np.inf, -100, 0.1, 100]))}  # noqa: E731
+    allowed = lambda: np.unique(rng.integers(0, vocab_size, rng.integers(0, 80))).tolist()  # noqa: E731
     sampling = sampling_input(
         num_samples,
         temperature=pick(0, 1e-45, 0.01, 0.7, 1, 1, 100),
@@ -57,6 +58,7 @@ def batch(seed, vocab_size, kind, num_samples=6):
         history={row: tokens() for row in range(0, num_samples, 2)},
         history_prompt_lens=pick(0, 0, 5, 60),
         bias={row: bias() for row in range(0, num_samples, 3)},
+        allowed={row: allowed() for row in range(0, num_samples, 4)},
     )
     check_sampling(sampling, vocab_size)
     return logits, sampling

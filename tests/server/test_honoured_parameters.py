@@ -137,3 +137,32 @@ class TestTgi:
         assert self.sampling(stop=["b"], stop_sequences=[]).stop == ("b",)
         parameters = {"stop": ["a"], "stop_sequences": ["b"]}
         assert post(FakeEngine(), "/generate", {"inputs": "x", "parameters": parameters}).status_code == 422
+
+
+class TestConstraints:
+    @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})])
+    def test_reach_the_engine(self, path, body):
+        engine = FakeEngine()
+        response = post(engine, path, {**body, "bad_words": ["Paris", " sail rocket"], "allowed_token_ids": [7, 9]})
+        assert response.status_code == 200, response.text
+        sampling = engine.submitted[0].sampling
+        assert sampling.allowed_token_ids == (7, 9)
+        for text in ("Paris", " Paris", "sail rocket", " sail rocket"):
+            assert tuple(DEMO_TOKENIZER.encode(text, add_special_tokens=False)) in sampling.bad_words
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("bad_words", [""]), ("bad_words", ["x"] * 129), ("bad_words", ["x" * 257]), ("bad_words", "x"),
+            ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", [2**31]),
+        ],
+    )  # fmt: skip
+    def test_outside_their_range_are_refused(self, field, value):
+        response = post(FakeEngine(), COMPLETIONS, {"prompt": "x", field: value})
+        assert response.status_code == 400
+        assert error_of(response)["param"].startswith(field)
+
+    @pytest.mark.parametrize("field", [{"bad_words": ["x"]}, {"allowed_token_ids": [7]}])
+    def test_do_not_go_with_a_beam_search(self, field):
+        body = {"prompt": "x", "use_beam_search": True, "best_of": 2, "n": 1, "temperature": 0, **field}
+        assert error_of(post(FakeEngine(), COMPLETIONS, body))["param"] in field

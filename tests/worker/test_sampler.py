@@ -177,7 +177,7 @@ def test_bias_forbids_and_forces():
 
 def test_bias_that_forbids_everything_is_an_error_of_its_row():
     output = choose([[5, 4]] * 2, bias={0: {0: -INF, 1: -INF}}, temperature=1)
-    assert output.row_errors == {0: "penalties and bias leave no token to choose"}
+    assert output.row_errors == {0: "penalties, bias and allowed tokens leave no token to choose"}
     assert output.token_ids[0] == -1
 
 
@@ -328,3 +328,37 @@ def test_parameters_are_checked_again_where_they_are_used(fields, text):
 @pytest.mark.parametrize("penalty", [0.01, 100])
 def test_a_penalty_leaves_finite_logits_finite(logits, penalty):
     assert choose([logits], repetition_penalty=penalty, history={0: [0, 1]}).row_errors == {}
+
+
+class TestAllowedTokens:
+    def test_others_are_never_chosen(self):
+        logits = np.random.default_rng(0).normal(size=100)
+        for allowed in ([3], [31, 32, 33], [64, 99], list(range(100))):
+            assert set(np.flatnonzero(frequencies(logits, 500, allowed=dict.fromkeys(range(500), allowed)))) <= {
+                *allowed
+            }
+            greedy = tokens([logits], allowed={0: allowed})
+            assert greedy == [max(allowed, key=lambda token: logits[token])]
+
+    def test_rows_without_them_choose_from_all(self):
+        assert tokens([[1, 5, 3], [1, 5, 3]], allowed={1: [0, 2]}) == [1, 2]
+
+    def test_a_bias_does_not_bring_others_back(self):
+        assert tokens([[1, 5, 3]], allowed={0: [0]}, bias={0: {1: 100.0}}) == [0]
+
+    def test_none_left_is_an_error_of_the_row(self):
+        assert list(choose([[1, 5, 3]], allowed={0: [1]}, bias={0: {1: -INF}}).row_errors) == [0]
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({"allowed_offsets": [0, 1]}, "allowed_offsets must cut 1 words into 2 parts"),
+            ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must cut 1 words into 2 parts"),
+            ({"allowed_offsets": [0, 2, 1]}, "allowed_words must have a bit for each of 10 tokens at most"),
+            ({"allowed_offsets": [0, 0, 2], "allowed_words": [1, 1]}, "allowed_words must have a bit for each of 10"),
+        ],
+    )
+    def test_words_beyond_the_vocabulary_are_refused(self, change, text):
+        arrays = {name: np.array(value, np.int32) for name, value in change.items()}
+        with pytest.raises(WorkerError, match=text):
+            check_sampling(replace(sampling_input(2, allowed={0: [9]}), **arrays), 10)

@@ -140,6 +140,44 @@ class TokenIds:
 
 
 @dataclass(frozen=True, slots=True)
+class SomeTokenIds:
+    """None, which stands for all tokens, or a tuple of at least one id."""
+
+    max_count: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold 1 to {self.max_count} ids"
+
+    def checked(self, field: str, value: Any) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not 1 <= len(value) <= self.max_count:
+            raise RequestError(field, self.text, len(value))
+        return tuple([_TOKEN_ID.checked(field, token_id) for token_id in value])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequences:
+    """A tuple of short, not empty sequences of token ids."""
+
+    max_count: int
+    max_len: int
+
+    @property
+    def text(self) -> str:
+        return f"must hold at most {self.max_count} words"
+
+    def checked(self, field: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        if len(value) > self.max_count:
+            raise RequestError(field, self.text, len(value))
+        for sequence in value:
+            if not 1 <= len(sequence) <= self.max_len:
+                raise RequestError(field, f"each word must have 1 to {self.max_len} tokens", len(sequence))
+        return tuple([tuple([_TOKEN_ID.checked(field, token_id) for token_id in sequence]) for sequence in value])
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBiases:
     """A tuple of (token id, number) pairs."""
 

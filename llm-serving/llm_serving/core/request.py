@@ -123,6 +123,9 @@ class Request:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the output, if one did."""
 
+    def __post_init__(self) -> None:
+        self.waits_for_reply = self.waits_for_reply or self.sampling.needs_known_output
+
     @property
     def cache_namespace(self) -> str:
         return f"{self.tenant}\0{self.cache_salt}"

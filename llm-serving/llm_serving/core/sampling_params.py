@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from llm_serving.core.parameter_rules import Flag, ParameterRule, Real, Texts, TokenBiases, TokenIds, Whole
+from llm_serving.core.parameter_rules import (
+    Flag,
+    ParameterRule,
+    Real,
+    SomeTokenIds,
+    Texts,
+    TokenBiases,
+    TokenIds,
+    TokenSequences,
+    Whole,
+)
 from llm_serving.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -18,6 +28,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 8192
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 MAX_SEED = 2**64 - 1
 LOGIT_BIAS = Real(-100.0, 100.0)
 
@@ -54,6 +67,10 @@ class SamplingParams:
     """Subtracted once per earlier occurrence in the output."""
     logit_bias: tuple[tuple[int, float], ...] = _parameter((), TokenBiases(MAX_LOGIT_BIAS, LOGIT_BIAS))
     """(token id, added logit) pairs; added logit -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = _parameter(None, SomeTokenIds(MAX_ALLOWED_TOKEN_IDS))
+    """Only these tokens can be chosen. None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = _parameter((), TokenSequences(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
+    """Token sequences: the last token of one cannot follow the others in the output."""
     seed: int = _parameter(0, Whole(0, MAX_SEED))
     """With the position it keys the random numbers: same seed, same tokens."""
     stop: tuple[str, ...] = _parameter((), Texts(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS))
@@ -82,6 +99,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_known_output(self) -> bool:
+        """Whether what may be chosen depends on all tokens that came before, which a step ahead cannot know."""
+        return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
     def has_penalties(self) -> bool:

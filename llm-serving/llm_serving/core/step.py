@@ -75,6 +75,8 @@ class SamplingInput:
     bias_offsets: Int32Array  # [S + 1] into the two lists below
     bias_token_ids: Int32Array
     bias_values: Float32Array  # added to the logits; -inf forbids
+    allowed_offsets: Int32Array  # [S + 1] into allowed_words; empty for samples that may choose any token
+    allowed_words: Int32Array  # a bit a token, lowest first: token i is bit i % 32 of word i // 32; beyond the last: 0
 
     @property
     def num_samples(self) -> int:
@@ -86,7 +88,7 @@ SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
 }
 """Field of `SamplingInput` -> type of its numbers, in the order of the fields."""
 SAMPLE_FIELDS: Final = tuple(
-    name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values"))
+    name for name in SAMPLING_DTYPES if not name.endswith(("_offsets", "_token_ids", "_values", "_words"))
 )
 """Those with one number for each sample; the others are ragged lists."""
 

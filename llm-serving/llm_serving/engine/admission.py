@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from llm_serving.config.schema import ModelConfig
@@ -39,8 +40,9 @@ def check_request(
     check_token_ids("prompt", prompt_token_ids, vocab_size)
     check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
-    if sampling.min_tokens and len(stop_token_ids(sampling, end_ids)) >= vocab_size:
-        raise RequestError("min_tokens", "leaves no token to choose: all of them would end the output")
+    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_token_ids("bad_words", list(itertools.chain.from_iterable(sampling.bad_words)), vocab_size)
+    _check_leaves_a_token(sampling, end_ids, vocab_size)
 
 
 def check_priority(priority: int) -> None:
@@ -64,6 +66,19 @@ def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) ->
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
     """All ids that end the request's output."""
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
+
+
+def _check_leaves_a_token(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
+    """There is a token to choose at every step, whatever was chosen before: one that no bad word ends in."""
+    allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
+    if sampling.min_tokens:
+        forbidden |= stop_token_ids(sampling, end_ids)
+    if not forbidden:
+        return
+    num_left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
+    if num_left <= 0:
+        field = "allowed_token_ids" if allowed is not None else "bad_words" if sampling.bad_words else "min_tokens"
+        raise RequestError(field, "may leave no token to choose: others end bad words or, below min_tokens, the output")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule
 
 _FORBIDDEN = float("-inf")
+_NO_WORDS: Int32Array = np.empty(0, np.int32)
 _NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
 
 
@@ -37,7 +38,7 @@ class StepBuilder:
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._previous_samples: dict[Request, int] = {}
-        self._params = _SamplingParams([])
+        self._params = _SamplingParams([], {})
 
     def build(self, schedule: Schedule, number: int) -> StepInput:
         """Call once for every schedule, in order, before the next one is made.
@@ -77,7 +78,7 @@ class StepBuilder:
         """`positions`: of the tokens to choose, right behind those that the rows compute."""
         params = self._params
         if params.requests != requests:
-            params = self._params = _SamplingParams(requests)
+            params = self._params = _SamplingParams(requests, self._params.allowed)
         histories = [self._history(request) for request in requests] if params.has_penalties else []
         biases = [_biases(request) for request in requests] if params.has_biases else []
         none = np.zeros(len(requests) + 1, np.int32)
@@ -91,6 +92,8 @@ class StepBuilder:
             bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
             bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
             bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
+            allowed_offsets=params.allowed_offsets,
+            allowed_words=params.allowed_words,
         )
 
     def _history(self, request: Request) -> list[int]:
@@ -106,7 +109,8 @@ class StepBuilder:
 class _SamplingParams:
     """The parameters of the sampled requests as arrays; the same from step to step while the requests are the same."""
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], known: Mapping[Request, Int32Array]) -> None:
+        """`known`: the words of `allowed`, of requests that had been there before."""
         params = [request.sampling for request in requests]
         self.requests = requests
         self.numbers: dict[str, Any] = {
@@ -118,17 +122,39 @@ class _SamplingParams:
         self.has_penalties = any(penalized)
         prompt_lens = [request.num_prompt_tokens for request in requests]
         self.history_prompt_lens = np.where(penalized, prompt_lens, 0).astype(np.int32)
-        self.has_biases = any(p.logit_bias or p.min_tokens for p in params)
+        self.has_biases = any(p.logit_bias or p.min_tokens or p.bad_words for p in params)
         """Whether any request may have a bias, at some step."""
+        self.allowed = {
+            request: known[request] if request in known else _bits(request.sampling.allowed_token_ids)
+            for request in requests
+            if request.sampling.allowed_token_ids is not None
+        }
+        words = [self.allowed.get(request, _NO_WORDS) for request in requests]
+        self.allowed_offsets = _offsets([len(each) for each in words])
+        self.allowed_words = np.concatenate([_NO_WORDS, *words])
 
 
 def _biases(request: Request) -> list[tuple[int, float]]:
-    """The request's logit biases; below `min_tokens` the ids that would end it are forbidden."""
+    """The request's logit biases; forbidden are the ends of bad words and, below `min_tokens`, what would end it."""
     params = request.sampling
     biases = list(params.logit_bias)
     if request.num_output_tokens <= params.min_tokens:
         biases += [(token_id, _FORBIDDEN) for token_id in sorted(request.stop_token_ids)]
+    output = request.output_token_ids  # all of it, where a bad word has several tokens
+    biases += [
+        (last, _FORBIDDEN)
+        for *before, last in params.bad_words
+        if not before or (len(before) <= len(output) and output[-len(before) :] == before)
+    ]
     return biases
+
+
+def _bits(token_ids: Sequence[int]) -> Int32Array:
+    """The words of `SamplingInput.allowed_words` with the bits of these tokens set."""
+    ids = np.array(token_ids, np.int64)
+    bits = np.zeros(32 * (int(ids.max()) // 32 + 1), np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _packed(rows: Sequence[array[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:

@@ -64,7 +64,7 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
         value = getattr(request, name)
         if value not in (None, neutral):
             raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
-    for name in ("stop", "logit_bias"):
+    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids"):
         if getattr(request, name):
             raise RequestError(name, "is not supported with use_beam_search")
     return BeamSearchParams(

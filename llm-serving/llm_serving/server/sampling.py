@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
-from llm_serving.core.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, RULES, SamplingParams
+from llm_serving.core.parameter_rules import Texts
+from llm_serving.core.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    RULES,
+    SamplingParams,
+)
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of all choices differ; 2^64 divided by the golden ratio spreads them."""
+
+
+_BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 
 
 def sampling_params(request: object, names: Mapping[str, str] | None = None, **decided: Any) -> SamplingParams:
@@ -43,9 +56,27 @@ def sampling_params(request: object, names: Mapping[str, str] | None = None, **d
         raise
 
 
+def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of texts, as they stand at the beginning of a text and behind a space.
+
+    Raises:
+        RequestError: There are too many, or one is empty or too long.
+    """
+    texts = _BAD_WORDS.checked("bad_words", words or ())
+    encode = engine.tokenizer.encode
+    sequences = [
+        tuple(encode(text, add_special_tokens=False)) for word in texts for text in (word.lstrip(), f" {word.lstrip()}")
+    ]
+    return tuple(dict.fromkeys(filter(None, sequences)))
+
+
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
     """Sampling of choice 0, 1, ... of the same prompt: its own seed, derived from the request's."""
-    return sampling if choice == 0 else replace(sampling, seed=(sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
+    if choice == 0:
+        return sampling
+    own = copy.copy(sampling)  # all the rest has been checked
+    object.__setattr__(own, "seed", (sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
+    return own
 
 
 def _seed(seed: int) -> int:

@@ -59,6 +59,9 @@ class GenerationRequest(CallerFields, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    """Texts whose last token cannot follow their others, written with or without a space before."""
+    allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None

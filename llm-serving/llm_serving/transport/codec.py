@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.core.model_spec import MAX_VOCAB_SIZE
 from llm_serving.core.step import Move, SamplingInput, StepInput, StepOutput
 from llm_serving.errors import ProtocolError
 from llm_serving.transport.messages import StepDone
@@ -41,13 +42,15 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
 
 
 def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int) -> int:
-    """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table.
+    """Bytes that the arrays of any step fit in: every row with its whole history, a full bias table and a bit
+    for each token that may be chosen.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
     tables. There is room for four, as pages of a buffer are taken when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
-    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
+    allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
+    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + allowed_bytes + 64
     return 4 * max_tokens + max_rows * per_row + 64 * (len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS))
 
 

@@ -66,6 +66,15 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
             )
         if token_ids.size and ((offsets[1:] < offsets[:-1]).any() or token_ids.max() >= vocab_size):
             raise WorkerError(f"{name}_offsets must not fall and {name}_token_ids must be below {vocab_size}")
+    offsets = sampling.allowed_offsets
+    widths = offsets[1:] - offsets[:-1]
+    if len(offsets) != sampling.num_samples + 1 or offsets[0] != 0 or offsets[-1] != len(sampling.allowed_words):
+        raise WorkerError(
+            f"allowed_offsets must cut {len(sampling.allowed_words)} words into {sampling.num_samples} parts. "
+            f"Given: {offsets.tolist()[:8]}"
+        )
+    if widths.size and (widths.min() < 0 or widths.max() > -(-vocab_size // 32)):
+        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
     if len(sampling.bias_values) != len(sampling.bias_token_ids):
         raise WorkerError(
             f"bias_values must have {len(sampling.bias_token_ids)} entries. Given: {len(sampling.bias_values)}"
@@ -122,5 +131,5 @@ def sample(
         if choices.failures[row] == Failure.LOGITS:
             row_errors[row] = f"the model's logits allow no choice: the largest is {choices.largest[row]}"
         else:
-            row_errors[row] = "penalties and bias leave no token to choose"
+            row_errors[row] = "penalties, bias and allowed tokens leave no token to choose"
     return StepOutput(step, choices.token_ids, logprobs, choices.top_token_ids, top_logprobs, row_errors)

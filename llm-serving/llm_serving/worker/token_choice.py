@@ -1,7 +1,7 @@
 """The choice of a token, in NumPy: the definition, and what serves where there is no operator library.
 
-Order of the steps for one row: penalties, bias, temperature, min_p, top_k, top_p, draw. Whatever is kept is drawn from
-in the order of token ids, so a filter decides which tokens take part and nothing else.
+Order of the steps for one row: penalties, bias, allowed tokens, temperature, min_p, top_k, top_p, draw. Whatever is
+kept is drawn from in the order of token ids, so a filter decides which tokens take part and nothing else.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ def choose_tokens(logits: Float32Array, sampling: SamplingInput, history: Int32A
 def _choose(
     values: Float32Array, best: int, row: int, sampling: SamplingInput, history: Int32Array, number: float
 ) -> int | None:
-    """The token of one row of logits ([V], the largest finite, at `best`); None if penalties and bias leave none."""
+    """The token of one row of logits ([V], the largest finite, at `best`); None if they leave none."""
     tokens = history[sampling.history_offsets[row] : sampling.history_offsets[row + 1]]
     biased = slice(sampling.bias_offsets[row], sampling.bias_offsets[row + 1])
-    if tokens.size or biased.start < biased.stop:
+    allowed = sampling.allowed_words[sampling.allowed_offsets[row] : sampling.allowed_offsets[row + 1]]
+    if tokens.size or biased.start < biased.stop or allowed.size:
         values = values.copy()
         # Infinities and NaN are an outcome, not an accident: the row fails.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -109,6 +110,8 @@ def _choose(
                 sampling.frequency_penalty[row],
             )
             np.add.at(values, sampling.bias_token_ids[biased], sampling.bias_values[biased])
+        if allowed.size:
+            _forbid_others(values, allowed)
         best = int(values.argmax())
         if not np.isfinite(values[best]):
             return None
@@ -118,6 +121,12 @@ def _choose(
         return best
     weights = token_weights(values, values[best], weight_scale(temperature))
     return draw_token(filter_weights(weights, top_k, float(sampling.top_p[row]), sampling.min_p[row]), number)
+
+
+def _forbid_others(values: Float32Array, allowed: Int32Array) -> None:
+    """Forbids in place the tokens whose bit is not set, see `SamplingInput.allowed_words`."""
+    bits = np.unpackbits(allowed.astype("<i4").view(np.uint8), count=len(values), bitorder="little")
+    values[bits == 0] = -np.inf
 
 
 def _penalize(

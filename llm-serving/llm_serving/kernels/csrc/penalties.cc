@@ -9,7 +9,8 @@ namespace llm {
 
 bool is_adjusted(const SampleArgs& args, size_t row) {
   return args.history_offsets[row] < args.history_offsets[row + 1] ||
-         args.bias_offsets[row] < args.bias_offsets[row + 1];
+         args.bias_offsets[row] < args.bias_offsets[row + 1] ||
+         args.allowed_offsets[row] < args.allowed_offsets[row + 1];
 }
 
 void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* counts) {
@@ -42,6 +43,13 @@ void adjust_logits(const SampleArgs& args, size_t row, float* values, int32_t* c
   }
   for (int32_t i = args.bias_offsets[row]; i < args.bias_offsets[row + 1]; i++) {
     values[args.bias_token_ids[i]] += args.bias_values[i];
+  }
+  const int32_t* const words = args.allowed_words + args.allowed_offsets[row];
+  const size_t num_words = static_cast<size_t>(args.allowed_offsets[row + 1] - args.allowed_offsets[row]);
+  if (num_words == 0) return;
+  for (size_t i = 0; i < size; i++) {
+    const uint32_t word = i / 32 < num_words ? static_cast<uint32_t>(words[i / 32]) : 0;
+    if ((word >> (i % 32) & 1) == 0) values[i] = -INFINITY;
   }
 }
 

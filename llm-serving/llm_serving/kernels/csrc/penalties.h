@@ -1,4 +1,4 @@
-// Penalties and bias of one row of logits, as worker/token_choice.py defines them.
+// Penalties, bias and allowed tokens of one row of logits, as worker/token_choice.py defines them.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace llm {
 
-// Whether penalties or bias may change the logits of a row.
+// Whether any of them may change the logits of a row.
 bool is_adjusted(const SampleArgs& args, size_t row);
 
 // Writes the row's logits, changed, to `values` [V]; `counts` [V] is room to count in, its contents do not matter.

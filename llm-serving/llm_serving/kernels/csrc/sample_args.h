@@ -29,6 +29,8 @@ struct SampleArgs {
   const int32_t* bias_offsets;  // [S + 1]
   const int32_t* bias_token_ids;
   const float* bias_values;
+  const int32_t* allowed_offsets;  // [S + 1]
+  const int32_t* allowed_words;    // a bit a token, lowest first
   int64_t top_width;  // K: columns of top_token_ids
   // Results; see Choices of worker/token_choice.py.
   int32_t* token_ids;

@@ -29,6 +29,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
+from llm_serving.server.off_loop import off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -40,7 +41,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
-from llm_serving.server.sampling import sampling_params
+from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -72,7 +73,9 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     identity = identify(engine, http_request, request, "chatcmpl")
     choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
-    sampling_params(request, max_tokens=_max_tokens(request, 1), logprobs=logprobs)  # refuse before there is a text
+    words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
+    decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
+    sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
     text = await render_chat(
         engine,
         request.messages,
@@ -82,9 +85,8 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     )
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
-    sampling = sampling_params(
-        request, max_tokens=_max_tokens(request, engine.max_model_len - len(prompt)), logprobs=logprobs
-    )
+    max_tokens = _max_tokens(request, engine.max_model_len - len(prompt))
+    sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(
         engine, [prompt], [sampling], choices=choices, request_id=identity.request_id, caller=caller
     )

@@ -36,7 +36,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
-from llm_serving.server.sampling import sampling_params
+from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import DONE, event
 
@@ -52,7 +52,8 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sampling = sampling_params(request, max_tokens=max_tokens)
+    words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
+    sampling = sampling_params(request, max_tokens=max_tokens, bad_words=words)
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
     whole = await encode_prompts(engine, items, request.add_special_tokens is not False)

@@ -1,0 +1,107 @@
+"""Constraints on tokens hold in every answer, and an answer under load is still the one given alone."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from engine_harness import Harness
+from fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.scheduler import PreemptionMode
+
+_names = (f"constrained-{number}" for number in count())
+PROMPT = [100, 101, 102]
+MAX_TOKENS = 10
+
+
+def greedy_tokens(**constraints: Any) -> list[int]:
+    return run_alone(SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, **constraints))
+
+
+def run_alone(sampling: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
+    harness = Harness(runner=SamplingRunner, ahead=False)
+    request = Request(next(_names), list(prompt), sampling)
+    harness.engine.submit(request)
+    harness.run()
+    return harness.token_ids(request.request_id)
+
+
+PLAIN = greedy_tokens()
+
+
+def test_a_bad_word_of_one_token_never_comes():
+    tokens = greedy_tokens(bad_words=((PLAIN[2],),))
+    assert tokens[:2] == PLAIN[:2]
+    assert PLAIN[2] not in tokens
+    assert tokens[2] == most_likely([*PROMPT, *PLAIN[:2]])[1]
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_a_bad_word_of_several_tokens_is_broken_at_its_last(length):
+    tokens = greedy_tokens(bad_words=(tuple(PLAIN[1 : 1 + length]),))
+    assert tokens[:length] == PLAIN[:length]
+    assert tokens[length] == most_likely([*PROMPT, *PLAIN[:length]])[1]
+
+
+def test_only_allowed_tokens_come():
+    allowed = (*range(40, 80), 999)
+    assert set(greedy_tokens(allowed_token_ids=allowed)) <= {*allowed}
+    assert greedy_tokens(allowed_token_ids=(7,)) == [7] * MAX_TOKENS
+    assert greedy_tokens(allowed_token_ids=tuple(range(VOCAB_SIZE))) == PLAIN
+
+
+def constraints() -> st.SearchStrategy[dict[str, Any]]:
+    """Few tokens, so that bad words begin often."""
+    few = st.integers(0, 5)
+    words = st.lists(st.lists(few, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
+    return st.fixed_dictionaries(
+        {
+            "allowed_token_ids": st.just((0, 1, 2, 3, 4, 5, 40)) | st.none(),
+            "bad_words": words,
+            "temperature": st.sampled_from([0.0, 1.0]),
+            "seed": st.integers(0, 3),
+            "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        }
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    load=st.lists(st.tuples(constraints(), st.integers(0, 8), st.integers(-1, 1), st.integers(1, 9)), max_size=6),
+    mode=st.sampled_from(PreemptionMode),
+    ahead=st.booleans(),
+)
+def test_answers_under_load_are_those_given_alone(load, mode, ahead):
+    harness = Harness(
+        runner=SamplingRunner,
+        ahead=ahead,
+        preemption_mode=mode,
+        num_blocks=10,
+        num_swap_blocks=5,
+        swap_block_cost_tokens=2.0,
+        max_num_seqs=3,
+        max_num_batched_tokens=6,
+        prefix_caching=True,
+    )
+    requests = []
+    for fields, arrival, priority, num_prompt in load:
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, **fields)
+        prompt = list(range(100, 100 + num_prompt))
+        requests.append((arrival, Request(next(_names), prompt, sampling, priority=priority)))
+    for step in range(10):
+        for arrival, request in requests:
+            if arrival == step:
+                harness.engine.submit(request)
+        harness.engine.step()
+    harness.run()
+    for _, request in requests:
+        tokens, sampling = harness.token_ids(request.request_id), request.sampling
+        assert tokens == run_alone(sampling, request.prompt_token_ids)
+        assert sampling.allowed_token_ids is None or set(tokens) <= {*sampling.allowed_token_ids}
+        for word in sampling.bad_words:
+            assert all(tuple(tokens[i : i + len(word)]) != word for i in range(len(tokens)))
