@@ -174,6 +174,7 @@ class FakeEngine:
         )
         self.model_spec = ModelSpec.from_folder(DEMO_FOLDER)
         self.tokenizer = DEMO_TOKENIZER
+        self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.max_model_len = MAX_MODEL_LEN
 

@@ -194,3 +194,10 @@ def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
     grouped = {"hidden_size": 8192, "num_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
     spec = ModelSpec.from_mindformers(config | grouped)
     assert (spec.intermediate_size, spec.kv_size) == (28672, 1024)
+
+
+@pytest.mark.parametrize("given", [{"quant_method": "gptq", "bits": 4}, {}, "gptq"])
+def test_quantised_weights_are_refused_by_name(given):
+    with pytest.raises(ModelError, match=r"`quantization_config` is not supported: weights must be of type"):
+        ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": given})
+    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": None})

@@ -166,3 +166,26 @@ class TestConstraints:
     def test_do_not_go_with_a_beam_search(self, field):
         body = {"prompt": "x", "use_beam_search": True, "best_of": 2, "n": 1, "temperature": 0, **field}
         assert error_of(post(FakeEngine(), COMPLETIONS, body))["param"] in field
+
+
+class TestDefaultsOfTheModel:
+    def sampling(self, path, body, **defaults):
+        engine = FakeEngine()
+        engine.sampling_defaults = defaults
+        assert post(engine, path, body).status_code == 200
+        return engine.submitted[0].sampling
+
+    @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})])
+    def test_are_used_where_a_request_says_nothing(self, path, body):
+        sampling = self.sampling(path, {**body, "top_p": 1.0}, temperature=0.5, top_p=0.25, top_k=7)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 7)
+
+    def test_limit_a_conversation_that_names_no_limit(self):
+        assert self.sampling(CHAT, {"messages": USER}, max_tokens=9).max_tokens == 9
+        assert self.sampling(CHAT, {"messages": USER, "max_tokens": 12}, max_tokens=9).max_tokens == 12
+        assert self.sampling(CHAT, {"messages": USER}, max_tokens=10**6).max_tokens < MAX_MODEL_LEN
+
+    @pytest.mark.parametrize("path", ["/generate", "/models/demo"])
+    def test_do_not_touch_routes_with_documented_defaults(self, path):
+        body = {"inputs": "x", "parameters": {"max_new_tokens": 5, "do_sample": True}}
+        assert self.sampling(path, body, temperature=0.5).temperature == 1.0

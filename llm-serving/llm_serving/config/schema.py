@@ -57,6 +57,10 @@ class ModelConfig:
     model_path: Path | None = option(None, path())
     """Folder in Hugging Face form (config.json, *.safetensors, tokenizer). The word `demo` is the shipped model."""
 
+    generation_config: str = option("auto", choice(("auto", "none")))
+    """`auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
+    generation_config.json are what OpenAI requests have that give none. `none`: the defaults of this server."""
+
     tokenizer_path: Path | None = option(None, path())
     """Tokenizer file or folder. None: the one in `model_path`."""
 

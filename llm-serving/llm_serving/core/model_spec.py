@@ -148,6 +148,12 @@ class ModelSpec:
         """The spec of a parsed `config.json`; `where` names it in errors."""
         architecture = _architecture(config, where)
         facts = _Facts(config, where)
+        if (quantization := config.get("quantization_config")) is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ModelError(
+                f"{where}: `quantization_config` is not supported: weights must be of type bfloat16, float16 or "
+                f"float32. Given: {shorten(method)}"
+            )
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"{where}: `hidden_act` must be silu. Given: {shorten(act)}")
         heads = facts.integer("num_attention_heads")

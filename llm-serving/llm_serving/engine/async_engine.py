@@ -8,15 +8,16 @@ import functools
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.exchange import Exchange
+from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
@@ -132,6 +133,10 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self.model_spec = model_spec
+        self.sampling_defaults: Mapping[str, Any] = (
+            generation_defaults(config.model.model_path) if config.model.generation_config == "auto" else {}
+        )
+        """What OpenAI requests have that say nothing, by parameter; the rest is that of `SamplingParams`."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._open_replica = open_replica

@@ -27,7 +27,12 @@ SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 
 
-def sampling_params(request: object, names: Mapping[str, str] | None = None, **decided: Any) -> SamplingParams:
+def sampling_params(
+    request: object,
+    names: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    **decided: Any,
+) -> SamplingParams:
     """Sampling of the first choice.
 
     A parameter is what its field of the request says. Where that is null or missing, it takes its default; an absent
@@ -36,6 +41,7 @@ def sampling_params(request: object, names: Mapping[str, str] | None = None, **d
     Args:
         request: Struct with the fields.
         names: Parameter -> field, where the protocol calls it something else.
+        defaults: In place of those of `SamplingParams`.
         decided: Parameters that the route has worked out itself.
 
     Raises:
@@ -49,7 +55,7 @@ def sampling_params(request: object, names: Mapping[str, str] | None = None, **d
     }
     read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
     try:
-        return SamplingParams(**{"seed": secrets.randbits(64), **read, **decided})
+        return SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
     except RequestError as error:
         if (field := field_of.get(error.field, error.field)) != error.field:
             raise RequestError(field, error.rule, error.value) from None

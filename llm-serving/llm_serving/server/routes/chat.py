@@ -75,6 +75,7 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     logprobs = _num_logprobs(request)
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
     decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
+    decided["defaults"] = engine.sampling_defaults
     sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
     text = await render_chat(
         engine,
@@ -85,7 +86,8 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     )
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
-    max_tokens = _max_tokens(request, engine.max_model_len - len(prompt))
+    remaining = engine.max_model_len - len(prompt)
+    max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(
         engine, [prompt], [sampling], choices=choices, request_id=identity.request_id, caller=caller

@@ -53,7 +53,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
-    sampling = sampling_params(request, max_tokens=max_tokens, bad_words=words)
+    sampling = sampling_params(request, defaults=engine.sampling_defaults, max_tokens=max_tokens, bad_words=words)
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
     whole = await encode_prompts(engine, items, request.add_special_tokens is not False)

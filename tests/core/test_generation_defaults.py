@@ -1,0 +1,47 @@
+"""What a model folder says of sampling."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llm_serving.core.generation_defaults import generation_defaults
+from llm_serving.core.parameter_rules import as_float32
+from llm_serving.errors import ModelError
+
+
+def read(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return generation_defaults(tmp_path)
+
+
+def test_a_folder_may_say_nothing(tmp_path):
+    assert generation_defaults(None) == generation_defaults(tmp_path) == {}
+    assert read(tmp_path, {"bos_token_id": 1, "do_sample": False, "temperature": None}) == {}
+
+
+def test_values_are_those_of_requests(tmp_path):
+    content = {"temperature": 0.6, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1, "max_new_tokens": 50, "x": 1}
+    assert read(tmp_path, content) == {
+        "temperature": as_float32(0.6),
+        "top_k": 0,
+        "top_p": as_float32(0.9),
+        "repetition_penalty": 1.0,
+        "max_tokens": 50,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"top_p": 1e-46}, "`top_p` must be above 0.0 and at most 1.0"),
+        ({"temperature": "hot"}, "`temperature` must be a number from 0.0 to 100.0. Given: 'hot', or"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be an integer from 1"),
+        ([], "must be a JSON object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_others_are_refused_with_the_file(tmp_path, content, text):
+    with pytest.raises(ModelError, match=r"generation_config\.json: ") as caught:
+        read(tmp_path, content)
+    assert text in str(caught.value)
