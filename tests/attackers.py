@@ -23,14 +23,14 @@ DRIP_S = 0.5
 
 
 def get(path: str = "/health") -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: server\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
 
 
 def post(path: str, body: bytes, length: int | None = None) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: server\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body
 
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: server\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 STREAM = post(
     "/v1/completions", b'{"prompt": "Count from 1 to 60.", "stream": true, "max_tokens": 400, "ignore_eos": true}'
 )

@@ -73,7 +73,7 @@ class Watch:
     def _is_ok(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), 10.0) as client:
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: server\r\nConnection: close\r\n\r\n")
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
                 return client.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
             return False

@@ -65,9 +65,9 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
 
 
 def get(path: str = "/health", *headers: str) -> bytes:
-    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: server", *headers, "", ""]).encode()
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: server", f"Content-Length: {len(body)}", *headers, "", ""]
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body

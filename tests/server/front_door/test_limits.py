@@ -12,7 +12,7 @@ from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.config.schema import ApiKey
 from llm_serving.server.authentication import hash_key
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {
     "headers": (b"GET /health HTTP/1.1\r\n", b"X-Aaaaaa: bbbbbb\r\n", 431, "at most 100 headers"),
     "one header": (b"GET /health HTTP/1.1\r\nX: ", b"a" * 64, 431, "at most 32768 bytes"),
@@ -202,7 +202,7 @@ class TestPlaces:
 def test_whoever_has_no_key_cannot_send_on_for_ever():
     engine = FakeEngine(api_keys=(ApiKey(name="a", key_sha256=hash_key("sesame-open-the-door")),))
     with serving(engine) as url, connect(url) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n")
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n")
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 client.sendall(b"x" * 65536)
