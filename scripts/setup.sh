@@ -1,4 +1,4 @@
-# Sourced by the other scripts: finds Python 3.11, makes a virtual environment and installs the package when something
+# Sourced by the other scripts: finds Python 3.11 or 3.12, makes a virtual environment and installs the package when something
 # is missing. Sets: root (folder of the project), venv and run_dir (LLM_SERVING_VENV and LLM_SERVING_RUN_DIR put them
 # elsewhere).
 
@@ -11,21 +11,21 @@ die() {
     exit 1
 }
 
-# find_python: prints a Python 3.11.
+# find_python: prints a Python 3.11 or 3.12.
 find_python() {
     local candidate
-    for candidate in python3.11 python3 python; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    for candidate in python3.11 python3.12 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    die "Python 3.11 is needed and was not found; install it (on Debian: apt-get install python3.11 python3.11-venv)"
+    die "Python 3.11 or 3.12 is needed and was not found; install it (on Debian: apt-get install python3.11 python3.11-venv)"
 }
 
-# show_progress TITLE: one line that is written over on a terminal, two plain ones elsewhere.
+# show_progress TITLE: one line that is written over on a terminal; elsewhere a line now and then, 10 s apart at most.
 show_progress() {
-    local title=$1 line start=$SECONDS
+    local title=$1 line last="" status start=$SECONDS shown=$SECONDS
     if [ -t 2 ]; then
         while IFS= read -r line; do
             line=${line#"${line%%[![:space:]]*}"}
@@ -34,7 +34,16 @@ show_progress() {
         printf '\r\033[K%s: %d s\n' "$title" $((SECONDS - start)) >&2
     else
         echo "$title ..." >&2
-        cat >/dev/null
+        while true; do
+            status=0
+            IFS= read -r -t 10 line || status=$?
+            [ "$status" -ne 0 ] || last=${line#"${line%%[![:space:]]*}"}
+            [ "$status" -eq 0 ] || [ "$status" -gt 128 ] || break # above 128: nothing came in time
+            if [ $((SECONDS - shown)) -ge 10 ]; then
+                printf '%s (%d s): %.100s\n' "$title" $((SECONDS - start)) "$last" >&2
+                shown=$SECONDS
+            fi
+        done
         echo "$title: $((SECONDS - start)) s" >&2
     fi
 }

@@ -141,6 +141,20 @@ def test_progress_is_logged(compiler: Path, caplog: pytest.LogCaptureFixture) ->
     assert "compiled the operator library in" in caplog.text
 
 
+def test_whoever_wants_to_know_is_told_how_far_the_compiler_is(compiler: Path) -> None:
+    told: list[str] = []
+    library.library_path(told.append)
+    num_sources = len(calls(compiler)) - 1  # the last call links
+    first, *steps = told
+    assert first.startswith(f"compiling the operator library, once: {num_sources} sources")
+    assert [line.partition(",")[0] for line in steps] == [
+        f"compiling the operator library: {done} of {num_sources} sources" for done in range(1, num_sources + 1)
+    ]
+    told.clear()
+    library.library_path(told.append)
+    assert told == []
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/compiler")
     with pytest.raises(

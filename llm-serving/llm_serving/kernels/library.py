@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -26,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ _FLAGS = (
     "-Wall",
     "-Wextra",
 )
+_POLL_S = 0.1
+_POLLS_A_LINE = 100
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -90,10 +93,18 @@ def find_compiler() -> Compiler:
     return Compiler(path, version.partition("\n")[0])
 
 
-def library_path() -> Path:
+Progress = Callable[[str], None]
+"""Told what is being done, for people."""
+
+
+def library_path(on_progress: Progress | None = None) -> Path:
     """Path of the library for these sources; built first if it is not there.
 
     A compiler is needed once: without one, a library that was built from the same sources serves.
+
+    Args:
+        on_progress: Told how far the compiler is, and for how long it has been at it, once a source is done. None:
+            the log has it.
 
     Raises:
         KernelError: No compiler and no library, no folder to write to, or a source does not compile.
@@ -106,9 +117,10 @@ def library_path() -> Path:
             return built[0]
         raise
     path = folder / f"libllm_serving_{_fingerprint_of_sources()}_{_digest(repr(compiler).encode())}.so"
-    with _locked(folder / "build.lock"):
+    on_progress = on_progress or logger.info
+    with _locked(folder / "build.lock", on_progress):
         if not path.exists():
-            _build(compiler, path)
+            _build(compiler, path, on_progress)
     return path
 
 
@@ -283,26 +295,36 @@ def _digest(*parts: bytes) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, on_progress: Progress) -> Iterator[None]:
     """Hold a lock that other processes respect; the system drops it if this one dies."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that compiles the operator library")
-            fcntl.flock(file, fcntl.LOCK_EX)
+        started = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt % _POLLS_A_LINE == 0:
+                    seconds = time.monotonic() - started
+                    on_progress(f"waiting for another process that compiles the operator library: {seconds:.0f} s")
+                time.sleep(_POLL_S)
         yield
 
 
-def _build(compiler: Compiler, path: Path) -> None:
+def _build(compiler: Compiler, path: Path, on_progress: Progress) -> None:
     """Compile the sources side by side and put the library in place in one step."""
     started = time.monotonic()
     logger.info("compiling the operator library with %s (once; about half a minute)", compiler.version)
+    num_sources = len(_compile_commands(compiler, path.parent))
+    on_progress(f"compiling the operator library, once: {num_sources} sources, about a minute")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         commands = _compile_commands(compiler, Path(scratch))
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-            for done, _ in enumerate(pool.map(_run, commands.values()), start=1):
-                logger.info("compiling the operator library: %d of %d", done, len(commands))
+            tasks = [pool.submit(_run, command) for command in commands.values()]
+            for done, task in enumerate(as_completed(tasks), start=1):
+                task.result()
+                seconds = time.monotonic() - started
+                on_progress(f"compiling the operator library: {done} of {num_sources} sources, {seconds:.0f} s")
         linked = Path(scratch) / path.name
         _run([compiler.path, "-shared", "-o", str(linked), *map(str, commands), "-pthread"])
         linked.replace(path)

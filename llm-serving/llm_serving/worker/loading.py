@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,8 @@ from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.core.memory import PROCESS_BYTES, working_bytes
 from llm_serving.core.model_spec import ModelSpec
+from llm_serving.errors import KernelError
+from llm_serving.kernels import library
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
@@ -44,6 +47,9 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     )
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
+    if device.device_target == "CPU" and device.kernels != "plain":
+        with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
+            library.library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     folder = Path(settings.model_path)
     spec = ModelSpec.from_folder(folder)
