@@ -1,6 +1,9 @@
 """The console command: exit codes, what goes to which stream, and what reaches the master."""
 
 import io
+import os
+import re
+import shutil
 import subprocess
 import sys
 import types
@@ -12,9 +15,12 @@ from factories import create_request, run_step
 from llm_serving import launcher
 from llm_serving.cli import main
 from llm_serving.config import load_config
+from llm_serving.config.loader import RULES
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
+from llm_serving.flags import FLAGS, REFUSED
 from llm_serving.scheduler.records import Decided
+from llm_serving.server.authentication import hash_key
 from recordings import MemoryFiles, create_recorded, read, seal, with_record
 
 LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
@@ -85,6 +91,121 @@ def test_port_wins_over_set(served, model):
     assert served[0].serving.server_port == 9001
 
 
+def test_every_flag_stands_for_a_key_that_exists():
+    assert {flag.key for flag in FLAGS} <= RULES.keys()
+    named = {key for refused in REFUSED for key in re.findall(r"--set ([a-z_.]+)=", refused.instead)}
+    assert named <= RULES.keys()
+
+
+def test_flags_mean_their_keys(served, model):
+    flags = ["--host", "0.0.0.0", "--port", "9001", "--served-model-name", "8", "--dtype", "half", "--block-size", "32"]
+    flags += [
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "3",
+        "--max-num-batched-tokens",
+        "600",
+        "--log-level",
+        "ERROR",
+    ]
+    flags += ["--num-gpu-blocks-override", "77"]
+    assert main(["serve", "--model", model, *flags, "--set", "model_config.max_generate_length=64"]) == 0
+    (config,) = served
+    assert (config.serving.server_ip, config.serving.server_port) == ("0.0.0.0", 9001)
+    assert (config.model.model_name, config.model.model_dtype) == ("8", "float16")
+    assert (config.model.max_generate_length, config.model.decode_batch_size) == (256, 3)
+    assert (config.scheduler.max_prefill_tokens, config.serving.log_level) == (600, "ERROR")
+    assert (config.pa.block_size, config.pa.num_blocks) == (32, 77)
+
+
+def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
+    flags = ["-tp", "1", "--tensor-parallel-size", "1", "--enable-prefix-caching", "--dtype", "auto", "--device", "cpu"]
+    assert main(["serve", "--model", model, *flags]) == 0
+    assert served[0].model.model_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--tensor-parallel-size", "2"],
+            "--tensor-parallel-size 2 is not served: a WorkAgent computes the whole model",
+        ),
+        (["-tp=4"], "-tp 4 is not served: a WorkAgent computes the whole model"),
+        (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
+        (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
+        (["--quantization", "awq"], "--quantization awq is not served: quantized weights"),
+        (["--port", "x"], "`serving_config.server_port` must be"),
+        (["--max-model-len", "1"], "`model_config.max_generate_length` must be"),
+        (["--api-key", "short"], "--api-key: an API key must be 16 to 512"),
+    ],
+)
+def test_a_flag_that_is_not_served_says_what_to_write(flags, message, served, model, capsys):
+    assert main(["serve", "--model", model, *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert served == []
+
+
+KEY = "sesame-open-the-door"
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_of_an_api_key_the_hash_alone_is_kept_and_passed_on(by_flag, model, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(launcher, "start", lambda config, arguments, run_dir: started.append((config, arguments)) or 0)
+    monkeypatch.setenv("LLM_SERVING_API_KEY", "another-key-another" if by_flag else KEY)
+    flag = ["--api-key", KEY] if by_flag else []
+    assert main(["start", "--run-dir", str(tmp_path), "--model", model, "--port", "9001", *flag]) == 0
+    ((config, arguments),) = started
+    (row,) = config.api_keys
+    assert (row.name, row.key_sha256) == ("default", hash_key(KEY))
+    assert KEY not in str(arguments)
+    assert hash_key(KEY) in str(arguments)
+    assert main(["config", "check", *arguments]) == 0
+
+
+def test_the_key_of_the_environment_does_not_count_beside_those_of_the_configuration(served, model, monkeypatch):
+    monkeypatch.setenv("LLM_SERVING_API_KEY", KEY)
+    assert main(["serve", "--model", model, "--set", f"api_keys.me.key_sha256='{'0a' * 32}'"]) == 0
+    assert [row.name for row in served[0].api_keys] == ["me"]
+
+
+def test_config_reference_prints_the_yaml_with_every_key(capsys):
+    assert main(["config", "reference"]) == 0
+    assert capsys.readouterr().out == (PROJECT_FOLDER / "configs" / "serving.yaml").read_text()
+
+
+def test_a_wheel_brings_what_the_command_needs_wherever_it_is_run(tmp_path):
+    """Built and installed as a user does, but for the dependencies."""
+    source = tmp_path / "source"
+    shutil.copytree(
+        PROJECT_FOLDER / "llm-serving",
+        source / "llm-serving",
+        symlinks=True,
+        ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*_cache"),
+    )
+    shutil.copytree(PROJECT_FOLDER / "configs", source / "configs")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    common = ["--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *common, "-w", tmp_path, source / "llm-serving"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", *common, "--target", tmp_path / "installed", wheel], check=True)
+    shutil.rmtree(source)
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path / "installed"))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "llm_serving", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env=environment).stdout
+
+    assert run("config", "reference") == (PROJECT_FOLDER / "configs" / "serving.yaml").read_text()
+    assert str(tmp_path / "installed" / "llm_serving" / "demo_model") in run("config", "check", "--model", "demo")
+    sources = tmp_path / "installed" / "llm_serving" / "kernels" / "csrc"
+    assert sorted(each.name for each in sources.iterdir()) == sorted(
+        each.name for each in (PROJECT_FOLDER / "llm-serving" / "llm_serving" / "kernels" / "csrc").iterdir()
+    )
+
+
 def test_serve_logs_notices(served, model, capsys):
     assert main(["serve", "--model", model, "--set", "model_config.page_attention=False"]) == 0
     assert "the KV cache is always paged" in capsys.readouterr().err
@@ -144,7 +265,7 @@ def test_ctrl_c_while_a_server_starts_is_no_traceback(model, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serv"], ["config"], ["serve", "--port", "x"], ["config", "check", "--port", "1"]]
+    "arguments", [[], ["serv"], ["config"], ["serve", "--prot", "1"], ["config", "reference", "--port", "1"]]
 )
 def test_wrong_arguments_answer_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -58,6 +58,7 @@ PLACES = {
     "offline": Place(7, TOP),
     "launcher": Place(7, TOP),
     "log_keeper": Place(7, TOP),
+    "flags": Place(7, TOP),
     "trace_file": Place(7, TOP),
     "cli": Place(7.1, TOP),
     "__main__": Place(7.2, TOP),

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import getpass
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -11,8 +10,10 @@ from pathlib import Path
 
 from llm_serving import __version__, launcher
 from llm_serving.config import ServingConfig, load_config
+from llm_serving.config.paths import REFERENCE_YAML
 from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError, RecordingError
+from llm_serving.flags import API_KEY, add_flags, overrides_of, overrides_of_environment
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.server.authentication import hash_key
 from llm_serving.trace_file import save_timeline
@@ -30,8 +31,6 @@ exit codes:
   130  interrupted by Ctrl-C before there was anything to end in order
 `start` answers as the server that it started, if that ends before it is ready.
 """
-API_KEY = re.compile(r"[!-~]{16,512}")
-"""Keys that `hash-key` takes; a shorter one could be found from its hash."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve", help="run the master, its WorkAgents and the HTTP server until interrupted", allow_abbrev=False
     )
-    _add_serve_arguments(serve)
+    _add_config_arguments(serve)
     serve.set_defaults(run=_serve)
 
     start = commands.add_parser(
         "start", help="serve in the background; returns when requests are answered", allow_abbrev=False
     )
-    _add_serve_arguments(start)
+    _add_config_arguments(start)
     _add_run_dir_argument(start)
     start.set_defaults(run=_start)
 
@@ -115,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(check)
     check.set_defaults(run=_check)
+    reference = config_commands.add_parser(
+        "reference", help="print a YAML with every key, its default and its meaning", allow_abbrev=False
+    )
+    reference.set_defaults(run=_reference)
 
     hash_key = commands.add_parser(
         "hash-key", help="read an API key and print what `api_keys` has in its place", allow_abbrev=False
@@ -128,17 +131,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="YAML", help="serving YAML; configs/serving.yaml lists every key"
+        "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
     )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder in Hugging Face form, or `demo`")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"
     )
-
-
-def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_config_arguments(parser)
-    parser.add_argument("--port", type=int, metavar="N", help="port of the HTTP server (serving_config.server_port)")
+    add_flags(parser)
 
 
 def _add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
@@ -147,10 +146,13 @@ def _add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> ServingConfig:
-    overrides = list(arguments.overrides)
-    if getattr(arguments, "port", None) is not None:
-        overrides.append(f"serving_config.server_port={arguments.port}")
-    return load_config(arguments.config, overrides, arguments.model)
+    """The configuration; `arguments.overrides` then has what the flags and the environment add to it."""
+    arguments.overrides += overrides_of(arguments)
+    config = load_config(arguments.config, arguments.overrides, arguments.model)
+    if added := overrides_of_environment(config):
+        arguments.overrides += added
+        config = load_config(arguments.config, arguments.overrides, arguments.model)
+    return config
 
 
 def _load_servable(arguments: argparse.Namespace) -> ServingConfig:
@@ -172,12 +174,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    return launcher.start(_load_servable(arguments), _serve_arguments(arguments), arguments.run_dir)
+    config = _load_servable(arguments)
+    return launcher.start(config, _serve_arguments(arguments), arguments.run_dir)
 
 
 def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
-    """The arguments of `serve` that mean the same."""
-    pairs = [("--config", arguments.config), ("--model", arguments.model), ("--port", arguments.port)]
+    """The arguments of `serve` that mean the same; of a key they have the hash."""
+    pairs = [("--config", arguments.config), ("--model", arguments.model)]
     pairs += [("--set", override) for override in arguments.overrides]
     return [text for name, value in pairs if value is not None for text in (name, str(value))]
 
@@ -191,6 +194,12 @@ def _check(arguments: argparse.Namespace) -> int:
     text = "\n".join([describe(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
+    return 0
+
+
+def _reference(arguments: argparse.Namespace) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
     return 0
 
 

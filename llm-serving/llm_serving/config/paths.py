@@ -10,6 +10,8 @@ PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
 DEMO_WORD: Final = "demo"
 DEMO_FOLDER: Final = PACKAGE_FOLDER / "demo_model"
+REFERENCE_YAML: Final = PACKAGE_FOLDER / "config" / "serving.yaml"
+"""Every key with its default; in a checkout a link to configs/serving.yaml, in an installed package a file."""
 
 
 def search_folders(yaml_folder: Path | None) -> tuple[Path, ...]:

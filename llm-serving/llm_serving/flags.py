@@ -1,0 +1,142 @@
+"""The flags that people type out of habit: those that stand for a key, and what to write in place of the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from typing import Final, NamedTuple
+
+from llm_serving.config import ServingConfig
+from llm_serving.errors import ConfigError
+from llm_serving.server.authentication import hash_key
+
+API_KEY: Final = re.compile(r"[!-~]{16,512}")
+"""Keys that may be hashed; a shorter one could be found from its hash."""
+API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
+TENANT: Final = "default"
+"""Whose the key of `--api-key` is."""
+
+
+class Flag(NamedTuple):
+    """One that stands for a key."""
+
+    name: str
+    key: str
+    metavar: str
+    help: str
+
+
+class Refused(NamedTuple):
+    """One that is known and not served; `accepted` asks for nothing that is not so anyhow."""
+
+    name: str
+    instead: str
+    accepted: tuple[str, ...] = ()
+
+
+FLAGS: Final = (
+    Flag("--host", "serving_config.server_ip", "ADDRESS", "address the HTTP server binds to"),
+    Flag("--port", "serving_config.server_port", "N", "port of the HTTP server"),
+    Flag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
+    Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
+    Flag("--dtype", "model_config.model_dtype", "TYPE", "bfloat16, float16 or float32"),
+    Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
+    Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
+    Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
+    Flag("--block-size", "pa_config.block_size", "TOKENS", "tokens of one block of the KV cache"),
+    Flag("--num-gpu-blocks-override", "pa_config.num_blocks", "N", "blocks of the KV cache of each WorkAgent"),
+    Flag("--ssl-certfile", "serving_config.ssl_certfile", "FILE", "certificate chain: HTTPS instead of HTTP"),
+    Flag("--ssl-keyfile", "serving_config.ssl_keyfile", "FILE", "its private key"),
+    Flag("--log-level", "serving_config.log_level", "LEVEL", "least level of the log lines"),
+)
+"""Flag -> key; `--set` with the key means the same, and the flag wins."""
+
+_ONE_DEVICE: Final = (
+    "a WorkAgent computes the whole model on one device; for several replicas beside each other give "
+    "`--set serving_config.agent_ports=[16002,16003]` as many entries"
+)
+
+REFUSED: Final = (
+    Refused("--tensor-parallel-size", _ONE_DEVICE, ("1",)),
+    Refused("-tp", _ONE_DEVICE, ("1",)),
+    Refused("--pipeline-parallel-size", _ONE_DEVICE, ("1",)),
+    Refused("-pp", _ONE_DEVICE, ("1",)),
+    Refused("--data-parallel-size", "give `--set serving_config.agent_ports=[16002,16003]` an entry a replica", ("1",)),
+    Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
+    Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
+    Refused("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),
+    Refused("--device", "`--set device_config.device_target=CPU` (or Ascend)", ("cpu", "auto")),
+    Refused("--enable-prefix-caching", "it is on unless `--set scheduler_config.prefix_caching=False`", ("",)),
+    Refused("--no-enable-prefix-caching", "`--set scheduler_config.prefix_caching=False`"),
+    Refused("--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)),
+    Refused("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
+    Refused("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
+    Refused("--quantization", "quantized weights are not served"),
+    Refused("--kv-cache-dtype", "the KV cache has the type of the model: `--dtype`", ("auto",)),
+    Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
+    Refused("--trust-remote-code", "no code of a model folder is ever run"),
+    Refused("--revision", "nothing is downloaded: `--model` names a folder"),
+    Refused("--chat-template", "it stands in the model folder's tokenizer_config.json"),
+)
+
+_NUMBERS: Final = ("N", "TOKENS")
+_SAME_DTYPE: Final = {"half": "float16", "float": "float32"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Lets the parser take all of them; `overrides_of` reads them."""
+    group = parser.add_argument_group("flags that stand for a key (the flag wins over --set)")
+    for flag in FLAGS:
+        group.add_argument(flag.name, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"wanted from clients, as tenant `{TENANT}`; only its hash is kept. Better in the environment variable "
+        f"{API_KEY_VARIABLE}, which counts where neither this nor `api_keys` is given: arguments are visible to others",
+    )
+    for refused in REFUSED:
+        group.add_argument(refused.name, nargs="?", const="", help=argparse.SUPPRESS)
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """The flags as `--set` takes them.
+
+    Raises:
+        ConfigError: One that is not served, with what to write instead, or a key that is none.
+    """
+    for refused in REFUSED:
+        value = _value(arguments, refused.name)
+        if value is not None and value not in refused.accepted:
+            given = f" {value}" if value else ""
+            raise ConfigError(f"{refused.name}{given} is not served: {refused.instead}")
+    overrides = []
+    for flag in FLAGS:
+        value = _value(arguments, flag.name)
+        if value is None or (flag.name == "--dtype" and value == "auto"):
+            continue
+        if flag.name == "--dtype":
+            value = _SAME_DTYPE.get(value, value)
+        number = re.fullmatch(r"-?[0-9]+", value)
+        overrides.append(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
+    if arguments.api_key is not None:
+        overrides.append(_key_override(arguments.api_key, "--api-key"))
+    return overrides
+
+
+def overrides_of_environment(config: ServingConfig) -> list[str]:
+    """The key that the environment has, unless the configuration has keys already."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return [_key_override(key, API_KEY_VARIABLE)] if key and not config.api_keys else []
+
+
+def _key_override(key: str, source: str) -> str:
+    if not API_KEY.fullmatch(key):
+        raise ConfigError(f"{source}: an API key must be 16 to 512 printable ASCII characters without spaces")
+    return f"api_keys.{TENANT}.key_sha256={json.dumps(hash_key(key))}"
+
+
+def _value(arguments: argparse.Namespace, name: str) -> str | None:
+    value: str | None = getattr(arguments, name.lstrip("-").replace("-", "_"))
+    return value
