@@ -318,6 +318,10 @@ class SchedulerConfig:
     """Steps that a request of a lower class may go on in a place beyond what its class's weight gives it, before a
     higher class that waits takes the place back."""
 
+    max_running_per_tenant: int | None = option(None, integer(1, 10**6))
+    """Most requests of one tenant that run at once, at each WorkAgent; its others wait in nobody's way. A tenant is an
+    API key, or the `user` a client names, or all who name none. None: no limit."""
+
     max_preemptions_per_request: int = option(8, integer(0, 10**6))
     """Times one request may lose its blocks; after that it keeps them until it ends."""
 
@@ -388,6 +392,8 @@ class ApiKey:
     """Requests of a better class, or with a priority before this class's rank, are refused with 403. None: no limit."""
     max_waiting: int | None = None
     """Most of its requests that wait to be scheduled. None: only the other limits count."""
+    max_running: int | None = None
+    """Most of its requests that run at once, at each WorkAgent. None: `scheduler_config.max_running_per_tenant`."""
     admin: bool = False
     """Whether it sees and controls everybody's requests, not only its own."""
     max_requests_per_minute: int | None = None
@@ -466,6 +472,7 @@ TABLES: Final[Mapping[str, Table]] = {
             "key_sha256": sha256(),
             "highest_class": ROW_NAME,
             "max_waiting": integer(1, 10**6),
+            "max_running": integer(1, 10**6),
             "admin": boolean(),
             "max_requests_per_minute": integer(1, 10**9),
             "max_tokens_per_minute": integer(1, 10**12),

@@ -237,6 +237,8 @@ def why_queued(life: Life, blocked: Blocked | None) -> str:
     own = life.request_class
     if blocked is None:
         return "the next step"
+    if life.tenant in blocked.tenants:
+        return WaitReason.TENANT.value
     if own.name in blocked.closed:
         return WaitReason.SHARE.value
     if blocked.request_id is None or blocked.request_id.split("/")[0] == life.request_id:

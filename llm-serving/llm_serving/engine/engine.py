@@ -268,7 +268,7 @@ class Engine:
         # Who waits although slots and budget are left waits for blocks.
         no_blocks = (
             num_running > 0
-            and self.scheduler.num_waiting > 0
+            and len(self.scheduler.waiting) > 0
             and num_tokens < self.scheduler.limits.max_num_batched_tokens
         )
         self.load.step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
@@ -143,7 +143,8 @@ def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor, 
 
 
 def _trial_limits(limits: SchedulerLimits) -> SchedulerLimits:
-    return replace(limits, max_overtakes=0, static_batching=False, batch_waiting_time=0.0)
+    unlimited: dict[str, Any] = {"max_running_per_tenant": None, "max_running_of_tenant": {}}
+    return replace(limits, max_overtakes=0, static_batching=False, batch_waiting_time=0.0, **unlimited)
 
 
 def _copy(request: Request) -> Request:

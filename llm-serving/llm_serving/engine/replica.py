@@ -45,6 +45,8 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         swap_block_cost_tokens=scheduler.swap_block_cost_tokens,
         static_batching=model.batching_strategy == "static",
         batch_waiting_time=model.batch_waiting_time,
+        max_running_per_tenant=scheduler.max_running_per_tenant,
+        max_running_of_tenant={key.name: key.max_running for key in config.api_keys if key.max_running is not None},
     )
     blocks = BlockManager(
         num_blocks,

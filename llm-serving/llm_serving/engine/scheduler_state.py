@@ -37,6 +37,8 @@ class WaitingState(NamedTuple):
     num_tokens: int
     num_preemptions: int
     has_run: bool
+    is_apart: bool
+    """Its tenant runs as many as it may."""
 
 
 class ClassState(NamedTuple):
@@ -78,7 +80,9 @@ def scheduler_state(scheduler: Scheduler, now: float) -> SchedulerState:
     pool, host = scheduler.blocks.pool, scheduler.blocks.host_pool
     bounds = {each.name: str(each) for each in scheduler.bounds}
     running = [_running(scheduler, request) for request in scheduler.running]
-    waiting = [_waiting(request) for request in islice(scheduler.waiting, MAX_WAITING)]
+    waiting = [_waiting(request, is_apart=False) for request in islice(scheduler.waiting, MAX_WAITING)]
+    apart = islice(scheduler.kept_apart(), MAX_WAITING - len(waiting))
+    waiting += [_waiting(request, is_apart=True) for request in apart]
     tenants = {each.tenant for each in running} | {each.tenant for each in waiting}
     classes = []
     for each in scheduler.classes:
@@ -117,7 +121,7 @@ def _running(scheduler: Scheduler, request: Request) -> RunningState:
     )
 
 
-def _waiting(request: Request) -> WaitingState:
+def _waiting(request: Request, *, is_apart: bool) -> WaitingState:
     return WaitingState(
         request.request_id,
         request.request_class.name,
@@ -126,4 +130,5 @@ def _waiting(request: Request) -> WaitingState:
         request.num_tokens,
         request.num_preemptions,
         request.has_run,
+        is_apart,
     )

@@ -40,7 +40,13 @@ def describe_state(scheduler: Scheduler) -> str:
         if len(members) > MAX_SHOWN:
             lines.append(f"  and {len(members) - MAX_SHOWN} more")
     forks = [fork for forks in scheduler._forks.values() for fork in forks]
-    for title, requests in (("waiting for their parent's prompt", forks), ("laid aside", scheduler._laid_aside)):
+    apart = list(scheduler.kept_apart())
+    others = (
+        ("waiting for their parent's prompt", forks),
+        ("waiting for others of their tenant", apart[:MAX_SHOWN]),
+        ("laid aside", scheduler._laid_aside),
+    )
+    for title, requests in others:
         if requests:
             lines += ["", title, *_table(_HEADINGS, [_cells(scheduler, request) for request in requests])]
     return "\n".join(lines)

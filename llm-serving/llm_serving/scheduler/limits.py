@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class PreemptionMode(enum.StrEnum):
@@ -46,5 +46,9 @@ class SchedulerLimits:
     """Tokens computed in the time that one block is moved out and in."""
     static_batching: bool = False
     """Admit a new batch only when the one before it has ended: the baseline for comparisons."""
+    max_running_per_tenant: int | None = None
+    """Most requests of a tenant that have a place or had one, but for further beams of a search; None: no limit."""
+    max_running_of_tenant: dict[str, int] = field(default_factory=dict)
+    """The same for single tenants."""
     batch_waiting_time: float = 0.0
     """Seconds to wait after the first arrival for a batch to fill."""

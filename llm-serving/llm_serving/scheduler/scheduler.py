@@ -16,6 +16,7 @@ from llm_serving.scheduler.orders import Arrival, Order
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
+from llm_serving.scheduler.tenant_gate import TenantGate
 from llm_serving.scheduler.wait_reason import Blocked, Preemption, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
 
@@ -52,6 +53,7 @@ class Scheduler:
         """Places that requests of each class run in."""
         self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
         self._monitor = WaitMonitor(self.bounds)
+        self._gate = TenantGate(limits)
         self._closed: set[str] = set()
         """Classes that could not take part when admission was last considered."""
         self._num_admissions = 0
@@ -184,11 +186,16 @@ class Scheduler:
         before, after = request.request_class, class_of(priority, self.classes)
         queue = self.waiting.queues[before.name]
         waits, runs = request in queue, request.status is RUNNING
+        is_apart = self._gate.holds(request)
+        if is_apart:
+            self._gate.left(request)
         if before is after:
             step = request.queue_key[2] - self._head_start(request)
             request.priority = priority
             self._change_place(request, (*request.queue_key[:2], step + self._head_start(request), request.sequence))
-            if waits:
+            if is_apart:
+                self._wait(request)
+            elif waits:
                 queue.reorder(request)
             return True
         entered = self.waiting.queues[after.name]
@@ -197,18 +204,16 @@ class Scheduler:
                 return False
             entered.overtake()
         num_waited = self._monitor.num_waited(request) if waits else 0
-        age = self.waiting.clocks[before.name] - request.arrival_clock
         if waits:
             queue.discard(request)
+            if not request.has_run:
+                self._let_in(self._gate.left(request))
         if runs:
             self.held[before.name] -= 1
             self.held[after.name] += 1
-        request.priority, request.request_class, request.entered = priority, after, self._sequence
-        request.arrival_clock = self.waiting.clocks[after.name] - age
-        self._change_place(request, self._place(request))
-        if waits:
-            self._monitor.expect(request, len(entered) + self.held[after.name], num_waited)
-            entered.push(request)
+        self._set_class(request, priority, after)
+        if waits or is_apart:
+            self._wait(request, num_waited)
         return True
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -226,6 +231,7 @@ class Scheduler:
                 siblings.remove(request)
         self.blocks.free(request.request_id)
         self._monitor.forget(request)
+        self._let_in(self._gate.left(request))
         del self._requests[request.request_id]
         self._num_beams -= request.waits_for_reply
         self._release_forks(request)
@@ -265,6 +271,14 @@ class Scheduler:
         head_start = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
         return max(-most, min(most, head_start))
 
+    def _set_class(self, request: Request, priority: int, request_class: RequestClass) -> None:
+        """It comes into the class now; its age goes with it."""
+        clocks = self.waiting.clocks
+        age = clocks[request.request_class.name] - request.arrival_clock
+        request.priority, request.request_class, request.entered = priority, request_class, self._sequence
+        request.arrival_clock = clocks[request_class.name] - age
+        self._change_place(request, self._place(request))
+
     def _change_place(self, request: Request, key: tuple[int, float, int, int]) -> None:
         if request.status is RUNNING:
             self.running.remove(request)
@@ -284,6 +298,10 @@ class Scheduler:
         """Steps that have been formed."""
         return self._step
 
+    def kept_apart(self) -> Iterator[Request]:
+        """Requests that wait for others of their tenant, beside those of `waiting`."""
+        return self._gate.held()
+
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
@@ -300,8 +318,10 @@ class Scheduler:
         assert self.held == {name: members[name] for name in self.held}
         held = [request for forks in self._forks.values() for request in forks]
         assert all(request.paused for request in self._laid_aside)
+        apart = list(self._gate.held())
+        assert not any(request.has_run or self.blocks.num_blocks_held(request.request_id) for request in apart)
         assert not any(request.paused for request in (*self.waiting, *held))
-        places = [request.request_id for request in (*self.running, *self.waiting, *held, *self._laid_aside)]
+        places = [request.request_id for request in (*self.running, *self.waiting, *held, *apart, *self._laid_aside)]
         assert sorted(places) == sorted(self._requests), "a request is in two places or in none"
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
@@ -409,6 +429,9 @@ class Scheduler:
         draft.changes_running = True
         self.waiting.pop(request)
         self._monitor.admitted(request)
+        for other in self._gate.admitted(request):
+            self.waiting.discard(other)
+            self._monitor.forget(other)
         parent = self._parent(request)
         num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
@@ -543,14 +566,25 @@ class Scheduler:
         else:
             self._wait(request)
 
-    def _wait(self, request: Request) -> None:
-        self._promise(request)
+    def _wait(self, request: Request, num_waited: int = 0) -> None:
+        """It waits from now on, and has waited so many steps already; or is kept apart, where nothing is promised."""
+        if not request.has_run and not self._gate.passes(request):
+            self._monitor.forget(request)
+            return
+        self._promise(request, num_waited)
         self.waiting.push(request)
 
-    def _promise(self, request: Request) -> None:
+    def _let_in(self, requests: list[Request]) -> None:
+        """They wait from now on, behind those who wait already."""
+        for request in requests:
+            request.entered = self._sequence
+            self._promise(request)
+            self.waiting.push(request)
+
+    def _promise(self, request: Request, num_waited: int = 0) -> None:
         """Whoever waits or runs in its class now may be admitted before it."""
         name = request.request_class.name
-        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name])
+        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name], num_waited)
 
     def _keeps_its_place(self, request: Request) -> bool:
         return self._is_protected(request) and not request.paused
@@ -604,8 +638,13 @@ class Scheduler:
                 self._release_forks(request)
 
     def _describe_blocked(self, draft: StepDraft) -> Blocked | None:
+        full = self._gate.full()
         if len(self.waiting) == 0:
-            return None
+            return Blocked(None, None, WaitReason.TENANT, tenants=full) if full else None
+        blocked = self._describe_waiting(draft)
+        return blocked._replace(tenants=full) if blocked is not None and full else blocked
+
+    def _describe_waiting(self, draft: StepDraft) -> Blocked | None:
         if not draft.considers_prompts:
             return Blocked(None, None, WaitReason.DECODING)
         blocked = draft.blocked

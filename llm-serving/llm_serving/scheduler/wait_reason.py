@@ -16,6 +16,7 @@ class WaitReason(enum.StrEnum):
     IN_FLIGHT = "its newest token is not back"
     DECODING = "the step only decodes"
     BATCH = "a batch is collected"
+    TENANT = "its tenant runs as many as it may"
 
 
 class Blocked(NamedTuple):
@@ -29,6 +30,8 @@ class Blocked(NamedTuple):
     """Another class, the one that holds most of the places the reason is about, if any does."""
     closed: tuple[str, ...] = ()
     """Classes passed over, as they hold as many slots or blocks as they may."""
+    tenants: tuple[str, ...] = ()
+    """Tenants that run as many requests as they may; their others are in nobody's way."""
 
 
 class Preemption(NamedTuple):

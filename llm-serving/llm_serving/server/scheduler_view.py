@@ -43,6 +43,8 @@ class WaitingRequest(Struct, kw_only=True):
     preemptions: int
     has_run: bool
     """Whether it had a slot before and lost it."""
+    tenant_limit: bool
+    """Whether it waits for others of its tenant, which runs as many as it may."""
 
 
 class ClassQueue(Struct, kw_only=True):
@@ -204,4 +206,5 @@ def _waiting(each: WaitingState, now: float) -> WaitingRequest:
         tokens=each.num_tokens,
         preemptions=each.num_preemptions,
         has_run=each.has_run,
+        tenant_limit=each.is_apart,
     )

@@ -1,0 +1,154 @@
+"""Most running requests of a tenant: its others wait in nobody's way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_harness import Harness
+from factories import create_classes, create_request, create_scheduler, run_step
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.request import FinishReason
+from llm_serving.engine.journal import Journal
+from llm_serving.scheduler.explain import describe_state
+from llm_serving.scheduler.wait_reason import WaitReason
+from recordings import MemoryFiles, create_recorded, replay, seal
+from scheduler_run import SchedulerRun
+
+
+def of(tenant, count, **arguments):
+    return [create_request(request_id=f"{tenant}{i}", tenant=tenant, **arguments) for i in range(count)]
+
+
+def add(scheduler, *requests):
+    for request in requests:
+        scheduler.add(request)
+
+
+def running(scheduler):
+    return {request.request_id for request in scheduler.running}
+
+
+def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=2)
+    mine, others = of("a", 6), of("b", 2)
+    add(scheduler, *mine, *others)
+    run_step(scheduler)
+    assert running(scheduler) == {"a0", "a1", "b0", "b1"}
+    assert len(scheduler.waiting) == 0
+    assert scheduler.num_waiting == 4
+    scheduler.finish(mine[0], FinishReason.ABORT)
+    run_step(scheduler)
+    assert running(scheduler) == {"a1", "a2", "b0", "b1"}
+
+
+def test_single_tenants_may_have_limits_of_their_own():
+    scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1, max_running_of_tenant={"b": 3})
+    add(scheduler, *of("a", 3), *of("b", 5))
+    run_step(scheduler)
+    assert running(scheduler) == {"a0", "b0", "b1", "b2"}
+
+
+def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
+    scheduler = create_scheduler(max_num_seqs=2, max_running_of_tenant={"a": 1})
+    low, high = of("a", 3, priority=1), create_request(request_id="high", tenant="a", priority=-1)
+    add(scheduler, *low)
+    run_step(scheduler)
+    assert running(scheduler) == {"a0"}
+    scheduler.add(high)
+    scheduler.finish(low[0], FinishReason.ABORT)
+    run_step(scheduler)
+    assert running(scheduler) == {"high"}
+
+
+def test_a_preempted_request_counts_until_it_ends():
+    scheduler = create_scheduler(max_num_seqs=1, max_model_len=32, max_running_of_tenant={"a": 1})
+    first, second = of("a", 2, priority=1, max_tokens=4)
+    add(scheduler, first, second)
+    run_step(scheduler)
+    add(scheduler, create_request(request_id="high", priority=-1, max_tokens=2))
+    run_step(scheduler)
+    assert running(scheduler) == {"high"}
+    while not first.is_finished:
+        assert second.first_scheduled_time is None
+        run_step(scheduler)
+    while not second.is_finished:
+        run_step(scheduler)
+
+
+def test_whoever_is_kept_apart_can_be_ended_and_moved():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_per_tenant=1)
+    first, second, third, fourth = of("a", 4)
+    add(scheduler, first, second, third, fourth)
+    run_step(scheduler)
+    scheduler.finish(second, FinishReason.ABORT)
+    assert scheduler.reprioritise(third, 1)
+    assert scheduler.reprioritise(fourth, 5)
+    scheduler.check_integrity()
+    assert [request.request_class.name for request in (third, fourth)] == ["low", "low"]
+    started = []
+    while scheduler.has_unfinished_requests:
+        schedule = run_step(scheduler)
+        started += [request.request_id for request in schedule.started]
+    assert started == ["a2", "a3"]
+
+
+def test_a_beam_search_runs_whatever_the_limit():
+    harness = Harness(max_running_per_tenant=1, journal=Journal(10, 1000))
+    request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
+    request.beam_search = BeamSearchParams(width=3)
+    harness.engine.submit(request)
+    harness.engine.submit(create_request(request_id="other", tenant="a"))
+    harness.run()
+    assert harness.last("beams").finish_reason is FinishReason.LENGTH
+    assert harness.last("other").finish_reason is FinishReason.LENGTH
+
+
+def test_it_is_told_what_they_wait_for():
+    scheduler = create_scheduler(max_running_per_tenant=1)
+    add(scheduler, *of("a", 3))
+    run_step(scheduler)
+    assert scheduler.blocked is not None
+    assert scheduler.blocked.reason is WaitReason.TENANT
+    assert scheduler.blocked.tenants == ("a",)
+    assert "waiting for others of their tenant" in describe_state(scheduler)
+    scheduler.add(create_request(tenant="b"))
+    run_step(scheduler)
+    assert scheduler.blocked.tenants == ("a",)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
+    rng = random.Random(seed)
+    limits = {"a": rng.choice([1, 2, 3]), "b": rng.choice([1, 3])}
+    files = MemoryFiles()
+    scheduler = create_recorded(
+        files,
+        policy=rng.choice(["prefill_first", "mixed", "decode_first", "fcfs"]),
+        num_blocks=rng.choice([12, 20, 64]),
+        max_num_seqs=rng.choice([2, 4]),
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        max_overtakes=rng.choice([0, 1, 4]),
+        max_preemptions=rng.choice([0, 2]),
+        classes=create_classes(ageing_steps=rng.choice([1, 10])),
+        max_running_of_tenant=limits,
+    )
+    run = SchedulerRun(scheduler, steps_ahead=rng.choice([0, 1]))
+    for _ in range(200):
+        if rng.random() < 0.3:
+            tenant, priority = rng.choice("aabc"), rng.choice([-1, 0, 1])
+            run.add(create_request(rng.randint(1, 12), priority=priority, tenant=tenant, max_tokens=rng.randint(1, 16)))
+        for request in rng.sample(run.requests, min(len(run.requests), rng.choice([0, 0, 0, 1]))):
+            if rng.random() < 0.5 and scheduler.policy.honours_classes:
+                scheduler.reprioritise(request, rng.choice([-1, 0, 1]))
+            elif rng.random() < 0.5:
+                run.abort(request)
+            scheduler.check_integrity()
+        run.step()
+        for tenant, limit in limits.items():
+            assert sum(request.tenant == tenant for request in scheduler.running) <= limit
+    run.finish()
+    assert list(scheduler.kept_apart()) == []
+    [data] = files.files
+    assert replay(data).hash == seal(data)
