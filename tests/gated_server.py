@@ -82,7 +82,7 @@ class GatedServer:
             while not self.engine.health().ready:
                 await asyncio.sleep(0)
             transport = httpx.ASGITransport(create_app(self.engine))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
                 yield client
         finally:
             self.runner.gate.set()

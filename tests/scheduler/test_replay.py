@@ -160,6 +160,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "beam_search",
         "beam_of",
         "exchange",
+        "predicted_ttft_s",
         "num_lost_steps",
         "num_tokens_when_lost",
         "finish_reason",
