@@ -3,7 +3,8 @@
     P   each part of the engine loop, microseconds a step: many requests decode, more of several classes and tenants
         wait, and those that end are replaced. The median is a step that only decodes, the mean has admissions and ends
     H   everything of the serving process over HTTP, microseconds of CPU time for each generated token: as many streams
-        as run at once, read by another process; submitting them is included
+        as run at once, read by another process; submitting them is included; and for each request of one token, with
+        `--set serving_config.access_log=FILE` what its line in the log costs too
 
 The engine, the scheduler, the server and the frames are the shipping ones, with the shipped tokenizer; the WorkAgent is
 replaced by one that chooses tokens at random. What the flight recorder costs besides is told with
@@ -36,7 +37,7 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.scheduler.recorder import RecordedScheduler
 from random_agent import RandomAgent, random_executor
-from serving_cost import cpu_seconds_per_token
+from serving_cost import cpu_seconds_per_request, cpu_seconds_per_token
 from stopwatch import Stopwatch
 
 PROMPT_LENS, OUTPUT_LENS = (16, 256), (256, 1024)
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "H" in arguments.tests:
         seconds = cpu_seconds_per_token(config, num_blocks, arguments.running)
         figures.append(Figure("H", "serving process, CPU time", 1e6 * seconds, "us/token"))
+        seconds = cpu_seconds_per_request(config, num_blocks, arguments.running)
+        figures.append(Figure("H", "serving process, CPU time of a request of one token", 1e6 * seconds, "us/request"))
     for figure in figures:
         print(figure, flush=True)
     if arguments.json is not None:

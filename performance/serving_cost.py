@@ -1,4 +1,4 @@
-"""CPU time of the serving process for each token that it streams over HTTP."""
+"""CPU time of the serving process for each token that it streams over HTTP, and for each short request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server.access_log import open_access_log
 from llm_serving.server.app import create_app
 from llm_serving.server.http_server import HttpServer, bind
 from random_agent import random_executor
 
 PROMPT_LEN, OUTPUT_LEN = 64, 256
+REPEATS = 16
+"""Of short requests, `num_streams` each time."""
 STEP_S = 0.01
 """Of a step of the model, asleep: time for the server to send what the step before has brought."""
 
 
 def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
     """Seconds of CPU time, all threads of this process, while another one reads `num_streams` streams at once."""
+    return _cpu_seconds(config, num_blocks, num_streams, OUTPUT_LEN, 1) / (num_streams * OUTPUT_LEN)
+
+
+def cpu_seconds_per_request(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
+    """The same for a request whose answer is one token, with the access log that the configuration has."""
+    return _cpu_seconds(config, num_blocks, num_streams, 1, REPEATS) / (num_streams * REPEATS)
+
+
+def _cpu_seconds(config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int) -> float:
     assert config.model.model_path is not None
     tokenizer = Tokenizer.load(config.model.model_path)
     metrics = Metrics("demo", config.request_classes)
@@ -40,16 +52,17 @@ def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: i
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     seconds: list[float] = []
+    access_log, close_log = open_access_log(config.serving)
     with bind("127.0.0.1", 0) as listener:
-        server = HttpServer(create_app(engine), listener, engine.config.serving)
+        server = HttpServer(create_app(engine, access_log), listener, engine.config.serving)
         port = listener.getsockname()[1]
 
         async def measure() -> None:
             try:
-                for output_len in (16, OUTPUT_LEN):  # the first time warms up
+                for _ in range(2):  # the first time warms up
                     start = time.process_time()
-                    await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len)
-                    seconds.append((time.process_time() - start) / (num_streams * output_len))
+                    await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len, repeats)
+                    seconds.append(time.process_time() - start)
             finally:
                 server.should_exit = True
 
@@ -64,18 +77,19 @@ def cpu_seconds_per_token(config: ServingConfig, num_blocks: int, num_streams: i
                 await task
 
         server.run_within(running())
+    close_log()
     return seconds[-1]
 
 
-def _read_elsewhere(port: int, num_streams: int, output_len: int) -> None:
-    reader = multiprocessing.get_context("spawn").Process(target=_read_streams, args=(port, num_streams, output_len))
+def _read_elsewhere(*arguments: int) -> None:
+    reader = multiprocessing.get_context("spawn").Process(target=_read_streams, args=arguments)
     reader.start()
     reader.join()
     if reader.exitcode != 0:
         raise RuntimeError("the reader of the streams failed; its error stands above")
 
 
-def _read_streams(port: int, num_streams: int, output_len: int) -> None:
+def _read_streams(port: int, num_streams: int, output_len: int, repeats: int) -> None:
     async def read(index: int) -> None:
         prompt = [FIRST_PLAIN_TOKEN + (index + place) % 64 for place in range(PROMPT_LEN)]
         body = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True, "seed": index}
@@ -85,6 +99,7 @@ def _read_streams(port: int, num_streams: int, output_len: int) -> None:
             raise RuntimeError(f"{response.status}: {response.body[-300:]!r}")
 
     async def read_all() -> None:
-        await asyncio.gather(*(read(index) for index in range(num_streams)))
+        for _ in range(repeats):
+            await asyncio.gather(*(read(index) for index in range(num_streams)))
 
     asyncio.run(read_all())
