@@ -14,6 +14,7 @@ import pytest
 import yaml
 from fakes import FakeEngine
 from llm_serving import cli
+from llm_serving.config import load_config
 from llm_serving.config.schema import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
@@ -213,9 +214,11 @@ def words_of_command(text: str) -> list[str]:
 
 
 def serve_arguments(words: list[str]) -> object:
-    """The arguments of `llm-serving serve`, which must be known to it."""
+    """The arguments of `llm-serving serve`, which must be known to it, with values that the configuration takes."""
     assert words[0].endswith("/llm-serving")
-    return cli._parser().parse_args(words[1:])
+    arguments = cli._parser().parse_args(words[1:])
+    load_config(None, arguments.overrides)
+    return arguments
 
 
 def unit() -> configparser.ConfigParser:

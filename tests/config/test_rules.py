@@ -1,12 +1,16 @@
 """Rules never let a value of another type, or beyond their range, through."""
 
 import math
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llm_serving.config import load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.schema import TABLES
 from llm_serving.config.values import DEFAULTS
+from llm_serving.errors import ConfigError
 
 ROW_RULES = {f"{section}.{key}": rule for section, table in TABLES.items() for key, rule in table.rules.items()}
 
@@ -34,3 +38,17 @@ def test_every_default_satisfies_its_rule():
         default = DEFAULTS[name]
         if default not in (None, ()):
             assert rule.parse(list(default) if isinstance(default, tuple) else default) == default, name
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("-", Path("-")), ('"-"', Path("-")), ("logs/access.log", Path("logs/access.log")), ("null", None)],
+)
+def test_a_dash_means_standard_output_however_it_is_written(override, expected):
+    assert load_config(None, [f"serving_config.access_log={override}"]).serving.access_log == expected
+
+
+@pytest.mark.parametrize("override", ["[]", "[null, null]", "3", "{}"])
+def test_what_is_neither_a_path_nor_a_dash_is_refused(override):
+    with pytest.raises(ConfigError, match=r"`serving_config\.access_log` must be a path or -"):
+        load_config(None, [f"serving_config.access_log={override}"])

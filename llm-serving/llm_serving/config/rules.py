@@ -133,6 +133,12 @@ def path() -> Rule:
     return Rule("must be a path", parse)
 
 
+def path_or_dash() -> Rule:
+    """A path, or `-`, which YAML takes for a list with nothing in it where it is not quoted."""
+    one = path()
+    return Rule("must be a path or -", lambda value: one.parse("-" if value == [None] else value))
+
+
 def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Rule:
     """One of `names`, in any case, or an alias of one."""
     known = {name.lower(): name for name in names}

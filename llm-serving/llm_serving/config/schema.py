@@ -22,6 +22,7 @@ from llm_serving.config.rules import (
     option,
     origins,
     path,
+    path_or_dash,
     positive,
     row_name,
     seconds,
@@ -219,7 +220,7 @@ class ServerConfig:
     throughput_interval_s: float = option(10.0, seconds())
     """Seconds between two lines in the log that tell how busy the engines are; idle ones tell nothing. 0: no lines."""
 
-    access_log: Path | None = option(None, path())
+    access_log: Path | None = option(None, path_or_dash())
     """File for one line of JSON a request (ids, tokens, times, no texts); relative to the folder the server was started
     in. `-`: standard output. None: nothing is written."""
 
