@@ -27,7 +27,7 @@ BODY = json.dumps({"prompt": "x", "stream": True}).encode()
 
 def counts(engine):
     """HTTP requests by route and status, as /metrics has them."""
-    (metric,) = engine.metrics.http.collect()
+    metric, *_ = engine.metrics.http.collect()
     return {(sample.labels["route"], sample.labels["status"]): sample.value for sample in metric.samples}
 
 
