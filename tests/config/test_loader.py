@@ -9,6 +9,7 @@ import yaml
 from llm_serving.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig, load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
+from llm_serving.config.report import describe
 from llm_serving.config.schema import TABLES
 from llm_serving.core.request_class import DEFAULT_CLASSES
 from llm_serving.errors import ConfigError
@@ -444,6 +445,43 @@ def test_lists_of_batch_sizes_mean_their_largest(tmp_path):
     path = write_yaml(tmp_path, "model_config: {decode_batch_size: [1, 128, 8], prefill_batch_size: [2, 4]}")
     model = load_config(path).model
     assert (model.decode_batch_size, model.prefill_batch_size) == (128, 4)
+
+
+class TestDefaultContext:
+    """The model's own, as far as memory goes; a long one keeps no server from starting."""
+
+    @pytest.fixture
+    def long_model(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 131072}))
+        return tmp_path
+
+    def load(self, model, *overrides):
+        return load_config(None, overrides, model)
+
+    def test_is_that_of_the_model(self, long_model):
+        config = self.load(long_model)
+        assert (config.model.max_generate_length, config.model.max_input_len) == (131072, 131072)
+        assert config.sources["model_config.max_generate_length"] == "model config.json"
+
+    def test_is_what_the_blocks_hold(self, long_model):
+        config = self.load(long_model, "pa_config.num_blocks=100", "pa_config.block_size=32")
+        assert config.model.max_generate_length == 3200
+        assert config.sources["model_config.max_generate_length"] == (
+            "room of pa_config.num_blocks 100 x block_size 32; model config.json: 131072"
+        )
+        assert config.notices == ()
+        assert "max_generate_length: 3200" in describe(config)
+
+    def test_its_prompts_are_no_longer_than_what_may_wait(self, long_model):
+        config = self.load(long_model, "scheduler_config.max_waiting_tokens=20000")
+        assert (config.model.max_generate_length, config.model.max_input_len) == (131072, 20000)
+        with pytest.raises(ConfigError, match=r"must be >= 30000, the longest prompt"):
+            self.load(long_model, "scheduler_config.max_waiting_tokens=20000", "model_config.max_generate_length=30000")
+
+    def test_another_one_is_the_operators_choice(self, long_model):
+        config = self.load(long_model, "model_config.max_generate_length=512", "pa_config.num_blocks=10")
+        assert config.model.max_generate_length == 512
+        assert "holds 10 x 16 = 160 tokens; a longer request is refused" in config.notices[0]
 
 
 def test_longest_input_is_the_longest_of_seq_length(tmp_path):

@@ -3,7 +3,6 @@
 from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
-from llm_serving.config.schema import DEFAULT_MAX_GENERATE_LENGTH
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
 from llm_serving.core.model_spec import ModelSpec
@@ -134,6 +133,15 @@ def _notice(values: Values, name: str, text: str) -> None:
     values.notices.append(f"{values.source(name)}: {name}: {text}")
 
 
+def _fit_longest_prompt(values: Values) -> None:
+    """Where nobody says how long a prompt may be, the waiting room does: it refuses longer ones anyhow."""
+    name, waiting_tokens = "scheduler_config.max_waiting_tokens", values["scheduler_config.max_waiting_tokens"]
+    if values.is_given("model_config.seq_length") or waiting_tokens is None:
+        return
+    if waiting_tokens < values["model_config.max_generate_length"]:
+        values.set("model_config.seq_length", (waiting_tokens,), name)
+
+
 def _check_same_shape(described: ModelSpec, source: str, spec: ModelSpec, config: str) -> None:
     for fact in _SAME_SHAPE:
         ours, theirs = getattr(described, fact), getattr(spec, fact)
@@ -176,7 +184,12 @@ def _limit_length(values: Values, spec: ModelSpec, source: str) -> None:
     name = "model_config.max_generate_length"
     positions = spec.max_position_embeddings
     if not values.is_given(name):
-        if positions < DEFAULT_MAX_GENERATE_LENGTH:
+        num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+        if num_blocks is not None and num_blocks * block_size < positions:
+            room = f"room of pa_config.num_blocks {num_blocks} x block_size {block_size}; {source}: {positions}"
+            values.set(name, max(2, num_blocks * block_size), room)
+        else:
             values.set(name, positions, source)
+        _fit_longest_prompt(values)
     elif values[name] > positions:
         raise _error(values, name, f"must be <= {positions}, the positions of the model ({source})", values[name])

@@ -69,8 +69,8 @@ class ModelConfig:
     """A MindFormers model YAML; its `context` and `model.model_config` fill what this file does not give."""
 
     max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2))
-    """Tokens. Most a request may hold, prompt and generated together. Not given: 4096 or the model's positions,
-    whichever is less."""
+    """Tokens. Most a request may hold, prompt and generated together. Not given: the model's positions, as far as the
+    KV cache goes (4096 while no model is named)."""
 
     seq_length: tuple[int, ...] = option((), integers(1))
     """Tokens. Older files list prefill buckets; the longest is the longest prompt. Empty: `max_generate_length`."""

@@ -33,7 +33,7 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         max_num_batched_tokens=scheduler.max_prefill_tokens,
         max_num_seqs=model.decode_batch_size,
         max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
-        max_model_len=model.max_generate_length,
+        max_model_len=min(model.max_generate_length, num_blocks * config.pa.block_size),
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
@@ -74,6 +74,15 @@ def _order_name(config: ServingConfig) -> str:
     return scheduler.order or ("fair" if scheduler.tenant_fairness else "arrival")
 
 
+def _context(config: ServingConfig, num_blocks: int) -> str:
+    """Most tokens of a request, and why no more."""
+    wanted, num_slots = config.model.max_generate_length, num_blocks * config.pa.block_size
+    source = config.sources.get("model_config.max_generate_length", "default")
+    if num_slots < wanted:
+        return f"a request has up to {num_slots} tokens, as many as the KV cache holds ({wanted}: {source})"
+    return f"a request has up to {wanted} tokens ({source})"
+
+
 def build_engine(
     config: ServingConfig,
     num_blocks: int,
@@ -86,7 +95,9 @@ def build_engine(
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool."""
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index)
-    logger.info("replica %d: %d blocks of %d tokens", index, num_blocks, config.pa.block_size)
+    logger.info(
+        "replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, _context(config, num_blocks)
+    )
     for bounds in scheduler.bounds:
         logger.info("replica %d: %s", index, bounds)
     steps = 2 if config.scheduler.schedule_ahead else 1

@@ -1,0 +1,41 @@
+"""A replica put together: what follows from the size of the cache once that is known."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_runner import FakeRunner
+from llm_serving.config.schema import ModelConfig, ServingConfig
+from llm_serving.engine.executor import LocalExecutor
+from llm_serving.engine.metrics import Metrics
+from llm_serving.engine.replica import build_engine
+from word_tokenizer import WordTokenizer
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "longest", "reason"),
+    [
+        (100, 1600, "a request has up to 1600 tokens, as many as the KV cache holds (131072: model config.json)"),
+        (10000, 131072, "a request has up to 131072 tokens (model config.json)"),
+    ],
+)
+def test_the_context_is_the_models_as_far_as_memory_goes(num_blocks, longest, reason, caplog):
+    config = replace(
+        ServingConfig(model=ModelConfig(max_generate_length=131072, decode_batch_size=4)),
+        sources={"model_config.max_generate_length": "model config.json"},
+    )
+    tokenizer: Any = WordTokenizer()
+    logger = logging.getLogger("llm_serving")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        executor = LocalExecutor(FakeRunner(num_blocks, 16))
+        engine = build_engine(config, num_blocks, executor, tokenizer, Metrics(), lambda pieces: None)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.NOTSET)
+    assert engine.scheduler.limits.max_model_len == longest
+    assert reason in caplog.text
