@@ -113,7 +113,7 @@ def _logprobs(
 
 def next_token(token_ids: list[int], seed: int) -> int:
     """What the fake model says after `token_ids`."""
-    return zlib.crc32(array("q", [seed, *token_ids]).tobytes()) % VOCAB_SIZE
+    return zlib.crc32(array("q", [seed % 2**63, *token_ids]).tobytes()) % VOCAB_SIZE
 
 
 def next_logprobs(token_ids: list[int]) -> np.ndarray:

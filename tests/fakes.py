@@ -213,7 +213,13 @@ class FakeEngine:
         return {f"{request_id}-0": True}
 
     def check_capacity(
-        self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "", visitor: Visitor | None = None
+        self,
+        prompt_lens: Sequence[int],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        visitor: Visitor | None = None,
+        deadline: float | None = None,
     ) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE

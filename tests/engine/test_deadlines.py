@@ -10,6 +10,8 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.deadlines import SMALLEST_SWEEP, Deadlines, timeout_of
+from llm_serving.engine.engine import LOOK_EVERY_S
+from llm_serving.engine.load_estimator import Measured
 
 
 class HandClock:
@@ -32,7 +34,10 @@ def test_they_pass_in_their_order_and_once():
     for request in (late, soon, never):
         deadlines.add(request)
     assert deadlines.next == 3.0
-    assert deadlines.pending() == [soon, late]
+    assert deadlines.not_begun(9) == [soon, late]
+    assert deadlines.not_begun(1) == [soon]
+    soon.first_scheduled_time = 1.0
+    assert deadlines.not_begun(1) == [late]
     assert deadlines.take_passed(2.9) == []
     assert deadlines.take_passed(3.0) == [soon]
     assert deadlines.take_passed(99.0) == [late]
@@ -94,6 +99,29 @@ def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
     harness.run()
     assert harness.last("beams").finish_reason is FinishReason.TIMEOUT
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met():
+    clock = HandClock()
+    harness = Harness(clock=clock, max_num_seqs=1)
+    running = create_request(request_id="running", max_tokens=30)
+    hopeless = create_timed(104.0, request_id="hopeless", arrival_time=100.0)
+    hopeful = create_timed(109.0, request_id="hopeful", arrival_time=100.0, max_tokens=4)
+    for request in (running, hopeless, hopeful):
+        harness.engine.submit(request)
+    harness.engine.step()
+    assert not hopeless.is_finished
+    # A step takes 1 s; one row in four ends, so a slot is free after 4 steps.
+    harness.engine.load.measured = Measured(harness.scheduler.limits, 1.0, 0.0, 0.25, 1, 0)
+    clock.now += LOOK_EVERY_S
+    harness.engine.step()
+    last = harness.last("hopeless")
+    assert last.finish_reason is FinishReason.TIMEOUT
+    assert last.error == "the request cannot be done within its 4 s: its first token is expected in 6.00 s"
+    assert not hopeful.is_finished
+    harness.run()
+    assert harness.token_ids("hopeful") == expected_output(hopeful.prompt_token_ids, 4)
+    assert harness.token_ids("running") == expected_output(running.prompt_token_ids, 30)
 
 
 def test_who_is_done_in_time_is_left_alone():

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fakes import FakeEngine
 from gated_server import GatedServer
+from llm_serving.engine.load_estimator import Measured
 from server_client import error_of, post
 
 BODIES = {
@@ -111,6 +112,28 @@ def test_tgi_answers_504():
 def test_the_legacy_routes_answer_as_to_every_failure():
     answer = Late().ask("/models/demo/generate", BODIES["/models/demo/generate"])
     assert (answer.status_code, answer.json()["finish_reason"]) == (200, "predict_failed")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_whose_time_cannot_suffice_is_refused_at_the_door(n):
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            # A step takes 10 s.
+            server.replica.load.measured = Measured(server.replica.scheduler.limits, 10.0, 0.0, 0.5, 4, 0)
+            body = BODIES["/v1/completions"] | {"n": n, "max_tokens": 3}
+            refused = await client.post("/v1/completions", json=body | {"timeout_s": 4})
+            assert refused.status_code == 429
+            assert error_of(refused)["message"].startswith(
+                "the first token is expected in 10.00 s, and `timeout_s` leaves "
+            )
+            assert 6 <= int(refused.headers["retry-after"]) <= 7
+            assert refused.headers["x-queue-estimate-ms"] == "10000"
+            assert 'reason="deadline"' in (await client.get("/metrics")).text
+            accepted = await client.post("/v1/completions", json=body | {"timeout_s": 11})
+            assert accepted.status_code == 200
+
+    asyncio.run(run())
 
 
 def test_a_running_request_ends_with_its_time_and_frees_its_blocks():

@@ -252,7 +252,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
-            CapacityError: Too much waits, or the request would wait much longer than its class may.
+            CapacityError: Too much waits, or the request would wait much longer than its class may, or beyond its
+                deadline.
             UnavailableError: No WorkAgent is ready.
         """
         replica, engine = self._replica_of(fork_of) or self._least_loaded()
@@ -272,6 +273,7 @@ class AsyncEngine:
             raise
         num_tokens = len(prompt_token_ids)
         if admission is None:
+            self._check_deadline(replica, engine, [num_tokens], priority, tenant, deadline)
             admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
@@ -307,7 +309,13 @@ class AsyncEngine:
         return stream
 
     def check_capacity(
-        self, prompt_lens: Sequence[int], *, priority: int = 0, tenant: str = "", visitor: Visitor = NOBODY
+        self,
+        prompt_lens: Sequence[int],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        visitor: Visitor = NOBODY,
+        deadline: float | None = None,
     ) -> Admission:
         """Checks that requests which belong together, with prompts of so many tokens, may come in now.
 
@@ -318,7 +326,22 @@ class AsyncEngine:
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        return self._check_capacity(*self._least_loaded(), prompt_lens, priority, tenant, visitor)
+        replica, engine = self._least_loaded()
+        self._check_deadline(replica, engine, prompt_lens, priority, tenant, deadline)
+        return self._check_capacity(replica, engine, prompt_lens, priority, tenant, visitor)
+
+    def _check_deadline(
+        self,
+        replica: int,
+        engine: Engine,
+        prompt_lens: Sequence[int],
+        priority: int,
+        tenant: str,
+        deadline: float | None,
+    ) -> None:
+        if deadline is not None:
+            at = self._as_seen_from_the_door(replica, engine)
+            self._door.check_deadline(prompt_lens, priority, tenant, deadline - self.clock(), at)
 
     def _check_capacity(
         self,

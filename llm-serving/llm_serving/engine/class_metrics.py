@@ -19,6 +19,7 @@ REFUSALS: Final = (
     "class_max_waiting",
     "key_max_waiting",
     "slo",
+    "deadline",
     "never_fits",
 )
 """Reasons of a refusal: the limits of the waiting room, the predicted time to first token, the size of the request."""

@@ -42,9 +42,10 @@ class Deadlines:
             passed.append(heapq.heappop(self._heap)[2])
         return passed
 
-    def pending(self) -> list[Request]:
-        """All others, the earliest deadline first."""
-        return [request for _, _, request in sorted(self._heap) if not request.is_finished]
+    def not_begun(self, count: int) -> list[Request]:
+        """So many of those that no step has computed, the earliest deadlines first."""
+        entries = (each for each in self._heap if each[2].first_scheduled_time is None and not each[2].is_finished)
+        return [request for _, _, request in heapq.nsmallest(count, entries)]
 
 
 def timeout_of(request: Request) -> float:

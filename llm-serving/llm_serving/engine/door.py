@@ -129,6 +129,19 @@ class Door:
             self.book.make(visitor, now + seconds, places)
         return seconds
 
+    def check_deadline(
+        self, prompt_lens: Sequence[int], priority: int, tenant: str, remaining_s: float, replica: Replica
+    ) -> None:
+        """Raises CapacityError where the last of these requests would have its first token after its deadline."""
+        request_class = class_of(priority, self._classes)
+        predicted_s = self.predict(prompt_lens, request_class, tenant, replica)
+        if predicted_s is None or predicted_s <= remaining_s:
+            return
+        self._metrics.refused(request_class, "deadline", len(prompt_lens))
+        expected = f"the first token is expected in {predicted_s:.2f} s"
+        message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.2f} s"
+        raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
+
     def predict(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
     ) -> float | None:

@@ -23,7 +23,7 @@ from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.executor import Executor, StepFailedError
 from llm_serving.engine.journal import Journal
-from llm_serving.engine.load_estimator import LoadEstimator
+from llm_serving.engine.load_estimator import LoadEstimator, Queue
 from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.recovery import Recovery
@@ -41,6 +41,10 @@ Publish = Callable[[list[RequestOutput]], None]
 
 T = TypeVar("T")
 
+LOOK_EVERY_S: Final = 0.1
+"""How often waiting requests are looked at whose deadline may have become too early."""
+MAX_LOOKED_AT: Final = 16
+"""At a time; those with the earliest deadlines."""
 SHORT_STEP_S: Final = 0.02
 """Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
@@ -94,6 +98,8 @@ class Engine:
         self._clock = clock
         self._max_steps_in_flight = min(max_steps_in_flight, executor.max_steps_in_flight)
         self._deadlines = Deadlines()
+        self._look_again = 0.0
+        """When deadlines that cannot be met are looked for again."""
         self._in_flight: deque[Schedule] = deque()
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
@@ -354,10 +360,30 @@ class Engine:
         """Ends the requests whose deadline has passed, wherever they are."""
         if self._deadlines.next is None:
             return
-        for request in self._deadlines.take_passed(self._clock()):
-            self._end_request(
-                request, FinishReason.TIMEOUT, f"the request was not done within its {timeout_of(request):g} s"
-            )
+        now = self._clock()
+        for request in self._deadlines.take_passed(now):
+            error = f"the request was not done within its {timeout_of(request):g} s"
+            self._end_request(request, FinishReason.TIMEOUT, error)
+        if now >= self._look_again:
+            self._look_again = now + LOOK_EVERY_S
+            self._end_hopeless(now)
+
+    def _end_hopeless(self, now: float) -> None:
+        """Ends requests that could not have a first token before their deadline even if they were next."""
+        measured, scheduler = self.load.measured, self.scheduler
+        if measured is None:
+            return
+        num_running = len(scheduler.running)
+        for request in self._deadlines.not_begun(MAX_LOOKED_AT):
+            if request.beam_search is not None or request.deadline is None:
+                continue
+            rank = request.request_class.rank
+            num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
+            seconds = measured.seconds_to_first_token(Queue(1, request.num_prompt_tokens, num_before, num_running))
+            if seconds is not None and now + seconds > request.deadline:
+                timeout = f"the request cannot be done within its {timeout_of(request):g} s"
+                error = f"{timeout}: its first token is expected in {seconds:.2f} s"
+                self._end_request(request, FinishReason.TIMEOUT, error)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a request that has not got its last piece, for this reason, whatever limit its newest token reached."""

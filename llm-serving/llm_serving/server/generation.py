@@ -155,7 +155,9 @@ async def start_generation(
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
     visitor, admission = _visitor(caller, prompts, samplings), None
     if len(prompt_lens) > 1:
-        admission = engine.check_capacity(prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor)
+        admission = engine.check_capacity(
+            prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor, deadline=caller.deadline
+        )
     on_end: Callable[[int], None] | None = None
     if caller.quota is not None:
         num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
