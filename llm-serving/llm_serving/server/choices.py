@@ -12,7 +12,7 @@ from llm_serving.server.schemas import GenerationRequest
 MAX_N: Final = 128
 MAX_CHOICES: Final = 512
 """Most sequences generated for one HTTP request: prompts times `best_of`."""
-_COUNT: Final = Whole(1, MAX_N)
+COUNT: Final = Whole(1, MAX_N)
 _NEUTRAL: Final = {
     "temperature": 0.0,
     "min_tokens": 0,
@@ -44,7 +44,7 @@ def choices_of(request: GenerationRequest, num_prompts: int) -> Choices:
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     for name, value in (("n", n), ("best_of", best_of)):
-        _COUNT.checked(name, value)
+        COUNT.checked(name, value)
         if num_prompts * value > MAX_CHOICES:
             rule = f"times the number of prompts must be at most {MAX_CHOICES}"
             raise RequestError(name, rule, num_prompts * value)

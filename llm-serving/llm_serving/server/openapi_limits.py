@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from llm_serving.core.parameter_rules import ParameterRule, Real, Texts, TokenBiases, TokenIds, Whole
-from llm_serving.core.sampling_params import MAX_SEED, RULES
+from llm_serving.core.parameter_rules import ParameterRule, Real, SomeTokenIds, Texts, TokenBiases, TokenIds, Whole
+from llm_serving.server.sampling import REQUEST_RULES
 
 JsonObject = dict[str, Any]
 
 OTHER_RANGES: Final[dict[str, JsonObject]] = {
-    "seed": {"minimum": -(2**63), "maximum": MAX_SEED},
-    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
-    "n": {"minimum": 1, "maximum": 128},
     "messages": {"minItems": 1, "maxItems": 4096},
 }
-"""Of fields whose range in a body is another one than in the table of sampling parameters, or stands elsewhere."""
+"""Of fields that are no parameters of sampling."""
 
 _FITS: Final = "With the answer it must fit the context of the model and the cache."
 LIMITS: Final[dict[str, str]] = {
@@ -35,6 +32,8 @@ LIMITS: Final[dict[str, str]] = {
     "n": "At most `best_of`; all choices of a request must find places.",
     "best_of": "At least `n`; 10 at most where it is the width of a beam search.",
     "use_beam_search": "Not with `stream` and not with sampling.",
+    "seed": "-2^63 to 2^64 - 1, written without a fraction.",
+    "top_k": "-1 and more, written without a fraction; 0 and -1 keep all.",
     "length_penalty": "Of a beam search only, a finite number.",
     "early_stopping": "Of a beam search only.",
     "logprobs": "0 to 20; in chat whether there are any.",
@@ -53,7 +52,7 @@ LIMITS: Final[dict[str, str]] = {
     "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
     "truncate": "1 and more, within the context of the model.",
     "add_generation_prompt": "Not together with `continue_final_message`.",
-    "continue_final_message": "Only where the last message is the assistant's.",
+    "continue_final_message": "Not with `add_generation_prompt`, and where the chat template drops the last message.",
     "chat_template_kwargs": "Of a limited size; names that the template does not set itself.",
     "parameters": "Each as its own description says.",
     "steps": "1 to `serving_config.timeline_steps`.",
@@ -67,8 +66,8 @@ def with_limits(components: dict[str, JsonObject], bodies: set[str]) -> dict[str
         schema = components[name]
         schema["additionalProperties"] = False
         for field, about in schema.get("properties", {}).items():
-            _add_range(about, OTHER_RANGES.get(field) or _range_of(RULES.get(field)))
-            if text := LIMITS.get(field) or (RULES[field].text if field in RULES else ""):
+            _add_range(about, OTHER_RANGES.get(field) or _range_of(REQUEST_RULES.get(field)))
+            if text := LIMITS.get(field) or (REQUEST_RULES[field].text if field in REQUEST_RULES else ""):
                 about["description"] = text
     return components
 
@@ -101,6 +100,8 @@ def _range_of(rule: ParameterRule | None) -> JsonObject:
             return {"minimum": max(low, 2.0**-126) if above_low else low, "maximum": high}
         case Texts(count, _) | TokenIds(count):
             return {"maxItems": count}
+        case SomeTokenIds(count):
+            return {"minItems": 1, "maxItems": count}
         case TokenBiases(count, _):
             return {"maxProperties": count}
     return {}

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from llm_serving.core.parameter_rules import Texts
+from llm_serving.core.beam_search_params import LENGTH_PENALTY
+from llm_serving.core.parameter_rules import ParameterRule, Texts, Whole
 from llm_serving.core.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -19,6 +20,7 @@ from llm_serving.core.sampling_params import (
 )
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.choices import COUNT
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of all choices differ; 2^64 divided by the golden ratio spreads them."""
@@ -87,9 +89,7 @@ def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 def _seed(seed: int) -> int:
     """A seed for the engine: negative ones, which some clients send, stand for their two's complement."""
-    if not -(2**63) <= seed <= MAX_SEED:
-        raise RequestError("seed", f"must be an integer from {-(2**63)} to {MAX_SEED}", seed)
-    return seed & MAX_SEED
+    return int(REQUEST_RULES["seed"].checked("seed", seed)) & MAX_SEED
 
 
 def _top_k(top_k: int) -> int:
@@ -115,6 +115,15 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), value) for key, value in bias.items())
 
 
+REQUEST_RULES: Final[Mapping[str, ParameterRule]] = {
+    **RULES,
+    "top_k": Whole(-1),
+    "seed": Whole(-(2**63), MAX_SEED),
+    "n": COUNT,
+    "best_of": COUNT,
+    "length_penalty": LENGTH_PENALTY,
+}
+"""What fields of OpenAI requests may be."""
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "seed": _seed,
     "top_k": _top_k,

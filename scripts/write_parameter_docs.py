@@ -1,0 +1,108 @@
+"""Writes docs/parameters.md from the tables of the code: `.venv/bin/python scripts/write_parameter_docs.py`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+from llm_serving.core import sampling_params
+from llm_serving.core.generation_defaults import PARAMETERS
+from llm_serving.core.sampling_params import DEFAULTS, RULES
+from llm_serving.server.parameters import BODIES, Ignored, Refused
+from llm_serving.server.sampling import REQUEST_RULES
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
+from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
+
+FILE = Path(__file__).parents[1] / "docs" / "parameters.md"
+BEGINNING = f"""# Parameters of requests
+
+Written by `scripts/write_parameter_docs.py` from the tables of the code; a test compares them.
+
+A field of a request is honoured, or refused by name with status 400 (TGI and older routes: 422), or ignored, if it
+cannot change the answer, and named in the header `x-ignored-parameters` of the answer. A field that nobody has heard of
+might change the answer, so it is refused too, with the name that may have been meant; only the older routes ignore
+and name it. null, an empty list and an empty object ask for nothing.
+
+Real numbers are rounded to float32, in which tokens are chosen, and checked then: `top_p: 1e-46` is 0 and refused. What
+passes is computed: no value of a parameter ends in an error of the server.
+
+The order in which a token is chosen: penalties, `logit_bias` with `bad_words` and `min_tokens`, `allowed_token_ids`,
+`temperature`, `min_p`, `top_k`, `top_p`, the draw.
+
+- `bad_words` forbids the last token of a word behind its other ones, in the tokens that the text has at a beginning and
+  behind a space; the same text can still come about from other tokens. Such a request is not computed a step ahead.
+- `allowed_token_ids` and `bad_words` that may leave no token to choose are refused.
+- Neither goes with `use_beam_search`, which compares the model's own log-probabilities.
+- A conversation with `continue_final_message` goes on with its last message; with `echo` the answer begins with it.
+
+The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`" for key in PARAMETERS)} of it are what
+completions and conversations have that say nothing (`max_new_tokens`: conversations alone, as completions have 16);
+other keys, `do_sample` among them, have no effect. `model_config.generation_config: none` leaves all of it out. The TGI
+and the older routes have defaults of their own.
+"""
+
+
+def document() -> str:
+    """The whole file."""
+    parts = [BEGINNING, "## Sampling\n", _table(("parameter", "default", "rule", "meaning"), _sampling_rows())]
+    for title, kinds in (
+        ("Completions", (CompletionRequest,)),
+        ("Conversations", (ChatCompletionRequest,)),
+        ("TGI", (TGIRequest, TGIParameters)),
+        ("Older routes", (LegacyRequest, LegacyParameters)),
+    ):
+        served = dict.fromkeys(each.encode_name for kind in kinds for each in msgspec.structs.fields(kind))
+        parts += [f"## {title}\n", "Honoured: " + ", ".join(f"`{name}`" for name in sorted(served)) + ".\n"]
+        parts.append(_table(("other field", "what becomes of it"), _other_rows(*kinds)))
+    parts += ["## Messages\n", _table(("other field", "what becomes of it"), _other_rows(ChatMessage))]
+    return "\n".join(parts)
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _sampling_rows() -> Iterator[tuple[str, ...]]:
+    meanings = _meanings()
+    for name in RULES:
+        rule = REQUEST_RULES[name].text
+        yield f"`{name}`", f"`{DEFAULTS[name]!r}`" if name != "seed" else "drawn", rule, meanings[name]
+
+
+def _meanings() -> dict[str, str]:
+    """Field of `SamplingParams` -> the docstring below it."""
+    (body,) = [
+        node.body for node in ast.parse(inspect.getsource(sampling_params)).body
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+    ]  # fmt: skip
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:
+    rows = {name: row for kind in kinds for name, row in BODIES[kind].rows.items()}
+    for name, row in sorted(rows.items()):
+        yield f"`{name}`", _fate(row)
+    yield "any other", _fate(BODIES[kinds[0]].unknown)
+
+
+def _fate(row: Refused | Ignored) -> str:
+    if isinstance(row, Ignored):
+        return f"ignored and named: {row.why}"
+    neutral = [msgspec.json.encode(value).decode() for value in row.neutral if value not in ("", 0, False)]
+    return f"refused: {row.why.removeprefix('is ')}" + (
+        f" (but {', '.join(f'`{each}`' for each in neutral)})" if neutral else ""
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(document())
