@@ -37,7 +37,7 @@ class Site:
     def send(self, method: str, path: str, times: int = 1, **arguments: object) -> httpx.Response:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=("192.0.2.7", 1))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return [await client.request(method, path, **arguments) for _ in range(times)][-1]
 
         return asyncio.run(run())
@@ -48,7 +48,7 @@ class Site:
 
     @property
     def counts(self) -> Counter:
-        (metric,) = self.engine.metrics.http.collect()
+        metric = next(self.engine.metrics.http.collect())
         keys = ("method", "route", "status")
         return Counter({tuple(s.labels[key] for key in keys): s.value for s in metric.samples})
 
@@ -183,6 +183,13 @@ def test_probes_are_counted_and_no_line_unless_something_is_wrong(monkeypatch):
     monkeypatch.undo()
     site.send("POST", "/health")
     assert [line["status"] for line in site.lines] == [405]
+
+
+def test_a_foreign_page_is_a_line_with_the_reason():
+    site = Site(FakeEngine())
+    site.send("GET", "/v1/models", headers={"host": "elsewhere.example.com"})
+    [line] = site.lines
+    assert (line["status"], line["route"], line["error"]) == (403, "/v1/models", "PermissionDeniedError Host")
 
 
 def test_an_application_that_fails_is_a_500(monkeypatch):

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.addresses import is_loopback
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import PermissionDeniedError
-from llm_serving.server.error_responses import openai_error_response
+from llm_serving.server.error_responses import kind_of, openai_error_response
+from llm_serving.server.note import note_of
 
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SHOWN_HEADERS: Final = (
@@ -71,6 +73,8 @@ class BrowserGuard:
                 self._check_origin(origin, hosts)
                 origin = None
         except PermissionDeniedError as error:
+            if (note := note_of(HTTPConnection(scope))) is not None:
+                note.error = kind_of(error)
             await openai_error_response(error)(scope, receive, send)
             return
         await (self._app if origin is None else self._cors)(scope, receive, send)

@@ -41,7 +41,7 @@ _CODES: tuple[tuple[type[LLMServingError], str, str | None], ...] = (
 )
 """(error, type, code) of the OpenAI body; the first that fits."""
 
-FIELD: Final = re.compile(r"[a-z_][a-z0-9_.\[\]]{0,63}")
+FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,63}")
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 PREDICTED_TTFT_HEADER = "x-predicted-ttft-ms"
 """Milliseconds to the first token, as predicted: of a request let in, from the door on; of one refused, from now on if
