@@ -64,12 +64,11 @@ class Channel(Generic[Incoming]):
             raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
         return _LENGTH.pack(len(payload)) + payload
 
-    def receive(self, timeout_s: float | None = None, max_bytes: int = MAX_FRAME_BYTES) -> Incoming:
+    def receive(self, timeout_s: float | None = None) -> Incoming:
         """Returns the next message.
 
         Args:
             timeout_s: Seconds until it must be complete; None: no limit.
-            max_bytes: Longest frame that is read; little from whom is not known yet.
 
         Raises:
             DeadlineExceededError: Nothing complete arrived within `timeout_s` seconds.
@@ -79,8 +78,8 @@ class Channel(Generic[Incoming]):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > max_bytes:
-            raise ProtocolError(f"a frame announces {length} bytes; the limit is {max_bytes}")
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
         self._fill(_LENGTH.size + length, deadline)
         payload = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]
