@@ -37,10 +37,16 @@ class ClassBounds:
         return self.first_steps + math.ceil(num_admissions * self.steps_an_admission)
 
     def __str__(self) -> str:
+        return self.in_words(None)
+
+    def in_words(self, step_s: float | None) -> str:
+        """One line; with the seconds that the waits come to where it is known how long a step takes."""
+        alone, more = self.max_wait_steps(0), self.max_wait_steps(1) - self.max_wait_steps(0)
+        seconds = ["" if step_s is None else f" ({steps * step_s:.3g} s)" for steps in (alone, more)]
         return (
-            f"{self.name}: admitted within {self.max_wait_steps(0)} steps of its arrival if nobody of its class is"
-            f" ahead, {self.max_wait_steps(1) - self.max_wait_steps(0)} more for each that is; running, left out of"
-            f" at most {self.max_decode_gap} steps in a row and preempted at most {self.max_preemptions} times"
+            f"{self.name}: admitted within {alone} steps{seconds[0]} of its arrival if nobody of its class is ahead,"
+            f" {more} more{seconds[1]} for each that is; running, left out of at most {self.max_decode_gap} steps in a"
+            f" row and preempted at most {self.max_preemptions} times"
         )
 
 
@@ -51,12 +57,13 @@ def class_bounds(
 
     A request that has a place makes progress of at least one token in every step but those that are full of others'
     prompts, so it ends after at most as many steps as it can have tokens, and those. Prompts of `n` tokens fill at most
-    `n` times the steps of `_steps_a_prompt_token`.
+    `n` times the steps of `_steps_a_prompt_token`; those of other classes leave out what decodes in `max_decode_gap`
+    steps for each of its tokens, and get no more than their weights' part of the steps.
 
     Of what becomes free, a class that contends gets its weight's part, in service: as many of its requests side by side
     as that part of the places and of the cache holds at full length, or, where that is less than one, one request for
-    that part of the time. The others' part may be all prompts: as much service, so as many steps, as its own. At first
-    those that run have to end, and what its class had more than its part before may be paid back.
+    that part of the time. At first those that run have to end, and what its class had more than its part before may be
+    paid back.
 
     Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
     oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn.
@@ -70,7 +77,7 @@ def class_bounds(
     """
     longest = min(limits.max_model_len, num_blocks * block_size)
     # One block is kept free for each running request when another is admitted.
-    num_side_by_side = (num_blocks - limits.max_num_seqs) // -(-longest // block_size)
+    num_side_by_side = num_blocks // (-(-longest // block_size) + 1)
     num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
     a_prompt_token = _steps_a_prompt_token(limits, policy)
     sum_of_weights = sum(each.weight for each in classes)
@@ -78,12 +85,15 @@ def class_bounds(
     for each in classes:
         is_highest = each is classes[0]
         part = Fraction(each.weight, sum_of_weights)
+        # Prompts of others can leave out what decodes only where they have places beside it.
+        a_token = min(1 / part, Fraction(policy.max_decode_gap + 1)) if limits.max_num_seqs > 1 else Fraction(1)
         # Whoever loses its place is computed again.
         num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
-        service = Fraction(longest, num_places) + num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
-        if len(classes) > 1:
-            service += Fraction(longest, limits.max_num_seqs)
-        until_free = longest + num_blocks * block_size * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
+        service = longest * a_token / num_places
+        service += num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
+        until_free = (
+            longest * a_token + num_blocks * block_size * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
+        )
         turns = (len(classes) - 1) * limits.turn_steps
         first = (0 if is_highest else each.ageing_steps) + math.ceil((until_free + turns) / part)
         bounds.append(
