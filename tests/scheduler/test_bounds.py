@@ -194,3 +194,12 @@ def test_what_is_promised_grows_with_those_ahead() -> None:
     bounds = scheduler.bounds[1]
     assert [request.wait_bound for request in requests] == [bounds.max_wait_steps(count) for count in range(3)]
     assert bounds.max_wait_steps(0) < bounds.max_wait_steps(1) < bounds.max_wait_steps(2)
+
+
+def test_bounds_in_words_tell_seconds_where_the_time_of_a_step_is_known() -> None:
+    bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
+    assert str(bounds).startswith(
+        "normal: admitted within 150 steps of its arrival if nobody of its class is ahead, 50"
+    )
+    assert "150 steps (1.5 s) of its arrival" in bounds.in_words(0.01)
+    assert "50 more (0.5 s) for each" in bounds.in_words(0.01)

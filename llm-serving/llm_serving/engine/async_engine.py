@@ -460,7 +460,14 @@ class AsyncEngine:
                 record = engine.journal.record(self.clock())
                 bounds = {each.name: each for each in engine.scheduler.bounds}
                 found += [
-                    explain(life, record, bounds[life.request_class.name], index, with_tenant=with_tenant)
+                    explain(
+                        life,
+                        record,
+                        bounds[life.request_class.name],
+                        index,
+                        with_tenant=with_tenant,
+                        step_s=engine.mean_step_s,
+                    )
                     for life in lives
                 ]
         return found

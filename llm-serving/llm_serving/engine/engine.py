@@ -45,6 +45,8 @@ LOOK_EVERY_S: Final = 0.1
 """How often waiting requests are looked at whose deadline may have become too early."""
 MAX_LOOKED_AT: Final = 16
 """At a time; those with the earliest deadlines."""
+STEP_MEMORY: Final = 128
+"""Steps after which the time of one counts 1/e in their mean."""
 SHORT_STEP_S: Final = 0.02
 """Beside a step as short as this, neither waking to form the next one late nor what that may delay is small."""
 
@@ -103,6 +105,8 @@ class Engine:
         self._in_flight: deque[Schedule] = deque()
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
+        self.mean_step_s: float | None = None
+        """Seconds a step takes, of late; None before the first."""
         self._step_s = 0.0
         """Seconds that the latest step took."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -165,7 +169,7 @@ class Engine:
 
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
-        return scheduler_state(self.scheduler, self._clock())
+        return scheduler_state(self.scheduler, self._clock(), self.mean_step_s)
 
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
@@ -262,6 +266,8 @@ class Engine:
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         now = self._clock()
         self._step_s, self._step_began = now - self._step_began, now
+        mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
+        self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
         self.journal.replied(now)
         self._deliver(schedule, updated, output)
         self.num_steps += 1

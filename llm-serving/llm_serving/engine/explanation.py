@@ -52,6 +52,8 @@ class BoundAndMet(Struct, kw_only=True):
 class ExplainedBounds(Struct, kw_only=True):
     wait: BoundAndMet
     """Steps from its arrival to its first admission."""
+    wait_bound_s: float | None
+    """Seconds that the bound comes to at the time a step takes of late."""
     decode_gap: BoundAndMet
     """Steps in a row that left it out between two of its tokens; null where its next step waits for more."""
     preemptions: BoundAndMet
@@ -91,9 +93,18 @@ def answers_to(life: Life, request_id: str) -> bool:
     return request_id == life.request_id or client_id_of(life.request_id) in client_ids(request_id)
 
 
-def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, with_tenant: bool) -> Explanation:
-    """The explanation of one request from a record of its engine's journal."""
+def explain(
+    life: Life,
+    record: Record,
+    bounds: ClassBounds,
+    replica: int,
+    *,
+    with_tenant: bool,
+    step_s: float | None = None,
+) -> Explanation:
+    """The explanation of one request from a record of its engine's journal; `step_s` is how long a step takes."""
     facts = life.facts
+    wait_bound_s = None if facts.wait_bound is None or step_s is None else facts.wait_bound * step_s
     spans, rows = attribute(life, record), own_rows(life, record)
     computed = {part: sum(row.part is part for row in rows) for part in Part}
     gap = None if life.is_beam_search else largest_decode_gap(life, record, rows)
@@ -114,6 +125,7 @@ def explain(life: Life, record: Record, bounds: ClassBounds, replica: int, *, wi
         num_preemptions=facts.num_preemptions,
         bounds=ExplainedBounds(
             wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
+            wait_bound_s=wait_bound_s,
             decode_gap=BoundAndMet(bound=bounds.max_decode_gap, met=gap),
             preemptions=BoundAndMet(bound=bounds.max_preemptions, met=facts.num_preemptions),
         ),

@@ -75,10 +75,10 @@ class SchedulerState(NamedTuple):
     num_used_host_blocks: int
 
 
-def scheduler_state(scheduler: Scheduler, now: float) -> SchedulerState:
-    """To be called by the thread that owns the scheduler."""
+def scheduler_state(scheduler: Scheduler, now: float, step_s: float | None = None) -> SchedulerState:
+    """To be called by the thread that owns the scheduler; `step_s` is how long a step takes, if that is known."""
     pool, host = scheduler.blocks.pool, scheduler.blocks.host_pool
-    bounds = {each.name: str(each) for each in scheduler.bounds}
+    bounds = {each.name: each.in_words(step_s) for each in scheduler.bounds}
     running = [_running(scheduler, request) for request in scheduler.running]
     waiting = [_waiting(request, is_apart=False) for request in islice(scheduler.waiting, MAX_WAITING)]
     apart = islice(scheduler.kept_apart(), MAX_WAITING - len(waiting))
