@@ -61,3 +61,19 @@ def test_its_source_is_told(tmp_path: Path) -> None:
     key = "scheduler_config.max_prefill_tokens"
     for sizes, source in ((TINY, "default"), (ONE_BILLION, "size of the model")):
         assert load_config(None, (), model(tmp_path, **sizes)).sources[key] == source
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gap"),
+    [
+        ((), 1),
+        (("scheduler_config.composition=separate",), 4),
+        (("scheduler_config.composition=separate", "scheduler_config.max_consecutive_prefill_steps=2"), 2),
+        (("scheduler_config.max_consecutive_prefill_steps=8",), 8),
+    ],
+)
+def test_prompts_leave_running_requests_out_of_one_step_and_of_more_where_steps_are_separate(
+    overrides: tuple[str, ...], gap: int, tmp_path: Path
+) -> None:
+    config = load_config(None, overrides, model(tmp_path, **TINY))
+    assert config.scheduler.max_consecutive_prefill_steps == gap

@@ -19,7 +19,7 @@ from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, se
 from llm_serving.config.row_checks import check_rows
 from llm_serving.config.rules import Rule
 from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
-from llm_serving.config.step_budget import choose_step_budget
+from llm_serving.config.step_budget import choose_prefill_gap, choose_step_budget
 from llm_serving.config.tables import TableReader
 from llm_serving.config.tls import CERTFILE, KEYFILE
 from llm_serving.config.values import Values
@@ -96,6 +96,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: 
         _use_checkpoint(values, mindformers)
     spec = _resolve_paths(values, reading)
     choose_step_budget(values, spec)
+    choose_prefill_gap(values)
     check_model(values, spec, mindformers)
     check_sections(values)
     check_device(values, spec)

@@ -280,8 +280,9 @@ class SchedulerConfig:
     """Tokens. Budget of one step; a longer prompt is computed in chunks. Where it is not given, `choose_step_budget`
     fits it to the model and to the other limits."""
 
-    max_consecutive_prefill_steps: int = option(4, integer(1, 10**6))
-    """Steps. Most prefill-only steps between two tokens of a running request."""
+    max_consecutive_prefill_steps: int = option(1, integer(1, 10**6))
+    """Steps. Most prefill-only steps between two tokens of a running request. Not given: 1, since a step that begins
+    with decoding has room for nearly as much of prompts; 4 where `composition` separates them."""
 
     max_consecutive_decode_steps: int = option(16, integer(1, 10**6))
     """Steps. `decode_first`: most decode-only steps while prompts wait."""

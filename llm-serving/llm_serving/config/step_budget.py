@@ -16,6 +16,17 @@ SMALLEST: Final = 128
 """Tokens of prompts. Products of so many rows are within a tenth of as quick as they get."""
 
 
+PREFILL_GAP: Final = "scheduler_config.max_consecutive_prefill_steps"
+SEPARATE_PREFILL_GAP: Final = 4
+"""Steps. Where a step decodes or computes prompts, decoding after each step of prompts would take half of the time."""
+
+
+def choose_prefill_gap(values: Values) -> None:
+    """Sets `max_consecutive_prefill_steps` if it is not given and steps are separate."""
+    if not values.is_given(PREFILL_GAP) and values["scheduler_config.composition"] == "separate":
+        values.set(PREFILL_GAP, SEPARATE_PREFILL_GAP, "scheduler_config.composition")
+
+
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Sets `max_prefill_tokens` if it is not given and its default does not suit the model.
 
