@@ -5,6 +5,8 @@
     python scheduling_experiments.py tenants  --output FOLDER      a tenant of long prompts beside one of short ones
     python scheduling_experiments.py burst    --output FOLDER      a burst of batch work beside interactive users
     python scheduling_experiments.py refusals --output FOLDER      twice the capacity, and clients that obey Retry-After
+    python scheduling_experiments.py inversion --output FOLDER     long answers that have waited beside short ones
+    python scheduling_experiments.py floods   --output FOLDER      streams beside a flood of long prompts
 
 Writes NAME.md, NAME.json and NAME.svg. Needs the package and matplotlib: pip install -e 'llm-serving[bench]'.
 
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import batching, burst, policies, refusals, tenants
+from experiments import batching, burst, floods, inversion, policies, refusals, tenants
 from experiments.bench import Bench
 from experiments.results import Result, markdown, write
 from experiments.server import ServerError
@@ -28,6 +30,8 @@ EXPERIMENTS: dict[str, Callable[[Bench], Result]] = {
     "tenants": tenants.run,
     "burst": burst.run,
     "refusals": refusals.run,
+    "inversion": inversion.run,
+    "floods": floods.run,
 }
 
 

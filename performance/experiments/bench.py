@@ -128,23 +128,33 @@ class Served:
 
     def run(self, load: str, jobs: Sequence[Job], due_times_s: Sequence[float]) -> Trial:
         """Sends referenced jobs when they are due, ascending, after a few to warm up."""
+        return self.run_beside(load, (jobs, Load(due_times_s)))
+
+    def run_beside(self, load: str, *streams: tuple[Sequence[Job], Load]) -> Trial:
+        """Sends several streams of referenced jobs at once, each in its own way, after a few to warm up."""
+        jobs = [job for stream, _ in streams for job in stream]
         assert all(_key(job) in self.bench.references for job in jobs)
         self._run(jobs[:NUM_WARMUP_JOBS], Load(concurrency=NUM_WARMUP_JOBS))
         before = asyncio.run(read_counters(self.http))
-        run = self._run(jobs, Load(due_times_s))
+        runs = asyncio.run(self._run_all(streams))
         after = asyncio.run(read_counters(self.http))
         counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        records = sorted(run.records, key=lambda record: record.index)
-        trial = Trial(self.variant, load, records, counters, run.client_cpu_share)
+        records = [record for run in runs for record in sorted(run.records, key=lambda record: record.index)]
+        trial = Trial(self.variant, load, records, counters, sum(run.client_cpu_share for run in runs))
         self.bench.trials.append(trial)
         exact = exact_match(records)
+        wall_s = max(run.wall_s for run in runs)
         print(
-            f"  {self.variant}, {load}: {run.wall_s:.1f} s, {exact.num_exact} of {exact.num_expected} exact",
+            f"  {self.variant}, {load}: {wall_s:.1f} s, {exact.num_exact} of {exact.num_expected} exact",
             file=sys.stderr,
         )
         for reason in failures(records):
             print(f"  failed: {reason}", file=sys.stderr)
         return trial
+
+    async def _run_all(self, streams: Sequence[tuple[Sequence[Job], Load]]) -> list[Run]:
+        loads = (run_load(self.http, self.options, jobs, load, lambda _: None) for jobs, load in streams)
+        return await asyncio.gather(*loads)
 
     def _run(self, jobs: Sequence[Job], load: Load) -> Run:
         return asyncio.run(run_load(self.http, self.options, jobs, load, lambda _: None))

@@ -1,8 +1,9 @@
 """Figures over the records of trials; pure functions."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from metrics import ServiceLevel, percentile
@@ -64,6 +65,18 @@ def served_tokens(
         total += count
         served.append((time_s, total))
     return served
+
+
+def gaps_ms(records: Iterable[RequestRecord], until_s: float) -> list[float]:
+    """Milliseconds between a token and the next, of all requests, where the first came before `until_s`."""
+    times = (record.token_times_s for record in records)
+    return [1e3 * (after - before) for each in times for before, after in pairwise(each) if before < until_s]
+
+
+def per_second(records: Iterable[RequestRecord], until_s: int) -> list[int]:
+    """How many requests ended in each second of the run."""
+    ended = Counter(int(record.end_s) for record in records if record.ok)
+    return [ended[second] for second in range(until_s)]
 
 
 def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:

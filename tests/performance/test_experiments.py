@@ -181,3 +181,14 @@ def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
         pytest.approx(0.2),
         pytest.approx(3.0, rel=0.05),
     )
+
+
+def test_gaps_are_those_between_the_tokens_of_one_request():
+    records = [make_record("a", 0.5, 0.75, 1.5), make_record("a", 2.0)]
+    assert measures.gaps_ms(records, 9.0) == [250.0, 750.0]
+    assert measures.gaps_ms(records, 0.6) == [250.0]
+
+
+def test_requests_that_ended_are_counted_by_the_second():
+    records = [make_record("a", end) for end in (0.1, 1.2, 1.9, 7.0)]
+    assert measures.per_second(records, 3) == [1, 2, 0]
