@@ -142,3 +142,14 @@ class TestLegacy:
         parameters = {f"field{i}": i for i in range(1, 100)}
         response = post(FakeEngine(), "/models/demo", {"inputs": "x", "parameters": parameters | {"max_new_tokens": 5}})
         assert response.headers[IGNORED_HEADER].count(",") == MAX_NAMED
+
+
+@pytest.mark.parametrize("value", [b"1e400", b"[1e400]", b"-1e999"])
+def test_a_number_that_no_float_holds_is_refused_with_its_field(value):
+    response = post(FakeEngine(), "/tokenize", b'{"prompt": "hello", "mirostat": ' + value + b"}")
+    assert (response.status_code, error_of(response)["param"]) == (400, "mirostat")
+
+
+def test_a_name_of_no_field_that_is_no_text_is_refused():
+    response = post(FakeEngine(), "/v1/completions", b'{"prompt": "hello", "a\xff": null}')
+    assert (response.status_code, error_of(response)["param"]) == (400, "body")

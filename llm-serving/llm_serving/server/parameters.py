@@ -19,7 +19,7 @@ import msgspec
 from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import RequestError, shorten
 from llm_serving.server.body_census import check_census
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.request_body import decode_body, read_body
@@ -201,7 +201,10 @@ def check_other_fields(http_request: Request, body: bytes, kind: type) -> None:
     Raises:
         RequestError: Names the field.
     """
-    ignored = list(dict.fromkeys(_ignored(_decode_object(body), kind, "")))
+    try:
+        ignored = list(dict.fromkeys(_ignored(_decode_object(body), kind, "")))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # in what has no place in a `kind`
+        raise RequestError("body", f"must be valid JSON: {shorten(str(error))}") from None
     if ignored:
         shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
         others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []
@@ -240,7 +243,10 @@ def _ignored_within(raw: msgspec.Raw, kind: type, place: str) -> list[str]:
 def _asks_for_nothing(raw: msgspec.Raw, row: Refused | Ignored) -> bool:
     if len(raw) > MAX_NEUTRAL_BYTES:
         return False
-    value = msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # valid JSON that is no value, such as 1e400
     if value is None or value == [] or value == {}:
         return True
     # For Python, True is 1 as well.
