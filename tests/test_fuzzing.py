@@ -1,0 +1,29 @@
+"""Every target over its corpus and some hundred inputs near it; `python tests/fuzz.py all --minutes 60` for longer."""
+
+import random
+
+import pytest
+from fuzzing import TARGETS, mutated
+
+NUM_INPUTS = {"frames": 800, "requests": 800, "safetensors": 500, "yaml": 60}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_bytes_from_outside_are_read_or_refused(name):
+    target, rng = TARGETS[name], random.Random(7)
+    for data in target.corpus:
+        target.read(data)
+    for number in range(NUM_INPUTS[name]):
+        data = mutated(rng, target.corpus)
+        try:
+            target.read(data)
+        except Exception as error:
+            error.add_note(f"input {number}: {data[:300]!r}")
+            raise
+
+
+def test_inputs_are_changed_and_repeatable():
+    corpus = TARGETS["requests"].corpus
+    made = [mutated(random.Random(seed), corpus) for seed in range(50)]
+    assert made == [mutated(random.Random(seed), corpus) for seed in range(50)]
+    assert len(set(made) - set(corpus)) > 40
