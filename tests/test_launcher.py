@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 import trustme
+from llm_serving import launcher
 from llm_serving.config.schema import ApiKey, ModelConfig, ServerConfig, ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.launcher import ServerRecord, StartError, curl_line, start, stop
@@ -112,6 +113,17 @@ class TestStop:
             assert not is_alive(first)
             assert not is_alive(second)
             assert not any(path.exists() for path in paths)
+
+    def test_the_log_of_a_server_that_has_ended_is_waited_for(self, tmp_path, monkeypatch):
+        awaited = []
+        monkeypatch.setattr(launcher, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))
+        with a_process() as keeper, a_process() as server:
+            record = msgspec.structs.replace(record_of(server.pid), log_keeper=keeper.pid)
+            write(tmp_path, record)
+            server.kill()
+            server.wait()
+            assert stop(tmp_path, None) == 0
+            assert awaited == [keeper.pid]
 
     def test_a_server_that_does_not_end_is_killed_with_its_work_agents(self, tmp_path):
         script = "trap '' TERM; sleep 600 & echo ready; wait; wait"

@@ -131,9 +131,9 @@ def stop(run_dir: Path, port: int | None) -> int:
         if process is not None:
             count += 1
             _end(process, record.stop_timeout_s)
-            if (keeper := record.keeper()) is not None:
-                _wait_for_log(keeper)
             _say(f"stopped the server on port {record.port} (pid {record.pid})")
+        if (keeper := record.keeper()) is not None:
+            _wait_for_log(keeper)
         (folder / "server.json").unlink(missing_ok=True)
     if not count:
         _say("no server was running" if port is None else f"no server was running on port {port}")
