@@ -223,7 +223,7 @@ class FakeEngine:
     ) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
-        return Admission(self.predicted_s)
+        return Admission()
 
     def generate(
         self,

@@ -47,6 +47,7 @@ TOKENIZER: Any = WordTokenizer()
 CHARACTERS_A_TOKEN = 3.3
 STEP_S, TOKEN_S = 0.003, 0.0001
 ROUND_TRIP_S = 0.002
+WARM_S = 2.0
 
 
 @dataclass(eq=False)
@@ -244,6 +245,11 @@ def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, 
     return clients
 
 
+def warm_up(rate: float, first: int = 1_000_000) -> list[Client]:
+    """What a server has seen before it is overloaded at second `WARM_S`: most of what it can do."""
+    return shipped_clients(0.9 * rate, WARM_S, 99, first=first)
+
+
 def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
     """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
     lengths = itertools.cycle(shipped_lengths(seed))
@@ -316,9 +322,9 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    most = capacity(args.seed, slots=args.slots, noise=args.noise)
-    clients = shipped_clients(args.load * most, args.seconds, args.seed)
-    world = World(clients, slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
+    most = capacity(args.seed, max(600, 12 * args.slots), slots=args.slots, noise=args.noise)
+    clients = shipped_clients(args.load * most, args.seconds, args.seed, start=WARM_S)
+    world = World([*warm_up(most), *clients], slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
     world.run()
     result = outcome(clients)
     lines = [

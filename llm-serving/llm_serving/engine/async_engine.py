@@ -26,7 +26,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.admission import check_beam_search, check_priority, check_request, end_token_ids, stop_token_ids
 from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.class_metrics import ClassLoad
-from llm_serving.engine.door import Door, Replica
+from llm_serving.engine.door import Door, Forecast, Replica
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.explanation import Explanation, answers_to, explain
 from llm_serving.engine.journal import Life
@@ -74,8 +74,14 @@ class EngineHealth:
 class Admission:
     """What the door says to those it lets in."""
 
-    predicted_s: float | None = None
-    """Seconds to the first token of the last of them; None: too little has been measured."""
+    forecast: Forecast | None = None
+    """Of the first token of the last of them; None: too little has been measured."""
+    of_one: bool = True
+    """Whether it is for one request."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        return None if self.forecast is None else self.forecast.seconds
 
 
 class RequestStream:
@@ -146,6 +152,8 @@ class AsyncEngine:
         self._threads: list[threading.Thread] = []
         self._streams: dict[str, RequestStream] = {}
         self._owners: dict[str, Engine] = {}
+        self._forecasts: dict[str, tuple[Forecast, float]] = {}
+        """And when they were made: of requests that have no token yet."""
         self._live = LiveRequests()
         self._states_asked: dict[int, asyncio.Future[SchedulerState]] = {}
         """The newest question to each replica."""
@@ -273,7 +281,7 @@ class AsyncEngine:
             raise
         num_tokens = len(prompt_token_ids)
         if admission is None:
-            self._check_deadline(replica, engine, [num_tokens], priority, tenant, deadline)
+            self._check_deadline(replica, engine, [num_tokens], priority, deadline)
             admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
@@ -299,6 +307,8 @@ class AsyncEngine:
         self._streams[request.request_id] = stream
         self._owners[request.request_id] = engine
         self._live.add(request)
+        if admission.forecast is not None and admission.of_one and beam_search is None:
+            self._forecasts[request.request_id] = admission.forecast, request.arrival_time
         self._num_open[engine] += 1
         self._room.enter(request.request_id, replica, request_class, tenant, num_tokens)
         try:
@@ -327,7 +337,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         replica, engine = self._least_loaded()
-        self._check_deadline(replica, engine, prompt_lens, priority, tenant, deadline)
+        self._check_deadline(replica, engine, prompt_lens, priority, deadline)
         return self._check_capacity(replica, engine, prompt_lens, priority, tenant, visitor)
 
     def _check_deadline(
@@ -336,12 +346,11 @@ class AsyncEngine:
         engine: Engine,
         prompt_lens: Sequence[int],
         priority: int,
-        tenant: str,
         deadline: float | None,
     ) -> None:
         if deadline is not None:
             at = self._as_seen_from_the_door(replica, engine)
-            self._door.check_deadline(prompt_lens, priority, tenant, deadline - self.clock(), at)
+            self._door.check_deadline(prompt_lens, priority, deadline - self.clock(), at)
 
     def _check_capacity(
         self,
@@ -353,9 +362,9 @@ class AsyncEngine:
         visitor: Visitor,
     ) -> Admission:
         at = self._as_seen_from_the_door(replica, engine)
-        return Admission(self._door.check(prompt_lens, priority, tenant, visitor, at))
+        return Admission(self._door.check(prompt_lens, priority, tenant, visitor, at), len(prompt_lens) == 1)
 
-    def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
+    def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0) -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.
 
         Raises:
@@ -363,7 +372,8 @@ class AsyncEngine:
         """
         request_class = class_of(priority, self.config.request_classes)
         at = self._as_seen_from_the_door(*self._least_loaded())
-        return self._door.predict([num_prompt_tokens], request_class, tenant, at)
+        forecast = self._door.predict([num_prompt_tokens], request_class, at)
+        return None if forecast is None else forecast.seconds
 
     def _as_seen_from_the_door(self, replica: int, engine: Engine) -> Replica:
         return Replica(
@@ -543,6 +553,7 @@ class AsyncEngine:
         self._room.leave(request_id)
         self._live.discard(request_id)
         self._streams.pop(request_id, None)
+        self._forecasts.pop(request_id, None)
         engine = self._owners.pop(request_id, None)
         if engine is not None:
             self._num_open[engine] -= 1
@@ -622,6 +633,14 @@ class AsyncEngine:
             stream = self._streams.get(piece.request_id)
             if stream is None:
                 continue
+            if piece.request_id in self._forecasts:
+                self._learn(piece)
             if piece.finished:
                 self._forget(piece.request_id)
             stream.put(piece)
+
+    def _learn(self, first: RequestOutput) -> None:
+        """The first piece of an answer has come: the door may learn from what it predicted."""
+        forecast, began = self._forecasts.pop(first.request_id)
+        if first.token_ids:
+            self._door.learn(forecast, self.clock() - began)

@@ -5,19 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.engine.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
 from llm_serving.engine.class_metrics import ClassMetrics
+from llm_serving.engine.corrections import Corrections
 from llm_serving.engine.load_estimator import Measured, Queue
 from llm_serving.engine.waiting_room import Limit, WaitingRoom
 from llm_serving.errors import CapacityError, RequestError
 
+FEW_ENDS: Final = 8
+"""Requests that must end before one can start; up to so many, chance has more to say than the rate."""
 RETURNED_MEMORY: Final = 32
 """Requests let in at their second coming after which one counts 1/e for what others are told."""
+
+
+class Kind(NamedTuple):
+    """Predictions that err alike."""
+
+    class_name: str
+    queue: str
+    """Whether slots are free, get free soon, or many must end before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of the time from the door to the first token."""
+
+    seconds: float
+    uncorrected_s: float
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +69,13 @@ class Door:
         self._room = room
         self._metrics = metrics
         self._clock = clock
+        self._corrections: Corrections[Kind] = Corrections()
         self._wait_of_returned: dict[str, float] = {}
         """By class, seconds that those who came back were predicted to wait then."""
 
     def check(
         self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
-    ) -> float | None:
+    ) -> Forecast | None:
         """Checks requests that belong together: all may come in, or none.
 
         Args:
@@ -65,7 +86,7 @@ class Door:
             replica: Where the first would go.
 
         Returns:
-            Seconds until the first token of the last of them, as predicted; None where too little has been measured.
+            When the last of them is expected to have its first token; None where too little has been measured.
 
         Raises:
             RequestError: They would not come in even if nothing waited.
@@ -82,7 +103,8 @@ class Door:
         self.book.advance(now)
         appointment = self.book.due(visitor, now)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
-        predicted_s = self.predict(prompt_lens, request_class, tenant, replica)
+        forecast = self.predict(prompt_lens, request_class, replica)
+        predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
         for limit in limits:
@@ -106,7 +128,7 @@ class Door:
             if predicted_s is not None:
                 before_s = self._wait_of_returned.get(request_class.name, predicted_s)
                 self._wait_of_returned[request_class.name] = before_s + (predicted_s - before_s) / RETURNED_MEMORY
-        return predicted_s
+        return forecast
 
     def _arrange(
         self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
@@ -129,23 +151,24 @@ class Door:
             self.book.make(visitor, now + seconds, places)
         return seconds
 
-    def check_deadline(
-        self, prompt_lens: Sequence[int], priority: int, tenant: str, remaining_s: float, replica: Replica
-    ) -> None:
+    def check_deadline(self, prompt_lens: Sequence[int], priority: int, remaining_s: float, replica: Replica) -> None:
         """Raises CapacityError where the last of these requests would have its first token after its deadline."""
         request_class = class_of(priority, self._classes)
-        predicted_s = self.predict(prompt_lens, request_class, tenant, replica)
-        if predicted_s is None or predicted_s <= remaining_s:
+        forecast = self.predict(prompt_lens, request_class, replica)
+        if forecast is None or forecast.seconds <= remaining_s:
             return
+        predicted_s = forecast.seconds
         self._metrics.refused(request_class, "deadline", len(prompt_lens))
         expected = f"the first token is expected in {predicted_s:.2f} s"
         message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.2f} s"
         raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
 
-    def predict(
-        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
-    ) -> float | None:
-        """Seconds until the last of these requests would have its first token; None where too little is known."""
+    def predict(self, prompt_lens: Sequence[int], request_class: RequestClass, replica: Replica) -> Forecast | None:
+        """When the last of these requests would have its first token; None where too little is known.
+
+        It reckons with what is there, its own class and higher ones, and corrects that by what such predictions have
+        lacked lately: those who come later and go first, tenants and what a step ahead costs are in that.
+        """
         measured = replica.measured
         if measured is None:
             return None
@@ -157,7 +180,16 @@ class Door:
         queue = Queue(
             ahead.num_waiting + num_requests, ahead.num_waiting_tokens + num_tokens, ahead.num_running, num_running
         )
-        return measured.seconds_to_first_token(queue)
+        seconds = measured.seconds_to_first_token(queue)
+        if seconds is None:
+            return None
+        num_ends = queue.num_running + queue.num_requests - measured.num_slots
+        kind = Kind(request_class.name, "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long")
+        return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
+
+    def learn(self, forecast: Forecast, real_s: float) -> None:
+        """What became of a prediction for one request."""
+        self._corrections.learn(forecast.kind, forecast.uncorrected_s, real_s)
 
     def _promise(self, request_class: RequestClass, predicted_s: float, num_requests: int, replica: Replica) -> Limit:
         """What was promised to the class as a limit like the others: on milliseconds of waiting."""
