@@ -19,6 +19,7 @@ from experiments.results import Result, Table
 NUM_SLOTS = 32
 NUM_PLACES = 64
 NUM_QUESTIONS = 408
+NUM_FOR_CAPACITY = 400
 MAX_TOKENS = 500
 """Longer than any right answer."""
 LOAD = 2.0
@@ -26,13 +27,15 @@ LOAD = 2.0
 SECONDS = 20.0
 """Of arrivals."""
 MAX_RETRIES = 50
-SETTINGS = (f"model_config.decode_batch_size={NUM_SLOTS}", f"scheduler_config.max_waiting_queue={NUM_PLACES}")
+SLOTS = f"model_config.decode_batch_size={NUM_SLOTS}"
+PLACES = f"scheduler_config.max_waiting_queue={NUM_PLACES}"
 
 
 def run(bench: Bench) -> Result:
-    with bench.serve("refusals", *SETTINGS) as server:
-        server = replace(server, options=replace(server.options, max_retries=MAX_RETRIES))
+    with bench.serve("without refusals", SLOTS) as server:
         capacity = _measure_capacity(server)
+    with bench.serve("refusals", SLOTS, PLACES) as server:
+        server = replace(server, options=replace(server.options, max_retries=MAX_RETRIES))
         num = bench.count(round(LOAD * capacity * SECONDS))
         trial = server.run(
             "twice the capacity", server.referenced(_jobs(bench, num)), poisson(LOAD * capacity, num, bench.seed)
@@ -47,8 +50,8 @@ def _jobs(bench: Bench, num: int) -> list[Job]:
 
 
 def _measure_capacity(server: Served) -> float:
-    """Requests a second while all slots are taken, from as many at once as are let in."""
-    jobs = server.referenced(_jobs(server.bench, NUM_SLOTS + NUM_PLACES))
+    """Requests a second while all slots are taken."""
+    jobs = server.referenced(_jobs(server.bench, server.bench.count(NUM_FOR_CAPACITY)))
     return measures.saturated_rate(server.run("capacity", jobs, [0.0] * len(jobs)).records)
 
 
