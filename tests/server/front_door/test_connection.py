@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door import Connection, Guests
-from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, WRITE_BUFFER_BYTES
+from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, TLS_BYTES, WRITE_BUFFER_BYTES
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState
 
@@ -343,6 +343,18 @@ class TestBytesHeld:
                 assert others_transport.statuses == []
                 assert house.app.left == ["/"]
                 other.connection_lost(None)
+
+        asyncio.run(run())
+
+    def test_with_tls_its_buffers_weigh_too(self):
+        async def run():
+            async with door() as (house, connection, _):
+                connection.scheme = "https"
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n" + b"x" * 3000)
+                assert house.guests.num_bytes == 3000 + TLS_BYTES
+                connection.data_received(b"x" * 2000)
+                await settle()
+                assert house.guests.num_bytes == 0
 
         asyncio.run(run())
 

@@ -21,6 +21,9 @@ ACCEPTED_AT_ONCE: Final = 64
 """Connections taken before others get their turn on the event loop."""
 PAUSE_S: Final = 0.25
 """Seconds until the next try when the system has no file descriptor or memory for a connection."""
+TLS_READ_BYTES: Final = 16 * 1024
+"""Bytes that the kernel is asked to keep of a connection with TLS (it doubles them), and the layer of TLS of what was
+not taken: left alone, the two keep most of a megabyte of each."""
 TLS_SHUTDOWN_S: Final = 2.0
 """Seconds a client gets to take leave of TLS."""
 
@@ -57,6 +60,8 @@ class Acceptor:
         self._pause: asyncio.TimerHandle | None = None
         self._exhausted = False
         self._closed = False
+        if certificates is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, TLS_READ_BYTES)  # connections inherit it
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
@@ -129,10 +134,11 @@ class Acceptor:
         if self._certificates is None:
             await self._loop.connect_accepted_socket(lambda: reader, client)
         else:
-            await self._loop.connect_accepted_socket(
+            transport, _ = await self._loop.connect_accepted_socket(
                 lambda: reader,
                 client,
                 ssl=self._certificates.context,
                 ssl_handshake_timeout=self._handshake_timeout_s,
                 ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
+            transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only

@@ -24,6 +24,8 @@ SLICE_BYTES: Final = 4 * 1024
 """Most bytes of a chunked body that are parsed before others get their turn on the event loop."""
 BODY_PER_FRAMING: Final = 4
 """Bytes of a chunked body for each byte of framing beyond `max_header_bytes`: tiny chunks cost much time."""
+TLS_BYTES: Final = 128 * 1024
+"""What the layer of TLS keeps beside the bytes of a connection that wait."""
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Bytes written and not taken by the client at which an answer waits."""
 BODY_GRACE_S: Final = 5.0
@@ -328,6 +330,8 @@ class Connection(HttpToolsProtocol):
             weight += self._body_bytes
         if self._write_timer is not None:
             weight += self.transport.get_write_buffer_size()
+        if weight and self.scheme == "https":
+            weight += TLS_BYTES
         if weight != self.weight:
             self._guests.weigh(self, weight)
 
