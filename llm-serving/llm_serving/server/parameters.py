@@ -28,6 +28,7 @@ from llm_serving.server.schemas import (
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
+    PriorityRequest,
     TokenizeRequest,
 )
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
@@ -155,6 +156,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ),
     TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
     DetokenizeRequest: BodyFields(),
+    PriorityRequest: BodyFields(),
     TGIRequest: BodyFields(
         {"options": Ignored("only matters to caches before the server")}, nested={"parameters": TGIParameters}
     ),

@@ -34,6 +34,15 @@ class CallerFields(Struct, kw_only=True):
     """Seconds after which the answer is of no more use; also the header `x-request-timeout-s`."""
 
 
+class PriorityRequest(Struct):
+    """One of the two."""
+
+    priority: int | None = None
+    """Smaller runs first; it falls into the class with the largest rank at or below it."""
+    priority_class: str | None = None
+    """A name of `request_classes`."""
+
+
 class GenerationRequest(CallerFields, kw_only=True):
     """What completions and chat have in common. null means: not given."""
 

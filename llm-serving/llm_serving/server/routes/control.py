@@ -16,8 +16,9 @@ from llm_serving.server.authentication import api_key_of, tenant_seen
 from llm_serving.server.caller import ceiling_of, wanted_priority
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
-from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.parameters import read_fields
 from llm_serving.server.scheduler_view import SchedulerView, view_of
+from llm_serving.server.schemas import PriorityRequest
 
 
 class Cancelled(Struct):
@@ -30,15 +31,6 @@ async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response
     """Ends a request at the next step; its client gets what there is and the finish reason `abort`."""
     request_id = http_request.path_params["request_id"]
     return json_response(Cancelled(request_id, engine.cancel(request_id, tenant_seen(http_request))))
-
-
-class PriorityRequest(Struct):
-    """One of the two."""
-
-    priority: int | None = None
-    """Smaller runs first; it falls into the class with the largest rank at or below it."""
-    priority_class: str | None = None
-    """A name of `request_classes`."""
 
 
 class Reprioritised(Struct):
@@ -55,7 +47,7 @@ class Reprioritised(Struct):
 async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Gives a request that waits or runs another priority, within what its caller may ask for."""
     request_id, config = http_request.path_params["request_id"], engine.config
-    body = decode_body(await read_body(http_request, config.serving), PriorityRequest)
+    body = await read_fields(engine, http_request, PriorityRequest)
     ceiling = ceiling_of(config, api_key_of(http_request))
     priority = wanted_priority(config, ceiling, body.priority, body.priority_class)
     if priority is None:
