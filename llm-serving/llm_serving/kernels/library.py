@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ _FLAGS = (
 )
 _POLL_S = 0.1
 _POLLS_A_LINE = 100
+_LONGEST_SILENCE_S = 10.0
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
@@ -321,10 +322,13 @@ def _build(compiler: Compiler, path: Path, on_progress: Progress) -> None:
         commands = _compile_commands(compiler, Path(scratch))
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             tasks = [pool.submit(_run, command) for command in commands.values()]
-            for done, task in enumerate(as_completed(tasks), start=1):
-                task.result()
-                seconds = time.monotonic() - started
-                on_progress(f"compiling the operator library: {done} of {num_sources} sources, {seconds:.0f} s")
+            pending = set(tasks)
+            while pending:
+                done, pending = wait(pending, _LONGEST_SILENCE_S, FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                seconds, num_done = time.monotonic() - started, num_sources - len(pending)
+                on_progress(f"compiling the operator library: {num_done} of {num_sources} sources, {seconds:.0f} s")
         linked = Path(scratch) / path.name
         _run([compiler.path, "-shared", "-o", str(linked), *map(str, commands), "-pthread"])
         linked.replace(path)
