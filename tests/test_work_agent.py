@@ -267,7 +267,7 @@ class TestSteps:
         master.load()
         layout = master.buffers.write(0, [np.zeros(3, np.int32)])
         master.channel.send(RunStep(0, 0, layout))
-        with pytest.raises(ProtocolError, match="a step has 24 arrays; 1 arrived"):
+        with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
 
     def test_a_buffer_that_does_not_exist_ends_it(self, start):
