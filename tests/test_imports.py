@@ -73,6 +73,7 @@ MEASURE_IN_PROCESS = {
     "kernel_benchmark.py",
     "kernel_cases.py",
     "load_benchmark.py",
+    "loop_holds.py",
     "machine_limits.py",
     "random_agent.py",
     "sampler_benchmark.py",

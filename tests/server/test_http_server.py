@@ -138,7 +138,7 @@ def test_a_body_that_does_not_arrive_ends_the_connection(path):
     with serving(engine) as url:
         port = int(url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: server\r\nContent-Length: 50\r\n\r\n{{".encode())
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{{".encode())
             with connection.makefile("rb") as reader:
                 head, _, body = reader.read().partition(b"\r\n\r\n")  # returns when the server closes
     status, *headers = head.split(b"\r\n")

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import FakeEngine
+from fakes import FakeEngine, Piece, Script
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
-from llm_serving.server import body_census, generation, parameters, request_body
+from llm_serving.server import body_census, generation, request_body
 from llm_serving.server import off_loop as off_loop_module
 from llm_serving.server.body_census import MAX_CONTAINERS, MAX_DIGITS, MAX_TEXTS, MAX_VALUES, check_census
 from llm_serving.server.off_loop import INLINE_BYTES, ITEMS_AT_ONCE, Long, encode_in_parts
@@ -109,7 +109,7 @@ def test_every_route_reads_long_bodies_beside_the_loop(endpoint, monkeypatch):
         threads.append(threading.current_thread())
         raise RequestError("body", "is seen")
 
-    monkeypatch.setattr(parameters, "decode_body", decode)
+    monkeypatch.setattr(request_body, "decode_body", decode)
     path = endpoint.path.replace("{name:path}", "demo").replace("{request_id}", "x").replace("{id}", "x")
     post(FakeEngine(max_body_bytes=2**20), path, b" " * (INLINE_BYTES + 1))
     assert len(threads) == 1
@@ -190,3 +190,49 @@ def test_errors_of_long_bodies_do_not_repeat_the_value():
     body = {"prompt": "x" * 100_000, "max_tokens": "many"}
     error = error_of(post(FakeEngine(max_body_bytes=2**20), "/v1/completions", body))
     assert error["message"] == "`max_tokens` is not valid: expected `int | null`, got `str`"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "best_of": 2, "n": 1, "logprobs": 5}),
+        ("/v1/completions", {"prompt": "x", "n": 2, "logprobs": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5}),
+        ("/generate", {"inputs": "x", "parameters": {"details": True, "top_n_tokens": 5}}),
+    ],
+)
+def test_long_answers_are_put_together_and_written_beside_the_loop(path, body, monkeypatch):
+    threads = {"write": set(), "read": set()}
+
+    def encode(content: Any) -> bytes:
+        threads["write"].add(threading.current_thread())
+        return msgspec.json.encode(content)
+
+    original = Tokenizer.token_text
+
+    def token_text(self: Tokenizer, token_id: int) -> str:
+        threads["read"].add(threading.current_thread())
+        return original(self, token_id)
+
+    monkeypatch.setattr(off_loop_module, "_encode", encode)
+    monkeypatch.setattr(Tokenizer, "token_text", token_text)
+    response = post(FakeEngine(script=Script((Piece("a", 300), Piece("b")))), path, body)
+    assert response.status_code == 200, response.text
+    assert threads["write"]
+    assert threading.main_thread() not in threads["write"]
+    if path != "/generate":  # its events are told one by one
+        assert threads["read"] - {threading.main_thread()}
+
+
+def test_many_ids_are_hashed_beside_the_loop(monkeypatch):
+    threads = []
+    original = generation._visitor
+
+    def visitor(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return original(*arguments)
+
+    monkeypatch.setattr(generation, "_visitor", visitor)
+    monkeypatch.setattr(generation, "INLINE_ITEMS", 1000)
+    assert post(FakeEngine(max_body_bytes=2**20), "/v1/completions", {"prompt": [[1] * 110] * 10}).status_code == 200
+    assert threading.main_thread() not in threads

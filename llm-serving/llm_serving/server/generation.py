@@ -20,7 +20,7 @@ from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, 
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
-from llm_serving.server.off_loop import off_loop
+from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 from llm_serving.server.sampling import with_choice_seed
 from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
@@ -153,7 +153,8 @@ async def start_generation(
         LLMServingError: The engine refuses one of them; none runs then.
     """
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
-    visitor, admission = _visitor(caller, prompts, samplings), None
+    is_much = sum(map(len, prompts)) > INLINE_ITEMS
+    visitor, admission = await off_loop(is_much, lambda: _visitor(caller, prompts, samplings)), None
     if len(prompt_lens) > 1:
         admission = engine.check_capacity(
             prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor, deadline=caller.deadline

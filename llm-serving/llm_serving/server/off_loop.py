@@ -17,6 +17,8 @@ INLINE_BYTES: Final = 2**15
 """Bodies up to this length are read on the loop, at once: 4 ms at worst. A thread would cost 0.1 ms."""
 INLINE_ITEMS: Final = 2**11
 """The same of lists that are gone through."""
+INLINE_TOKENS: Final = 64
+"""The same of tokens with log-probabilities: each may name twenty others."""
 ITEMS_AT_ONCE: Final = 2**8
 """Of a list that is written as JSON in one call."""
 
@@ -43,7 +45,9 @@ def encode_in_parts(content: Any) -> bytes:
     return b"".join(_parts(content))
 
 
-async def large_json_response(content: Long | dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+async def large_json_response(
+    content: Long | dict[str, Any] | list[Any], headers: dict[str, str] | None = None
+) -> Response:
     """An answer that may be long, written beside the loop."""
     body = await asyncio.to_thread(encode_in_parts, content)
     return Response(body, headers=headers, media_type="application/json")
@@ -73,7 +77,7 @@ def _parts(content: Any) -> Iterator[bytes]:
 
 def _list_parts(items: list[Any]) -> Iterator[bytes]:
     opening = b"["
-    step = 1 if isinstance(items[0], Long) else ITEMS_AT_ONCE
+    step = 1 if isinstance(items[0], Long) or len(items) == 1 else ITEMS_AT_ONCE
     for start in range(0, len(items), step):
         yield opening
         if step == 1:

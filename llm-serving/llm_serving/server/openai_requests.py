@@ -17,12 +17,15 @@ from llm_serving.errors import ModelNotFoundError, RequestError
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.note import note_of
+from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
 from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
 
 LEGACY_MODEL_NAMES: Final = ("llama2", "internlm")
 """Names of older routes; they mean the served model, whatever it is."""
+MAX_INLINE_TOKENS: Final = 256
+"""Longer answers that tell more of their tokens than the text are written beside the event loop."""
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
@@ -118,7 +121,11 @@ async def respond(
             headers=identity.headers,
         )
     result = await complete(http_request.receive, generation, answer.whole(generation))
-    return json_response(result, headers=identity.headers | generation.headers)
+    headers = identity.headers | generation.headers
+    tells_tokens = request.return_token_ids or getattr(request, "logprobs", None) not in (None, False)
+    if result.usage.total_tokens > MAX_INLINE_TOKENS and tells_tokens:
+        return await large_json_response(result, headers)
+    return json_response(result, headers=headers)
 
 
 def token_as_id(token_id: int) -> str:

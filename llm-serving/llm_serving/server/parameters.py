@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -20,9 +21,7 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, shorten
-from llm_serving.server.body_census import check_census
-from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.request_body import decode_body, read_body
+from llm_serving.server.request_body import read_as
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -185,19 +184,13 @@ async def read_fields(engine: AsyncEngine, http_request: Request, kind: type[T],
     Raises:
         RequestError: Names the field that is wrong, or what the body has too much of.
     """
-    body = await read_body(http_request, engine.config.serving)
-
-    def read() -> T:
-        if len(body) > INLINE_BYTES:
-            check_census(body)
-        request = decode_body(body, kind, strict=strict)
-        check_other_fields(http_request, body, kind)
-        return request
-
-    return await off_loop(len(body) > INLINE_BYTES, read)
+    limits = engine.config.serving
+    return await read_as(
+        http_request, limits, kind, strict=strict, check=partial(check_other_fields, http_request, kind)
+    )
 
 
-def check_other_fields(http_request: Request, body: bytes, kind: type) -> None:
+def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
     """Refuses the first field of a valid body that is not served and asks for something; remembers what is ignored.
 
     Raises:

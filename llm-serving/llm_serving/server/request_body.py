@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -11,6 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
+from llm_serving.server.body_census import check_census
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 
 MAX_ECHOED_BYTES: Final = 2**16
 """Of longer bodies an error does not tell the value: they would be read a second time for it."""
@@ -45,6 +48,41 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
     except TimeoutError:
         raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
     return bytes(body)
+
+
+async def read_as(
+    request: Request,
+    limits: ServerConfig,
+    kind: type[T],
+    *,
+    strict: bool = True,
+    check: Callable[[bytes], None] | None = None,
+) -> T:
+    """The body as a `kind`, as `read_body` and `decode_body` read it; beside the event loop where it is long.
+
+    Args:
+        request: The request.
+        limits: Of its size and time.
+        kind: A msgspec Struct.
+        strict: Do not read numbers and booleans out of strings.
+        check: What else the body has to pass, once it is known to be a `kind`.
+
+    Raises:
+        RequestError: Names the field that is wrong, or what the body has too much of.
+        ClientDisconnect: The client left before.
+    """
+    body = await read_body(request, limits)
+    is_long = len(body) > INLINE_BYTES
+
+    def decode() -> T:
+        if is_long:
+            check_census(body)
+        content = decode_body(body, kind, strict=strict)
+        if check is not None:
+            check(body)
+        return content
+
+    return await off_loop(is_long, decode)
 
 
 def decode_body(body: bytes, kind: type[T], *, strict: bool = True) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,10 +34,14 @@ async def select_best(
         if output.failed:
             yield ChoiceOutput(index // choices.best_of * choices.n, output)
         by_sequence.setdefault(index, []).append(output)
-    whole = [join_pieces(by_sequence[index]) for index in sorted(by_sequence)]
+    whole, means = [], []
+    for index in sorted(by_sequence):
+        whole.append(join_pieces(by_sequence[index]))
+        means.append(_mean_logprob(whole[-1]))
+        await asyncio.sleep(0)  # thousands of pieces each: others are served meanwhile
     for start in range(0, len(whole), choices.best_of):
-        ranked = sorted(whole[start : start + choices.best_of], key=lambda output: -_mean_logprob(output))
-        for place, output in enumerate(ranked[: choices.n]):
+        ranked = sorted(range(start, start + choices.best_of), key=lambda index: -means[index])
+        for place, output in enumerate([whole[index] for index in ranked[: choices.n]]):
             answer = output if with_logprobs else replace(output, logprobs=())
             yield ChoiceOutput(start // choices.best_of * choices.n + place, answer)
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
@@ -29,7 +30,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
-from llm_serving.server.off_loop import off_loop
+from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -220,7 +221,8 @@ class _Answer:
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(output.token_ids)
             if choice.logprobs is not None:
-                choice.logprobs.content.extend(self._logprobs(output.logprobs))
+                read = partial(self._logprobs, output.logprobs)
+                choice.logprobs.content.extend(await off_loop(len(output.logprobs) > INLINE_TOKENS, read))
             if output.finished:
                 choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
             self._usage.add(index, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from msgspec import UNSET, UnsetType
@@ -24,7 +25,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
-from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
+from llm_serving.server.off_loop import INLINE_ITEMS, INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -148,7 +149,8 @@ class _Answer:
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(output.token_ids)
             if choice.logprobs is not None:
-                self._add_logprobs(choice.logprobs, index, output.logprobs)
+                add = partial(self._add_logprobs, choice.logprobs, index, output.logprobs)
+                await off_loop(len(output.logprobs) > INLINE_TOKENS, add)
             if output.finished:
                 choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
             self._usage.add(index, output)

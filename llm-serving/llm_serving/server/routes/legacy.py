@@ -54,6 +54,7 @@ from llm_serving.server.caller import Caller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
+from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import check_model, request_id_of
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.sampling import sampling_params
@@ -102,7 +103,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         media_type = EVENT_STREAM if answer.is_sse else JSON_TYPE
         return StreamResponse(generation, answer, answer.failure_line, media_type=media_type, headers=headers)
     await complete(http_request.receive, generation, answer.read(generation))
-    return Response(answer.whole_line(), media_type=JSON_TYPE, headers=headers | generation.headers)
+    line = await off_loop(sampling.max_tokens > INLINE_TOKENS, answer.whole_line)
+    return Response(line, media_type=JSON_TYPE, headers=headers | generation.headers)
 
 
 async def _start(

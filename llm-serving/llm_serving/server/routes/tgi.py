@@ -34,6 +34,7 @@ from llm_serving.server.generation import (
     start_generation,
     token_pieces,
 )
+from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import request_id_of
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.sampling import sampling_params
@@ -78,6 +79,8 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         return StreamResponse(generation, answer, lambda error: _event(tgi_error_content(error)), headers=headers)
     result = await complete(http_request.receive, generation, answer.whole(generation))
     headers = {"x-request-id": request_id} | generation.headers
+    if parameters.details:
+        return await large_json_response([result] if stream is None else result, headers)
     return json_response([result] if stream is None else result, headers=headers)
 
 
