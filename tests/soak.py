@@ -295,7 +295,9 @@ class Soak:
             "Every answer equals the one given alone, and no law is broken." if not self.wrong else "**Broken:**",
             "",
         ]
-        lines += [f"- {text[:300]}" for text in self.wrong[:50]]
+        lines += [f"- {text}: {count:,} times" for text, count in Counter(each[:300] for each in self.wrong).items()][
+            :50
+        ]
         return "\n".join(lines)
 
 
