@@ -37,6 +37,9 @@ def test_statuses_of_the_families():
         "RequestTooLargeError": 413,
         "RequestTimeoutError": 408,
         "CapacityError": 429,
+        "RateLimitError": 429,
+        "RequestCancelledError": 409,
+        "TimedOutError": 504,
         "UnavailableError": 503,
     }
     assert issubclass(ContextLengthError, RequestError)
