@@ -9,6 +9,7 @@ from factories import create_classes, create_request
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
 
 shares = st.sampled_from([0.1, 0.5, 1.0])
@@ -42,6 +43,9 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_prefill_gap": draw(st.integers(1, 4)),
         "max_preemptions": draw(st.integers(0, 3)),
         "max_overtakes": draw(st.integers(0, 3)),
+        "max_head_start_steps": draw(st.sampled_from([0, 4, 10**6])),
+        "turn_steps": draw(st.integers(1, 8)),
+        "order": draw(st.sampled_from(sorted(ORDERS))),
         "max_long_prefill_tokens": draw(st.sampled_from([None, 1, 4])),
         "max_model_len": 32,
         "classes": create_classes(draw(st.integers(0, 8)), **changes),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from expected_beams import expected_beams
 from fake_runner import expected_output, most_likely, next_logprobs
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request, RequestStatus
+from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import RequestStream
@@ -144,11 +145,22 @@ def _state(request: Request, engine: Engine) -> str:
     return "between two tokens" if request.is_decoding else "in its prompt"
 
 
+def _lie(client: Client, rng: random.Random, number: int) -> None:
+    """The worst priorities, a name for each request, prompts or answers as long as may be, many at one moment."""
+    client.priority = rng.choice((-MAX_PRIORITY, MAX_PRIORITY, -100 - number, 100 - number))
+    client.tenant = f"liar {number}"
+    client.at_round = rng.choice((0, 20))
+    longest = MAX_MODEL_LEN - len(client.prompt_token_ids)
+    if longest > 0 and rng.random() < 0.5:
+        client.sampling = replace(client.sampling, max_tokens=longest, ignore_eos=True)
+
+
 def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
-    """The clients of one seed, in the order in which they come."""
+    """The clients of one seed, in the order in which they come; liars among them in some seeds."""
     clients: list[Client] = []
     poisons = rng.random() < 0.06
-    for _ in range(rng.randint(1, 12)):
+    share_of_liars = rng.choice((0.0, 0.0, 0.8))
+    for number in range(rng.randint(1, 12)):
         num_prompt = rng.randint(1, 28) if rng.random() < 0.97 else rng.randint(MAX_MODEL_LEN - 8, MAX_MODEL_LEN)
         client = Client(
             at_round=rng.randint(0, 40),
@@ -164,6 +176,8 @@ def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
             priority=rng.randint(-2, 2),
             tenant=rng.choice("abc"),
         )
+        if rng.random() < share_of_liars:
+            _lie(client, rng, number)
         kind = rng.random()
         if clients and kind < 0.25:
             client.twin = clients[-1]

@@ -42,6 +42,7 @@ from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.supervised_executor import SupervisedExecutor
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.transport.messages import Loaded
 from simulated_agent import BAD_ROW, POISON, Clock, Faults, SimulatedAgent
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
@@ -367,6 +368,9 @@ def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
         "max_prefill_gap": rng.choice((1, 4)),
         "max_preemptions": rng.choice((0, 1, 3)),
         "max_overtakes": rng.choice((0, 2)),
+        "max_head_start_steps": rng.choice((0, 8, 10**6)),
+        "turn_steps": rng.choice((1, 16)),
+        "order": rng.choice(sorted(ORDERS)),
         "max_long_prefill_tokens": rng.choice((None, 6)),
         "separate": rng.random() < 0.3,
         "preemption_mode": rng.choice(list(PreemptionMode)),

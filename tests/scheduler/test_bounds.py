@@ -14,6 +14,7 @@ from llm_serving.core.request import RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
 from llm_serving.scheduler.bounds import WaitMonitor
+from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
 from scheduler_run import SchedulerRun
 
@@ -81,6 +82,8 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
         max_prefill_gap=draw(st.integers(1, 2)),
         max_preemptions=draw(st.integers(0, 2)),
         max_overtakes=draw(st.integers(0, 2)),
+        turn_steps=draw(st.integers(1, 8)),
+        order=draw(st.sampled_from(sorted(ORDERS))),
         classes=classes,
     )
 

@@ -1,0 +1,106 @@
+"""Who of a class goes next, by each order."""
+
+from __future__ import annotations
+
+import pytest
+from factories import create_classes, create_request, create_scheduler, run_step
+from llm_serving.core.request import Request, RequestStatus
+from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
+from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler.orders import ORDERS, Deadline, Shortest
+
+
+def admitted(scheduler: Scheduler, *requests: Request) -> list[str]:
+    """The order in which requests that come together get the one place there is."""
+    for request in requests:
+        scheduler.add(request)
+    order: list[str] = []
+    while len(order) < len(requests):
+        assert run_step(scheduler) is not None
+        for request in requests:
+            if request.status is not RequestStatus.WAITING and request.request_id not in order:
+                order.append(request.request_id)
+    return order
+
+
+def create(order: str, **options: int) -> Scheduler:
+    return create_scheduler(
+        order=order, max_num_seqs=1, classes=create_classes()[1:2], **{"max_overtakes": 16, **options}
+    )
+
+
+def named(name: str, priority: int = 0, **options: object) -> Request:
+    return create_request(4, request_id=name, priority=priority, **options)  # type: ignore[arg-type]
+
+
+def test_by_arrival_priority_moves_a_request_by_a_limited_number_of_steps() -> None:
+    for most, expected in ((1000, ["high", "first", "low"]), (0, ["first", "low", "high"])):
+        scheduler = create("arrival", max_head_start_steps=most)
+        first, low, high = named("first", 3), named("low", 5), named("high", 1)
+        assert admitted(scheduler, first, low, high) == expected
+
+
+def test_a_head_start_lasts_as_long_as_it_says() -> None:
+    scheduler = create("arrival", max_head_start_steps=5)
+    running, patient = named("running", max_tokens=30), named("patient", 9, max_tokens=1)
+    for request in (running, patient):
+        scheduler.add(request)
+        run_step(scheduler)
+    for _ in range(11):
+        run_step(scheduler)
+    late = named("late", 0, max_tokens=1)
+    assert admitted(scheduler, late) == ["late"]
+    assert patient.is_finished, "whoever came more than the head start later goes behind"
+
+
+def test_the_shortest_goes_first_as_far_as_its_limit_tells() -> None:
+    requests = [named(f"{length}", max_tokens=length) for length in (9, 2, 5)]
+    assert admitted(create("shortest"), *requests) == ["2", "5", "9"]
+
+
+def test_lengths_are_predicted_from_what_the_tenant_needed() -> None:
+    scheduler = create("shortest")
+    assert admitted(scheduler, named("done", max_tokens=20, tenant="brief", stop_token_ids=frozenset({7}))) == ["done"]
+    while scheduler.has_unfinished_requests:
+        run_step(scheduler)
+    requests = [named("unknown", max_tokens=9), named("brief", max_tokens=30, tenant="brief")]
+    assert admitted(scheduler, *requests) == ["brief", "unknown"]
+
+
+def test_a_tenant_is_not_believed_to_need_more_than_it_asks_for() -> None:
+    order = Shortest()
+    long = named("long", max_tokens=50)
+    long.output_token_ids = [1] * 50
+    order.ended(long)
+    assert order.place(named("short", max_tokens=3)) < order.place(named("other", max_tokens=4))
+
+
+def test_what_is_remembered_of_lengths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_serving.scheduler.orders.shortest.MAX_TENANTS", 3)
+    order = Shortest()
+    for number in range(10):
+        request = named("any", tenant=str(number))
+        request.output_token_ids = [1]
+        order.ended(request)
+    assert len(order._mean_lengths) == 3
+
+
+def test_the_earliest_deadline_goes_first_and_a_promise_of_the_class_is_one() -> None:
+    late, early, none = named("late"), named("early"), named("none")
+    late.deadline, early.deadline = 9.0, 3.0
+    assert admitted(create("deadline"), late, none, early) == ["early", "late", "none"]
+    promised, unpromised = named("promised"), named("unpromised")
+    promised.request_class, unpromised.request_class = DEFAULT_CLASSES[0], RequestClass(name="none", rank=0)
+    assert Deadline().place(promised) < Deadline().place(unpromised)
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_every_order_lets_the_oldest_go_once_in_a_while(order: str) -> None:
+    """Each of the later ones is shorter, has an earlier deadline and a better priority."""
+    scheduler = create(order, max_overtakes=2, max_head_start_steps=10**6)
+    oldest = named("oldest", 50, max_tokens=20)
+    oldest.deadline = 1000.0
+    rivals = [named(f"{number}", 40 - number, max_tokens=19 - number, tenant=str(number)) for number in range(6)]
+    for number, rival in enumerate(rivals):
+        rival.deadline = 900.0 - number
+    assert admitted(scheduler, oldest, *rivals).index("oldest") <= 2
