@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -33,7 +34,7 @@ if __name__ == "__main__":
 from factories import create_classes, create_scheduler
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_class import class_of
+from llm_serving.core.request_class import MAX_PRIORITY, class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMove
 from llm_serving.engine.async_engine import AsyncEngine
@@ -219,6 +220,8 @@ class Simulation:
         for client in [each for each in self._leaving if self._leaves(each, moment, engine)]:
             self._leaving.remove(client)
             self._leave(client, moment if client.engine is engine else None)
+        if self.rng.random() < 0.05 and self._by_request_id:
+            self._change_a_priority()
 
     def _ask(self, client: Client) -> None:
         master, limits = self._master, self._config.scheduler
@@ -255,6 +258,13 @@ class Simulation:
             self._by_request_id[stream.request_id] = client
             if client.leaves_in is not None:
                 self._leaving.append(client)
+
+    def _change_a_priority(self) -> None:
+        client = self.rng.choice(list(self._by_request_id.values()))
+        assert client.engine is not None and client.stream is not None
+        if client.engine.dead is None and not client.has_ended:
+            priority = self.rng.choice((-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY))
+            client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
 
     def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
         if self._round < client.leaves_from_round:
@@ -370,6 +380,7 @@ def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
         "max_overtakes": rng.choice((0, 2)),
         "max_head_start_steps": rng.choice((0, 8, 10**6)),
         "turn_steps": rng.choice((1, 16)),
+        "max_running_per_tenant": rng.choice((None, None, None, 1)),
         "order": rng.choice(sorted(ORDERS)),
         "max_long_prefill_tokens": rng.choice((None, 6)),
         "separate": rng.random() < 0.3,
