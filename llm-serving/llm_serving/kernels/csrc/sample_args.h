@@ -31,7 +31,7 @@ struct SampleArgs {
   const float* bias_values;
   const int32_t* allowed_offsets;  // [S + 1]
   const int32_t* allowed_words;    // a bit a token, lowest first
-  int64_t top_width;  // K: columns of top_token_ids
+  int64_t top_width;               // K: columns of top_token_ids
   // Results; see Choices of worker/token_choice.py.
   int32_t* token_ids;
   int32_t* failures;
