@@ -93,6 +93,15 @@ def test_who_has_all_it_wants_saves_up_no_turns() -> None:
     assert turns._pass("high") == turns._pass("low") == 0
 
 
+def test_who_has_a_prompt_to_compute_does_not_have_all_it_wants() -> None:
+    turns = create_turns()
+    turns.look(["high"], ["low"], held(low=1))
+    assert turns.first({"high", "low"}) == "high"
+    turns.charge(held(low=1), {"high": 64})
+    assert turns.first({"high", "low"}) == "low"
+    assert turns.first({"high"}) is None
+
+
 def test_what_was_not_needed_of_the_one_is_not_had_for_nothing_much_later() -> None:
     turns = create_turns(num_places=2, turn_steps=8)
     turns.look(["high", "low"], ["low"], held(high=1, low=1))
@@ -188,3 +197,26 @@ def test_prompts_that_fill_every_step_leave_a_lower_class_its_share() -> None:
     of_places = crowd.places["low"] / (8 * 1000)
     assert of_tokens > 0.1
     assert max(of_tokens, of_places) == pytest.approx(1 / 5, abs=0.04)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_prompt_whose_class_has_nobody_else_is_not_left_out_for_ever(is_first: bool) -> None:
+    """It has its place, and prompts of a higher class fill every step: it gets its share, whenever it was admitted."""
+    scheduler = create_scheduler(
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_model_len=128,
+        num_blocks=400,
+        classes=create_classes(ageing_steps=20),
+    )
+    alone = create_request(100, max_tokens=1, priority=1)
+    crowd = Crowd(scheduler, {"name": "high", "prompt": 24, "output": 1})
+    if not is_first:
+        crowd.run(1)
+    scheduler.add(alone)
+    if is_first:
+        run_step(scheduler)
+        assert alone.status is RequestStatus.RUNNING
+    # 7 steps of a prompt, of which a fifth is its class's.
+    crowd.run(20 + 5 * 7 + 5)
+    assert alone.is_finished

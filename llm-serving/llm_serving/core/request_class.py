@@ -18,10 +18,10 @@ class RequestClass:
     rank: int
     """Smaller goes first. A request's `priority` puts it into the class with the largest rank at or below it."""
     weight: int = 1
-    """Service it gets, slots and tokens, against the others' weights, once its oldest request has waited
-    `ageing_steps`."""
+    """Service it gets, slots and tokens, against the others' weights, once it no longer yields to higher classes."""
     ageing_steps: int = 256
-    """Steps after which its oldest waiting request no longer yields to higher classes but shares with them."""
+    """Steps that its oldest request waits for a place, or one with a place for its prompt to be computed, until the
+    class no longer yields to higher ones but shares with them."""
     ttft_slo_s: float | None = None
     """Seconds to the first token that its users were promised; None: nothing was."""
     tpot_slo_s: float | None = None

@@ -375,10 +375,13 @@ class Scheduler:
         """The class whose prompts come first, if several contend: the one that has paid least."""
         names = {request.request_class.name for request in prompts}
         names.update(name for name, queue in self.waiting.queues.items() if len(queue) and name not in closed)
-        if len(names) < 2:
-            return None
-        self.waiting.look(closed, self.held)
+        if len(names) > 1:
+            self.waiting.look(closed, self.held, {each.request_class.name for each in prompts if self._is_late(each)})
         return self.waiting.turns.first(names)
+
+    def _is_late(self, prompt: Request) -> bool:
+        """Whether it has had a place for so long that its class yields to no other until it is computed."""
+        return self._step - prompt.running_since[0] >= prompt.request_class.ageing_steps
 
     def _add_prompt(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
         """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""

@@ -23,7 +23,8 @@ class Turns:
     """Who contends, what they have paid, how many places are theirs.
 
     The highest class that is present contends always. One below it begins to when its oldest waiting request has waited
-    `ageing_steps`, and goes on until it holds no place or has nobody above it.
+    `ageing_steps`, or a prompt of it has not been computed so long after it was given a place, and goes on until it
+    holds no place or has nobody above it.
     """
 
     def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
@@ -37,6 +38,8 @@ class Turns:
         """Service over weight, in places and in tokens; only differences count."""
         self._aged: set[str] = set()
         self._waiting: Collection[str] = ()
+        self._prompts: Collection[str] = ()
+        """Classes that had prompts to compute when it was last asked whose come first."""
         self.contenders: list[str] = []
         """By rank."""
 
@@ -45,7 +48,7 @@ class Turns:
 
         Args:
             waiting: Classes with somebody who waits and may be admitted.
-            aged: Those of them whose oldest request has waited long enough.
+            aged: Those in which somebody has waited long enough for a place or for its prompt.
             held: Places of each class.
         """
         contenders: list[str] = []
@@ -75,8 +78,11 @@ class Turns:
             return min(entitled, key=self._pass)  # of equals the highest class
         return contenders[0] if contenders else None
 
-    def first(self, among: Collection[str]) -> str:
-        """Whose prompts come first in a step."""
+    def first(self, among: Collection[str]) -> str | None:
+        """Whose prompts come first in a step, of classes that have any; None: no two have."""
+        self._prompts = among
+        if len(among) < 2:
+            return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._pass)
 
@@ -102,7 +108,7 @@ class Turns:
             least = max(places, tokens) - self._turn_steps * WHOLE * scale
             self._paid[name] = max(places, least), max(tokens, least)
         # Who has all it wants, or does not contend, saves up no turns either.
-        backlogged = [name for name in self.contenders if name in self._waiting]
+        backlogged = [name for name in self.contenders if name in self._waiting or name in self._prompts]
         least = min([self._pass(name) for name in backlogged or self.contenders], default=0)
         for name, paid in self._paid.items():
             surplus = max(least, max(paid)) - max(paid) - least

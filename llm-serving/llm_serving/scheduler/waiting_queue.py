@@ -40,14 +40,15 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         self.queues[request.request_class.name].discard(request)
 
-    def look(self, closed: Collection[str], held: Mapping[str, int]) -> None:
+    def look(self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()) -> None:
         """Notes who contends; to be called before questions, whenever somebody came or went.
 
         Args:
             closed: Classes that are passed over.
             held: Places of each class.
+            late: Classes with a prompt that has had a place for `ageing_steps` and is not computed.
         """
-        waiting, aged = [], []
+        waiting, aged = [], [*late]
         for name, queue in self.queues.items():
             if name not in closed and (arrival := queue.arrival_clock()) is not None:
                 waiting.append(name)
