@@ -149,6 +149,18 @@ def test_the_monitor_counts_from_arrival_and_not_from_having_become_first() -> N
     assert violations >= 1
 
 
+def test_only_the_newest_promise_to_a_request_counts() -> None:
+    """It has been in another class in between, and came back behind others, with all it has waited."""
+    scheduler = create_scheduler()
+    monitor = WaitMonitor([replace(each, first_steps=3, steps_an_admission=10.0) for each in scheduler.bounds])
+    request = create_request()
+    for name, num_ahead in (("normal", 0), ("low", 0), ("normal", 1)):
+        request.request_class = next(each for each in scheduler.classes if each.name == name)
+        monitor.expect(request, num_ahead, 2)
+    assert [monitor.tick(()) for _ in range(30)] == [0] * 23 + [1] + [0] * 6
+    assert request.wait_bound == 2 + 23
+
+
 def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:
     scheduler = create_scheduler(max_num_seqs=1)
     promise(scheduler, 5)

@@ -130,19 +130,21 @@ MIN_HEAP: Final = 64
 
 
 class _Due(NamedTuple):
-    """A wait that breaks its bound."""
+    """A wait that breaks its bound; told from others of the same request by identity."""
 
     clock: int
     """Of its class, when that happens."""
     sequence: int
     since: int
+    """What the clock of its class showed when it began to wait."""
 
 
 class WaitMonitor:
     """Counts the requests that wait longer to be admitted than they were promised.
 
-    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a beam
-    search is under way: its beams wait for each other, and how long that takes no limit says.
+    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a
+    request is under way that waits for its replies, as the beams of a search do, which wait for each other too: how
+    long that takes no limit says.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:
@@ -150,8 +152,8 @@ class WaitMonitor:
         self._clocks = dict.fromkeys(self._bounds, 0)
         self._due: dict[str, list[_Due]] = {each.name: [] for each in bounds}
         """Heaps; of those that wait no longer some linger."""
-        self._since: dict[int, int] = {}
-        """Of each that waits, by its sequence: what the clock of its class showed when it began to."""
+        self._waits: dict[int, _Due] = {}
+        """The newest of each that waits, by its sequence."""
 
     def expect(self, request: Request, num_ahead: int, num_waited: int = 0) -> None:
         """The request waits from now on, behind so many of its class, and has waited so many steps in another."""
@@ -159,26 +161,26 @@ class WaitMonitor:
         clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead)
         if not request.has_run:
             request.wait_bound = num_waited + bound
-        since = self._since[request.sequence] = clock - num_waited
+        wait = self._waits[request.sequence] = _Due(clock + bound + 1, request.sequence, clock - num_waited)
         due = self._due[name]
-        if len(due) > 2 * len(self._since) + MIN_HEAP:
+        if len(due) > 2 * len(self._waits) + MIN_HEAP:
             due[:] = [each for each in due if self._counts(each)]
             heapq.heapify(due)
-        heapq.heappush(due, _Due(clock + bound + 1, request.sequence, since))
+        heapq.heappush(due, wait)
 
     def admitted(self, request: Request) -> None:
         """The request waits no longer."""
-        since = self._since.pop(request.sequence)
+        wait = self._waits.pop(request.sequence)
         if not request.has_run:
-            request.num_steps_waited = self._clocks[request.request_class.name] - since
+            request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
     def num_waited(self, request: Request) -> int:
         """Steps that have been counted since it began to wait."""
-        return self._clocks[request.request_class.name] - self._since[request.sequence]
+        return self._clocks[request.request_class.name] - self._waits[request.sequence].since
 
     def forget(self, request: Request) -> None:
         """The request has ended, wherever it was."""
-        self._since.pop(request.sequence, None)
+        self._waits.pop(request.sequence, None)
 
     def tick(self, closed: Collection[str]) -> int:
         """A step has been formed, and classes in `closed` took no part; returns how many bounds it broke."""
@@ -192,4 +194,4 @@ class WaitMonitor:
 
     def _counts(self, due: _Due) -> bool:
         """Whether it has waited all the time."""
-        return self._since.get(due.sequence) == due.since
+        return self._waits.get(due.sequence) is due
