@@ -211,6 +211,18 @@ def test_what_is_promised_grows_with_those_ahead() -> None:
     assert bounds.max_wait_steps(0) < bounds.max_wait_steps(1) < bounds.max_wait_steps(2)
 
 
+def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
+    """They came earlier, so each of them may be admitted before whoever comes now."""
+    scheduler = create_scheduler(max_num_seqs=1)
+    parent = create_request()
+    forks = [create_request(fork_of=parent.request_id) for _ in range(3)]
+    other = create_request(fork_of=parent.request_id, priority=1)
+    last = create_request()
+    for request in (parent, *forks, other, last):
+        scheduler.add(request)
+    assert last.wait_bound == scheduler.bounds[1].max_wait_steps(1 + len(forks))
+
+
 def test_bounds_in_words_tell_seconds_where_the_time_of_a_step_is_known() -> None:
     bounds = replace(create_scheduler().bounds[1], first_steps=100, steps_an_admission=50.0, max_overtakes=0)
     assert str(bounds).startswith(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
@@ -585,9 +586,10 @@ class Scheduler:
             self.waiting.push(request)
 
     def _promise(self, request: Request, num_waited: int = 0) -> None:
-        """Whoever waits or runs in its class now may be admitted before it."""
+        """Whoever waits or runs in its class now, or is held back there, may be admitted before it."""
         name = request.request_class.name
-        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name], num_waited)
+        held_back = sum([each.request_class.name == name for each in chain(self._laid_aside, *self._forks.values())])
+        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name] + held_back, num_waited)
 
     def _keeps_its_place(self, request: Request) -> bool:
         return self._is_protected(request) and not request.paused
