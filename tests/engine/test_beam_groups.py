@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_harness import Harness
 from expected_beams import expected_beams
-from factories import create_request
+from factories import create_classes, create_request
 from fake_runner import expected_output, most_likely, next_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +146,20 @@ def test_abort_is_legal_at_every_moment_and_frees_all_beams(num_steps: int) -> N
     assert harness.token_ids(other.request_id) == expected_output(other.prompt_token_ids, 12)
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
     assert not harness.scheduler.has_unfinished_requests
+
+
+def test_beams_that_cannot_all_have_another_priority_keep_theirs() -> None:
+    """One fits into the higher class, which may hold a tenth of the places; no later one comes into it either."""
+    harness = Harness(max_num_seqs=10, classes=create_classes(high={"max_running_share": 0.1}))
+    request = create_beams(12, 4, max_tokens=12)
+    harness.engine.submit(request)
+    while len(harness.scheduler.running) < 4:
+        harness.engine.step()
+    assert not harness.engine.reprioritise(request.request_id, -1)
+    assert request.priority == 0
+    while harness.engine.step():
+        assert harness.scheduler.held["high"] == 0
+    assert token_ids(harness.last(request.request_id)) == answer_alone(request)
 
 
 def test_a_lost_step_changes_nothing() -> None:

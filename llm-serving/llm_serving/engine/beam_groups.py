@@ -52,10 +52,18 @@ class BeamGroups:
         root.status = RequestStatus.FINISHED
 
     def reprioritise(self, root: Request, priority: int) -> bool:
-        """Gives all that is computed for a search another priority; whether all of it could be given it."""
+        """Gives all that is computed for a search another priority, or goes back; returns whether it has it now."""
+        moved: list[Request] = []
+        for beam in self._groups[root.request_id].beams:
+            if beam.is_finished:  # by its last token
+                continue
+            if not self._scheduler.reprioritise(beam, priority):
+                for each in moved:
+                    self._scheduler.reprioritise(each, root.priority)
+                return False
+            moved.append(beam)
         root.priority = priority
-        changed = [self._scheduler.reprioritise(beam, priority) for beam in self._groups[root.request_id].beams]
-        return all(changed)
+        return True
 
     def take(self, beam: Request, sample: int, output: StepOutput) -> list[RequestOutput]:
         """Takes the reply for one beam; when it was the last of its group, the group makes a step.
