@@ -267,3 +267,7 @@ def test_nginx_lets_streams_pass_and_agrees_with_the_server():
     assert directives["proxy_http_version"] == "1.1"
     assert int(directives["client_max_body_size"].removesuffix("m")) * 2**20 == ServerConfig().max_request_body_bytes
     assert f"127.0.0.1:{ServerConfig().server_port}" in text
+    places = re.findall(r"location [^{]*\{([^}]*)\}", text)
+    assert len(places) == 2
+    for place in places:  # else the server is asked by the name of the upstream, which it refuses
+        assert re.search(r"^\s*proxy_set_header Host \$host;", place, re.M)
