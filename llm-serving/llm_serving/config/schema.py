@@ -171,7 +171,8 @@ class ServerConfig:
     """Seconds between two requests of a connection, then it is closed. An answer may take any time."""
 
     write_timeout_s: float = option(60.0, positive("seconds"))
-    """Seconds a client may take none of what was written to it; then its connection is cut, its request aborted."""
+    """Seconds in which a client must take 16 KiB of what was written to it, or all of it; else its connection is cut,
+    its request aborted."""
 
     shutdown_timeout_s: float = option(30.0, seconds())
     """Seconds that running requests get to finish when the server is told to stop."""

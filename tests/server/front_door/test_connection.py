@@ -14,6 +14,7 @@ from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door import Connection, Guests
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, TLS_BYTES, WRITE_BUFFER_BYTES
 from llm_serving.server.front_door.request_head import RequestHead
+from llm_serving.server.front_door.slow_reader import TAKEN_BYTES
 from uvicorn.server import ServerState
 
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -113,10 +114,14 @@ class Door:
         self.config = uvicorn.Config(self.app, http=Connection, ws="none", lifespan="off", log_config=None)
         self.config.load()
 
-    def connect(self):
+    def connection(self):
         head = RequestHead(self.limits)
         connection = Connection(self.config, ServerState(), "10.0.0.1", self.guests, self.limits, head)
         assert self.guests.admit(connection)
+        return connection
+
+    def connect(self):
+        connection = self.connection()
         transport = Transport()
         connection.connection_made(transport)
         return connection, transport
@@ -192,15 +197,23 @@ class TestCutting:
 
         asyncio.run(run())
 
-    def test_an_upgrade_is_answered_without_it(self):
+    @pytest.mark.parametrize("request_", [GET % 0, DECLARED % 0, CHUNKED % 0])
+    def test_an_upgrade_is_answered_without_it(self, request_):
+        """Java's client asks for HTTP/2 with every request, those with a body among them."""
+        line, rest = request_.split(b"\r\n", 1)
+        asking = b"\r\n".join(
+            [line, b"Connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"HTTP2-Settings: AAMA", rest]
+        )
+
         async def run():
             async with door() as (_, connection, transport):
-                connection.data_received(
-                    b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n" + GET % 1
-                )
+                connection.data_received(asking + GET % 1)
                 await settle()
-                assert transport.statuses == [200]
-                assert transport.closed
+                await settle()
+                body = b"" if request_.startswith(b"GET") else b"a\n\r\nb\r\n\r\ncd!"
+                assert transport.statuses == [200, 200]
+                assert b"/0=" + body + b";" in transport.written
+                assert not transport.closed
 
         asyncio.run(run())
 
@@ -248,6 +261,21 @@ class TestTurns:
                     assert not transport.reading
                     await asyncio.sleep(0)
                 assert len(connection.cycle.body) > READ_BYTES
+
+        asyncio.run(run())
+
+    def test_the_rest_of_a_body_is_read_when_its_answer_comes_between_two_turns(self):
+        async def run():
+            async with door() as (house, connection, transport):
+                house.app.reads = False
+                house.app.gate.clear()
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+                connection.data_received(b"x" * READ_BYTES)
+                connection.cycle.response_complete = True
+                connection.on_response_complete()
+                assert not transport.reading
+                await settle()
+                assert transport.reading
 
         asyncio.run(run())
 
@@ -416,6 +444,23 @@ def test_memory_does_not_grow_with_what_is_sent(name):
 
 
 class TestEnds:
+    @pytest.mark.parametrize("rest", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"])
+    def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever(self, rest):
+        async def run():
+            async with door() as (house, connection, transport):
+                house.app.reads = False
+                head, body = rest.split(b"\r\n\r\n", 1)
+                connection.data_received(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
+                await settle()
+                assert transport.statuses == [200]
+                assert not transport.is_closing()
+                connection.timeout_keep_alive = 0.01
+                connection.data_received(body)
+                while not transport.closed:
+                    await asyncio.sleep(0.001)
+
+        asyncio.run(asyncio.wait_for(run(), 10))
+
     def test_the_body_of_an_answered_request_does_not_go_on_for_ever(self):
         async def run():
             async with door(max_request_body_bytes=2000) as (house, connection, transport):
@@ -454,6 +499,36 @@ class TestEnds:
                     await asyncio.sleep(0.001)
 
         asyncio.run(run())
+
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_a_reader_that_goes_on_taking_is_not(self, ended):
+        class Slow(Transport):
+            looks = 0
+
+            def get_write_buffer_size(self):
+                self.looks += 1
+                self.unsent = max(0, self.unsent - TAKEN_BYTES)
+                return self.unsent
+
+        async def run():
+            async with door(write_timeout_s=0.001) as (house, _, _):
+                connection = house.connection()
+                transport = Slow()
+                connection.connection_made(transport)
+                transport.unsent = 10 * TAKEN_BYTES
+                if ended:
+                    connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                    await settle()
+                    assert transport.closed
+                else:
+                    connection.pause_writing()
+                while transport.unsent > TAKEN_BYTES:
+                    assert not transport.aborted
+                    await asyncio.sleep(0.001)
+                assert transport.looks >= 8
+                connection.connection_lost(None)
+
+        asyncio.run(asyncio.wait_for(run(), 10))
 
     def test_a_reader_that_takes_nothing_after_the_end_is_cut_off(self):
         async def run():

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import pytest
 from llm_serving.config.schema import ServerConfig
-from llm_serving.server.front_door.request_head import RequestHead
+from llm_serving.server.front_door.request_head import RequestHead, without_upgrade
 
 LIMITS = ServerConfig(max_url_bytes=256, max_header_bytes=1024, max_headers=8)
 HEAD = RequestHead(LIMITS)
@@ -28,6 +28,20 @@ class TestSize:
 def status(data: bytes) -> HTTPStatus | None:
     refusal = HEAD.refusal(data, len(data))
     return refusal and refusal.status
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\nUPGRADE: h2c\r\nA: b\r\n\r\n", b"GET / HTTP/1.1\r\nA: b\r\n\r\n"),
+        (b"GET / HTTP/1.1\r\nUpgrade:\r\nupgrade: x\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"),
+        (b"GET /upgrade: HTTP/1.1\r\nA: upgrade: x\r\n\r\n", None),
+        (b"GET / HTTP/1.1\r\nA: b\nUpgrade: x\r\n\r\n", None),
+        (b"GET / HTTP/1.1\r\nX-Upgrade: x\r\n\r\n", None),
+    ],
+)
+def test_a_head_without_its_upgrade(head, expected):
+    assert without_upgrade(head) == (head if expected is None else expected)
 
 
 class TestRefusal:

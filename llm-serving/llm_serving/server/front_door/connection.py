@@ -16,7 +16,8 @@ from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
-from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead
+from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
+from llm_serving.server.front_door.slow_reader import SlowReader
 
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
@@ -90,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._is_scheduled = False
         self._undigested: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._reader: SlowReader | None = None
         self._parting: PartingTransport | None = None
 
     # A guest
@@ -107,10 +108,15 @@ class Connection(HttpToolsProtocol):
             self.welcome.cancel()
 
     def unburden(self) -> None:
-        if self._write_timer is not None:
+        if self._is_unread:
             self.end()
         else:
             self._refuse(NO_MEMORY)
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether an answer waits for the client to take what was written."""
+        return self._reader is not None and self._reader.is_watched
 
     @property
     def _is_receiving(self) -> bool:
@@ -130,12 +136,15 @@ class Connection(HttpToolsProtocol):
             transport, self.loop, lambda: self._in_body or bool(self._held), self._limits.write_timeout_s
         )
         self.transport = cast(asyncio.Transport, self._parting)
+        unsent = transport.get_write_buffer_size
+        self._reader = SlowReader(self.loop, unsent, self._limits.write_timeout_s, self.end)
         self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held = b""
         self._stop_timer()
-        self._stop_write_timer()
+        if self._reader is not None:
+            self._reader.leave()
         self._guests.leave(self)
         super().connection_lost(exc)
         assert self._parting is not None
@@ -154,12 +163,13 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self.end)
+        assert self._reader is not None
+        self._reader.watch()
         self._weigh()
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        assert self._reader is not None
+        self._reader.leave()
         super().resume_writing()
         self._weigh()
 
@@ -209,7 +219,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if size:
             head, self._held = self._held[:size], self._held[size:]
-            self._parse(head)
+            self._parse(without_upgrade(head))
         elif self._timer is None:
             self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
 
@@ -240,7 +250,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            # It is answered as what it is without the upgrade; what follows belongs to no protocol we speak.
+            # CONNECT: what follows belongs to no protocol we speak.
             self.cycle.keep_alive = False
             self._held = b""
         except httptools.HttpParserError:
@@ -274,8 +284,7 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
         elif self.flow.held:
             self.flow.held = False
-            unread = 0 if self.cycle is None or self._parting.is_closing() else len(self.cycle.body)
-            if unread <= HIGH_WATER_LIMIT:  # else the application has to read first
+            if not self._is_receiving or len(self.cycle.body) <= HIGH_WATER_LIMIT:  # else the application reads first
                 self.flow.resume_reading()
 
     # The parser's calls
@@ -300,6 +309,11 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._stop_timer()
         super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # answered before its end
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     # The application's side
 
@@ -328,7 +342,7 @@ class Connection(HttpToolsProtocol):
         weight = len(self._held)
         if self._undigested is not None:
             weight += self._body_bytes
-        if self._write_timer is not None:
+        if self._is_unread:
             weight += self.transport.get_write_buffer_size()
         if weight and self.scheme == "https":
             weight += TLS_BYTES
@@ -369,11 +383,6 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
 
 
 def _host_and_port(address: object) -> tuple[str, int] | None:

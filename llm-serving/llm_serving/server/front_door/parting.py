@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
+from llm_serving.server.front_door.slow_reader import SlowReader
+
 LINGER_S: Final = 2.0
 """Seconds a client gets to read a refusal while it still sends: closing on unread bytes may destroy the answer."""
 LINGER_BYTES: Final = 4 * 2**20
@@ -16,12 +18,12 @@ class PartingTransport:
     """A transport whose `close` always ends, as the rest of the server sees it.
 
     Where the client still sends, its bytes are read and dropped for a while. Where it does not take what was written,
-    the connection is cut after `write_timeout_s`.
+    the connection is cut, see `SlowReader`.
 
     Args:
         transport: Of the event loop.
         is_sending: Whether the client may be in the middle of a request.
-        write_timeout_s: Seconds for what is written still to be taken.
+        write_timeout_s: Seconds without progress in taking what was written.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class PartingTransport:
         self._transport = transport
         self._loop = loop
         self._is_sending = is_sending
-        self._write_timeout_s = write_timeout_s
+        self._reader = SlowReader(loop, transport.get_write_buffer_size, write_timeout_s, transport.abort)
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
@@ -61,11 +63,11 @@ class PartingTransport:
         if self._is_sending() and self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
             self._transport.resume_reading()
-            self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
+            self._timer = self._loop.call_later(LINGER_S, self._end_lingering)
             return
         self._transport.close()
         if self._transport.get_write_buffer_size():
-            self._timer = self._loop.call_later(self._write_timeout_s, self._transport.abort)
+            self._reader.watch()
 
     def drop(self, size: int) -> None:
         """Counts bytes that came after the end; cuts the connection when they do not cease."""
@@ -80,5 +82,12 @@ class PartingTransport:
 
     def lost(self) -> None:
         """The connection has ended."""
+        self._reader.leave()
         if self._timer is not None:
             self._timer.cancel()
+
+    def _end_lingering(self) -> None:
+        if self._transport.get_write_buffer_size():  # the end of a long answer is still to be taken
+            self._reader.watch()
+        else:
+            self._transport.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Final
 
@@ -12,6 +13,15 @@ BLANK_LINE: Final = b"\n\r\n"
 """The end of a head: of the last line, and an empty one."""
 AROUND_URL: Final = 32
 """Bytes of a request line besides its URL: a method, spaces, the version, CR and LF."""
+_UPGRADE: Final = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
+
+def without_upgrade(head: bytes) -> bytes:
+    """A head that asks for no other protocol: with the question in it, the parser takes the body for that protocol's.
+
+    A server may leave the question unanswered (RFC 9110, 7.8); Java's client asks for HTTP/2 with every request.
+    """
+    return _UPGRADE.sub(b"", head) if b"\r\nupgrade:" in head.lower() else head
 
 
 class RequestHead:
