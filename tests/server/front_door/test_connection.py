@@ -27,8 +27,8 @@ CHUNKED = (
 class Transport(asyncio.Transport):
     """Remembers what was written; never sends."""
 
-    def __init__(self):
-        super().__init__({"peername": ("10.0.0.1", 1), "sockname": ("10.0.0.2", 2)})
+    def __init__(self, **extra):
+        super().__init__({"peername": ("10.0.0.1", 1), "sockname": ("10.0.0.2", 2), **extra})
         self.written = b""
         self.unsent = 0
         self.reading = True
@@ -529,6 +529,32 @@ class TestEnds:
                 connection.connection_lost(None)
 
         asyncio.run(asyncio.wait_for(run(), 10))
+
+    def test_tls_ends_when_the_answer_is_taken(self):
+        """It cuts what is left of one two seconds after its end has begun."""
+
+        async def run():
+            async with door() as (house, _, _):
+                connection, transport = house.connection(), Transport(sslcontext=object())
+                connection.connection_made(transport)
+                connection.data_received(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                transport.unsent = 100_000
+
+                def write(data):
+                    Transport.write(transport, data)
+                    if data.endswith(b";"):  # the whole answer
+                        connection.pause_writing()
+
+                transport.write = write
+                await settle()
+                assert transport.statuses == [200]
+                assert connection.transport.is_closing()
+                assert not transport.closed
+                connection.resume_writing()
+                assert transport.closed
+                connection.connection_lost(None)
+
+        asyncio.run(run())
 
     def test_a_reader_that_takes_nothing_after_the_end_is_cut_off(self):
         async def run():

@@ -9,7 +9,7 @@ import threading
 import httpx
 import pytest
 import trustme
-from fakes import FakeEngine, Script
+from fakes import FakeEngine, Piece, Script
 from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.errors import ConfigError
 from llm_serving.server.front_door import Certificates, certificates
@@ -70,6 +70,24 @@ def test_limits_hold_and_are_told(authority, tmp_path):
     with serving(FakeEngine(limits=issue(authority, tmp_path))) as url, secured(authority, url) as client:
         client.sendall(b"GET /" + b"x" * 9000)
         assert read_all(client).startswith(b"HTTP/1.1 414 ")
+
+
+def test_an_answer_that_is_not_taken_weighs(authority, tmp_path):
+    """TLS takes any answer whole; a client that waits to read it holds no more than the limit."""
+    limits = issue(authority, tmp_path) | {"max_buffered_bytes": 1_000_000}
+    long = "x" * 30_000_000  # more than the sockets hold
+    engine = FakeEngine(Script(pieces=(Piece(long), Piece("", 1))), limits=limits)
+    with serving(engine) as url, secured(authority, url) as client:
+        client.sendall(post("/v1/completions", b'{"prompt": "x"}'))
+        assert len(read_all(client)) < len(long)
+
+
+def test_a_long_answer_arrives_whole_before_the_end(authority, tmp_path):
+    long = "x" * 10_000_000
+    engine = FakeEngine(Script(pieces=(Piece(long), Piece("", 1))), limits=issue(authority, tmp_path))
+    with serving(engine) as url, secured(authority, url) as client:
+        client.sendall(post("/v1/completions", b'{"prompt": "x"}', "Connection: close"))
+        assert len(read_all(client)) > len(long)
 
 
 def test_new_files_are_shown_without_a_restart(authority, tmp_path, monkeypatch):

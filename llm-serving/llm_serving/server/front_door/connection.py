@@ -164,7 +164,9 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         assert self._reader is not None
+        assert self._parting is not None
         self._reader.watch()
+        self._parting.pause()
         self._weigh()
 
     def resume_writing(self) -> None:
@@ -172,6 +174,8 @@ class Connection(HttpToolsProtocol):
         self._reader.leave()
         super().resume_writing()
         self._weigh()
+        assert self._parting is not None
+        self._parting.resume()
 
     # Cutting what arrives
 

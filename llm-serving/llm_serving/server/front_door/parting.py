@@ -12,6 +12,8 @@ LINGER_S: Final = 2.0
 """Seconds a client gets to read a refusal while it still sends: closing on unread bytes may destroy the answer."""
 LINGER_BYTES: Final = 4 * 2**20
 """Bytes that are read and dropped meanwhile."""
+PIECE_BYTES: Final = 64 * 1024
+"""Most bytes that are handed to TLS at once."""
 
 
 class PartingTransport:
@@ -19,6 +21,9 @@ class PartingTransport:
 
     Where the client still sends, its bytes are read and dropped for a while. Where it does not take what was written,
     the connection is cut, see `SlowReader`.
+
+    TLS passes on all it is given before it says that the client takes no more, and cuts what is not taken soon after
+    its own end has begun. So it is given a long answer in pieces, and its end begins when these are taken.
 
     Args:
         transport: Of the event loop.
@@ -40,8 +45,11 @@ class PartingTransport:
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._is_paused = False
+        self._ends_when_taken = False
         # Bound here, so that a piece of a stream passes one call less.
-        self.write = transport.write
+        self.write: Callable[[bytes], None] = self._write_in_pieces if self._is_tls else transport.write
         self.get_extra_info: Callable[..., Any] = transport.get_extra_info
         self.get_write_buffer_size = transport.get_write_buffer_size
         self.pause_reading = transport.pause_reading
@@ -65,9 +73,21 @@ class PartingTransport:
             self._transport.resume_reading()
             self._timer = self._loop.call_later(LINGER_S, self._end_lingering)
             return
-        self._transport.close()
         if self._transport.get_write_buffer_size():
             self._reader.watch()
+            self._ends_when_taken = self._is_tls and self._is_paused
+        if not self._ends_when_taken:
+            self._transport.close()
+
+    def pause(self) -> None:
+        """Much of what was written is not taken."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """What was written is taken, but for a little."""
+        self._is_paused = False
+        if self._ends_when_taken:
+            self._transport.close()
 
     def drop(self, size: int) -> None:
         """Counts bytes that came after the end; cuts the connection when they do not cease."""
@@ -85,6 +105,10 @@ class PartingTransport:
         self._reader.leave()
         if self._timer is not None:
             self._timer.cancel()
+
+    def _write_in_pieces(self, data: bytes) -> None:
+        for begin in range(0, len(data), PIECE_BYTES):
+            self._transport.write(data[begin : begin + PIECE_BYTES])
 
     def _end_lingering(self) -> None:
         if self._transport.get_write_buffer_size():  # the end of a long answer is still to be taken
