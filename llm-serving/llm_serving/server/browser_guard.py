@@ -17,14 +17,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.addresses import is_loopback
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import PermissionDeniedError
-from llm_serving.server.error_responses import kind_of, openai_error_response
+from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER, kind_of, openai_error_response
 from llm_serving.server.note import note_of
+from llm_serving.server.parameters import IGNORED_HEADER
 
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 SHOWN_HEADERS: Final = (
     "retry-after",
     "x-queue-estimate-ms",
     "x-request-id",
+    IGNORED_HEADER,
+    PREDICTED_TTFT_HEADER,
     *(f"x-ratelimit-{each}-{of}" for each in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 """Headers of an answer that a page may read."""
