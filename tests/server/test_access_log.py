@@ -34,9 +34,11 @@ class Site:
         log = AccessLog(self.texts.append, lambda: datetime(2026, 1, 2, 3, 4, 5, 678000, UTC))
         self.app = create_app(engine, log)
 
-    def send(self, method: str, path: str, times: int = 1, **arguments: object) -> httpx.Response:
+    def send(
+        self, method: str, path: str, times: int = 1, address: str = "192.0.2.7", **arguments: object
+    ) -> httpx.Response:
         async def run() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=("192.0.2.7", 1))
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(address, 1))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return [await client.request(method, path, **arguments) for _ in range(times)][-1]
 
@@ -51,6 +53,15 @@ class Site:
         metric = next(self.engine.metrics.http.collect())
         keys = ("method", "route", "status")
         return Counter({tuple(s.labels[key] for key in keys): s.value for s in metric.samples})
+
+
+@pytest.mark.parametrize("address", ["x" * 65, "\x9b31m", "192.0.2.7\t", "\xe4"])
+def test_what_can_be_no_address_is_not_told(address, caplog):
+    """`X-Forwarded-For` of a program of this machine."""
+    site = Site(FakeEngine())
+    assert site.send("GET", "/nowhere", address=address).status_code == 404
+    assert site.lines[0]["client"] == ""
+    assert address not in caplog.text
 
 
 def test_a_line_tells_who_what_how_much_and_how_long():

@@ -24,6 +24,7 @@ METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OP
 PROBES: Final = frozenset(("/health", "/ping", "/metrics"))
 """Asked again and again by machines: counted, and lines only where something is wrong."""
 CLIENT_LEFT: Final = 499
+MAX_ADDRESS_CHARS: Final = 64
 REFUSED_BURST, REFUSED_PER_SECOND = 10, 0.2
 """Lines in the server's log for requests that were refused or failed; /metrics counts all of them."""
 
@@ -60,6 +61,8 @@ class Accounting:
             return
         exchange = Exchange(self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
+        if client and not _may_be_address(client[0]):
+            scope["client"] = client = None
         note = Note(exchange, method if method in METHODS else OTHER, path if path in self._paths else OTHER)
         note.client = client[0] if client else ""
         scope[SCOPE_KEY] = note
@@ -111,3 +114,8 @@ class Accounting:
                 f", {note.error}" if note.error else "",
                 more,
             )
+
+
+def _may_be_address(text: str) -> bool:
+    """Whether logs and tables may hold it: a program of this machine that is no proxy may claim anything."""
+    return len(text) <= MAX_ADDRESS_CHARS and text.isascii() and text.isprintable()
