@@ -74,11 +74,10 @@ class HttpServer(uvicorn.Server):
         app: ASGI application.
         listener: From `bind`.
         limits: What clients may do, the certificate, and how long running requests get after the first signal.
+        on_refused: Told of the address and status of what the door refused, before the application saw it.
 
     Raises:
         ConfigError: The certificate cannot be used.
-        limits: What clients may do, and how long running requests get after the first signal.
-        on_refused: Told of the address and status of what the door refused, before the application saw it.
     """
 
     def __init__(
