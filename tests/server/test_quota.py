@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fakes import FakeEngine
 from llm_serving.config.schema import ApiKey
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
+from llm_serving.server.caller import Caller
+from llm_serving.server.choices import Choices
+from llm_serving.server.generation import start_generation
 from llm_serving.server.quota import Quota
 from llm_serving.server.token_bucket import TokenBucket
 from server_client import error_of, events, post, request
@@ -117,6 +124,29 @@ def test_every_sequence_of_a_request_counts(limited):
     assert error_of(refused)["code"] == "rate_limit_exceeded"
     assert "120 more would exceed 100 tokens a minute (api_keys.team-a.max_tokens_per_minute)" in refused.text
     assert engine.aborted == []
+
+
+def test_every_beam_counts(limited):
+    limited(max_tokens_per_minute=100)
+    body = {"prompt": [1, 2, 3, 4], "use_beam_search": True, "best_of": 8, "n": 1, "max_tokens": 10, "temperature": 0}
+    response = post(None, "/v1/completions", body, headers=HEADERS)
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert response.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 8 * 3)
+
+
+def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
+    engine = FakeEngine()
+    caller = Caller(quota=Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), Clock()))
+    choices = Choices(best_of=4, beams=BeamSearchParams(width=4, num_returned=1))
+
+    async def leave():
+        sampling = SamplingParams(max_tokens=10)
+        generation = await start_generation(engine, [[1]], [sampling], choices=choices, request_id="a", caller=caller)
+        await generation.aclose()
+
+    asyncio.run(leave())
+    assert caller.quota.headers()["x-ratelimit-remaining-tokens"] == str(100 - 1 - 4 * 10)
+    assert engine.aborted == ["a"]
 
 
 def test_a_stream_has_the_headers_and_gives_back(limited):

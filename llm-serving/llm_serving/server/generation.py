@@ -197,6 +197,8 @@ async def start_generation(
     except BaseException:
         await Generation(streams, on_end=on_end).aclose()
         raise
+    if on_end is not None and choices.beams is not None:
+        on_end = partial(_end_of_beams, on_end, choices.best_of)
     generation = Generation(streams, select, on_end)
     if (note := caller.note) is not None:
         note.request_id = note.request_id or streams[0].request_id
@@ -204,6 +206,13 @@ async def start_generation(
         note.streams_per_prompt = len(streams) // len(prompts)
         note.outputs = generation.newest
     return generation
+
+
+def _end_of_beams(on_end: Callable[[int], None], width: int, num_generated: int) -> None:
+    """A beam search tells the tokens of its best beam, at its end: each beam has about as many, and whoever leaves
+    before gets nothing back."""
+    if num_generated:
+        on_end(num_generated * width)
 
 
 def _visitor(caller: Caller, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Visitor:
