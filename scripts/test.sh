@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs lint, types and all tests, the latter in as many processes as there are CPUs, four
-# at most. Arguments go to pytest, which then runs in one process unless they say otherwise (-n 2 --dist loadfile).
+# Sets up what is missing, then runs lint, types and all tests, the latter in one process more than there are CPUs, four
+# at most: some of them wait. Arguments go to pytest, which then runs in one process unless they say otherwise (-n 2
+# --dist loadfile).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -16,7 +17,7 @@ find llm-serving/llm_serving/kernels/csrc \( -name '*.cc' -o -name '*.h' \) -pri
     xargs -0 "$venv/bin/clang-format" --dry-run -Werror
 (cd llm-serving && "$venv/bin/mypy")
 if [ $# -eq 0 ]; then
-    processes=$(nproc)
+    processes=$(($(nproc) + 1))
     set -- tests --numprocesses $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder
 fi
 exec "$venv/bin/python" -m pytest -c "$config" --rootdir "$root" "$@"

@@ -73,7 +73,7 @@ def read_requests(data: bytes) -> None:
             try:
                 body = decode_body(data, kind, strict=strict)
                 if kind in BODIES:
-                    check_other_fields(SimpleNamespace(state=SimpleNamespace()), data, kind)  # type: ignore[arg-type]
+                    check_other_fields(SimpleNamespace(state=SimpleNamespace()), kind, data)  # type: ignore[arg-type]
             except RequestError as error:
                 assert len(str(error)) < 4000, "an error repeats what was given at length"
                 continue
