@@ -78,8 +78,8 @@ def _result(bench: Bench) -> Result:
     load = (
         f"{NUM_STREAMS} clients with the longest answers of the demo model, streamed, and meanwhile "
         f"{bench.count(NUM_PROMPTS)} prompts of about 900 tokens by {NUM_SENDERS} clients, {PROMPT_OUTPUT_TOKENS} "
-        f"output tokens each; all of class standard. {NUM_SLOTS} slots; a gap is `max_consecutive_prefill_steps`, tokens are "
-        "`max_prefill_tokens`. Gaps between tokens count while the flood lasts."
+        f"output tokens each; all of class standard. {NUM_SLOTS} slots; a gap is `max_consecutive_prefill_steps`, "
+        "tokens are `max_prefill_tokens`. Gaps between tokens count while the flood lasts."
     )
     return Result(
         "Streams beside a flood of long prompts", load, {"The same load:": Table(header, rows)}, _figure(trials)

@@ -101,7 +101,7 @@ def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
     model = write_model(tmp_path / "model")
     spec = ModelSpec.from_folder(model)
     block = 16 * spec.kv_bytes_per_token(dtype_bytes)
-    working = working_bytes(spec, dtype_bytes, 2048, 128)
+    working = working_bytes(spec, dtype_bytes, 512, 128)
     least = PROCESS_BYTES + dtype_bytes * spec.num_parameters + working + block
     overrides = [f"device_config.kernels={kernels}", f"device_config.max_device_memory={least}"]
     assert load_config(None, overrides, model).device.max_device_memory == least

@@ -8,6 +8,7 @@ from llm_serving.config import load_config
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 ONE_BILLION = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
+TWO_BILLION = {**ONE_BILLION, "num_hidden_layers": 40}
 SEVEN_BILLION = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 
 
@@ -32,7 +33,7 @@ def budget(folder: Path, *overrides: str, **sizes: int) -> int:
 
 def test_the_larger_the_model_the_fewer_tokens(tmp_path: Path) -> None:
     budgets = [budget(tmp_path, **sizes) for sizes in (TINY, ONE_BILLION, SEVEN_BILLION)]
-    assert budgets == [2048, 512, 256]
+    assert budgets == [512, 512, 256]
     assert budget(tmp_path, "model_config.decode_batch_size=4", **SEVEN_BILLION) == 132
     assert budget(tmp_path, **ONE_BILLION, vocab_size=128256) == 512, "a table is looked up"
 
@@ -59,7 +60,7 @@ def test_every_running_request_and_a_long_prompt_have_room(tmp_path: Path, key: 
 
 def test_its_source_is_told(tmp_path: Path) -> None:
     key = "scheduler_config.max_prefill_tokens"
-    for sizes, source in ((TINY, "default"), (ONE_BILLION, "size of the model")):
+    for sizes, source in ((TINY, "device_config.device_target"), (TWO_BILLION, "size of the model")):
         assert load_config(None, (), model(tmp_path, **sizes)).sources[key] == source
 
 

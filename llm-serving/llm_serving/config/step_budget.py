@@ -12,6 +12,9 @@ LONG_PREFILL: Final = "scheduler_config.max_long_prefill_tokens"
 NUM_SEQS: Final = "model_config.decode_batch_size"
 CPU_STEP_OPERATIONS: Final = 1.2e12
 """A second or so of a few cores."""
+CPU_STEP_TOKENS: Final = 512
+"""However small the model: four times as many are no quicker a token, and running streams wait four times as long
+beside a flood of prompts (docs/scheduling.md)."""
 SMALLEST: Final = 128
 """Tokens of prompts. Products of so many rows are within a tenth of as quick as they get."""
 
@@ -30,10 +33,11 @@ def choose_prefill_gap(values: Values) -> None:
 def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     """Sets `max_prefill_tokens` if it is not given and its default does not suit the model.
 
-    On a CPU a step takes time in proportion to its tokens: a large one is no quicker for each of them, and all who come
-    behind its prompts, and all who decode, wait for its end. So the default is halved until the weights of the layers,
-    at two operations a token each, make no more than `CPU_STEP_OPERATIONS`. On every device there is room for all
-    running requests beside a part of a prompt, and for what `max_long_prefill_tokens` grants.
+    On a CPU a step takes time in proportion to its tokens: a large one is no quicker for each of them, and all who
+    come behind its prompts, and all who decode, wait for its end. So the default is `CPU_STEP_TOKENS`, halved until the
+    weights of the layers, at two operations a token each, make no more than `CPU_STEP_OPERATIONS`. On every device
+    there is room for all running requests beside a part of a prompt, and for what `max_long_prefill_tokens`
+    grants.
 
     Args:
         values: All that is given.
@@ -43,6 +47,7 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
         return
     tokens, source = values[KEY], "default"
     if spec is not None and values["device_config.device_target"] == "CPU":
+        tokens, source = min(tokens, CPU_STEP_TOKENS), "device_config.device_target"
         while tokens > SMALLEST and 2 * spec.num_layer_parameters * tokens > CPU_STEP_OPERATIONS:
             tokens, source = tokens // 2, "size of the model"
     for key, least in ((NUM_SEQS, values[NUM_SEQS] + SMALLEST), (LONG_PREFILL, values[LONG_PREFILL] or 0)):
