@@ -129,16 +129,20 @@ def _model_table(replica: RealReplica, alone: dict[str, list[str]], sent: signal
         # The reply may have been sent already; then the step after it, which is on its way, is the first that is lost.
         os.kill(replica.agents[-1].process.pid, sent)
 
+    def ask_undisturbed() -> None:
+        asked = streams(NUM_TOKENS)
+        play(replica.engine, asked, lambda: None, NEVER)
+        idle = {request.request_id: {"idle"} for requests in asked.values() for request in requests}
+        compare(table, asked, idle, alone, replica.take_answer)
+
     send()
-    asked = streams(NUM_TOKENS)
-    play(replica.engine, asked, lambda: None, NEVER)
-    idle = {request.request_id: {"idle"} for requests in asked.values() for request in requests}
-    compare(table, asked, idle, alone, replica.take_answer)
+    ask_undisturbed()
     for offset in offsets:
         asked = streams(NUM_TOKENS)
         met = play(replica.engine, asked, send, range(offset, MANY, DISTANCE))
         compare(table, asked, met, alone, replica.take_answer)
         assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
+    ask_undisturbed()  # whose WorkAgent may have died behind its last reply
     table.num_restarts = replica.num_restarts - num_restarts
     return table
 
