@@ -16,7 +16,7 @@ from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
-from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.policy import POLICIES, Policy
 from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
 
 logger = get_logger(__name__)
@@ -55,7 +55,7 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         prefix_caching=scheduler.prefix_caching,
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    order = ORDERS[_order_name(config)]()
+    order = ORDERS[_order_name(config, policy)]()
     if scheduler.record_path is None:
         return Scheduler(limits, policy, blocks, classes, order)
     name = f"replica-{index}"
@@ -67,10 +67,10 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
     return recorded
 
 
-def _order_name(config: ServingConfig) -> str:
-    scheduler = config.scheduler
-    if not POLICIES[scheduler.policy](config).honours_classes:
+def _order_name(config: ServingConfig, policy: Policy) -> str:
+    if not policy.honours_classes:
         return "arrival"
+    scheduler = config.scheduler
     return scheduler.order or ("fair" if scheduler.tenant_fairness else "arrival")
 
 

@@ -111,8 +111,8 @@ class Turns:
         backlogged = [name for name in self.contenders if name in self._waiting or name in self._prompts]
         least = min([self._pass(name) for name in backlogged or self.contenders], default=0)
         for name, paid in self._paid.items():
-            surplus = max(least, max(paid)) - max(paid) - least
-            self._paid[name] = (paid[0] + surplus, paid[1] + surplus) if name in self.contenders else (0, 0)
+            common = min(least, max(paid))
+            self._paid[name] = (paid[0] - common, paid[1] - common) if name in self.contenders else (0, 0)
 
     def _pass(self, name: str) -> int:
         return max(self._paid[name])
