@@ -25,11 +25,11 @@ from llm_serving.config import load_config
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import collect_garbage_rarely, create_app
 from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.text.tokenizer import Tokenizer
 from random_agent import random_executor
 
 MIB = 2**20

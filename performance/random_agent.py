@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.step import StepOutput
-from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.transport.codec import encode_output, max_step_bytes, step_from_arrays
 from llm_serving.transport.messages import RunStep, StepDone
 from llm_serving.transport.shared_arrays import SharedBuffers

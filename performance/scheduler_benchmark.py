@@ -31,11 +31,11 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import RemoteExecutor
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.scheduler.recorder import RecordedScheduler
+from llm_serving.executor.executor import RemoteExecutor
+from llm_serving.observe.metrics import Metrics
+from llm_serving.recording.recorder import RecordedScheduler
+from llm_serving.text.tokenizer import Tokenizer
 from random_agent import RandomAgent, random_executor
 from serving_cost import cpu_seconds_per_request, cpu_seconds_per_token
 from stopwatch import Stopwatch

@@ -10,8 +10,8 @@ from typing import Any
 
 from figures import Figure, greedy, random_prompts
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import RemoteExecutor
 from llm_serving.engine.replica import build_engine
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from llm_serving.worker import model_runner

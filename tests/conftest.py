@@ -8,7 +8,7 @@ TESTS = Path(__file__).parent
 LATE = (
     *("end_to_end", "kernels", "models", "backends", "worker", "layers"),
     *("test_offline.py", "test_work_agent.py", "test_launcher.py"),
-    *("engine/test_choices_on_a_model.py", "engine/test_supervisor.py"),
+    *("engine/test_choices_on_a_model.py", "executor/test_supervisor.py"),
 )
 """Longest first, so that processes that share the files end together."""
 

@@ -11,9 +11,9 @@ from llm_serving.core.clock import Clock
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.step import StepInput
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.metrics import Metrics
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
 from word_tokenizer import WordTokenizer
 
 

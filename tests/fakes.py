@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_serving.demo_model
+from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
@@ -16,12 +17,11 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.async_engine import Admission, EngineHealth
-from llm_serving.engine.explanation import Explanation
-from llm_serving.engine.metrics import Metrics
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import CapacityError, LLMServingError
+from llm_serving.observe.explanation import Explanation
+from llm_serving.observe.metrics import Metrics
+from llm_serving.text.tokenizer import Tokenizer
 
 DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
 DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)

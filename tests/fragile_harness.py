@@ -8,9 +8,9 @@ from engine_harness import Harness
 from fake_runner import FakeRunner, expected_output
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.executor import LocalExecutor
 from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.executor import LocalExecutor
 
 
 class FragileExecutor(LocalExecutor):

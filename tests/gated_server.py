@@ -17,9 +17,9 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import create_app
 
 NUM_BLOCKS = 64

@@ -29,9 +29,9 @@ if __name__ == "__main__":
 import msgspec
 import simulated_agent
 from llm_serving.core.step import BlockMove, Move
-from llm_serving.engine import executor as executor_module
-from llm_serving.engine import supervised_executor
-from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.executor import executor as executor_module
+from llm_serving.executor import supervised_executor
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler

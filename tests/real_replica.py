@@ -9,11 +9,11 @@ from pathlib import Path
 from llm_serving.config import load_config
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.supervised_executor import SupervisedExecutor
-from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
-from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.observe.metrics import Metrics
+from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
 
 MAX_STEPS = 5000

@@ -6,9 +6,9 @@ import io
 from typing import Any
 
 from factories import create_scheduler
-from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
-from llm_serving.scheduler.records import MAGIC, Chain, Entry, Reader, encode
-from llm_serving.scheduler.replay import Replay
+from llm_serving.recording.recorder import RecordedScheduler, Recorder
+from llm_serving.recording.records import MAGIC, Chain, Entry, Reader, encode
+from llm_serving.recording.replay import Replay
 
 
 class MemoryFiles:

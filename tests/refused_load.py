@@ -29,16 +29,16 @@ if __name__ == "__main__":
 
 import numpy as np
 from fakes import DEMO_FOLDER
+from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import CapacityError
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.metrics import Metrics
 from simulated_agent import Clock
 from word_tokenizer import WordTokenizer
 

@@ -39,9 +39,9 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import BlockMove
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
-from llm_serving.engine.metrics import Metrics
-from llm_serving.engine.supervised_executor import SupervisedExecutor
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
+from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.transport.messages import Loaded

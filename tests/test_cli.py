@@ -19,7 +19,7 @@ from llm_serving.config.loader import RULES
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.flags import FLAGS, REFUSED
-from llm_serving.scheduler.records import Decided
+from llm_serving.recording.records import Decided
 from llm_serving.server.authentication import hash_key
 from recordings import MemoryFiles, create_recorded, read, seal, with_record
 

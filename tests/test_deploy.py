@@ -18,7 +18,7 @@ from llm_serving.config import load_config
 from llm_serving.config.schema import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
-from llm_serving.engine.metrics import ReplicaCounts
+from llm_serving.observe.metrics import ReplicaCounts
 from prometheus_client.parser import text_string_to_metric_families
 from server_client import post, request
 

@@ -2,12 +2,13 @@
 
 ```
         MASTER                                 WORK AGENT
-7                    offline                        (cli starts the master)
-6   master                                 work_agent
-5   server                                 worker
-4   engine                                 models
-3   scheduler                              layers
-2   kvcache                                backends -> kernels
+8                    offline                        (cli starts the master)
+7   master                                 work_agent
+6   server                                 worker
+5   engine                                 models
+4   executor  admission -> observe, text   layers
+3   recording -> scheduler                 backends -> kernels
+2   kvcache
 1            transport
 0            errors < log, log_writer < core < config
 ```
@@ -45,23 +46,28 @@ PLACES = {
     "config": Place(0.3, BOTH),
     "transport": Place(1, BOTH),
     "kvcache": Place(2, MASTER),
-    "scheduler": Place(3, MASTER),
-    "engine": Place(4, MASTER),
-    "server": Place(5, MASTER),
-    "master": Place(6, MASTER),
-    "kernels": Place(2.0, WORKER),
-    "backends": Place(2.1, WORKER),
-    "layers": Place(3, WORKER),
-    "models": Place(4, WORKER),
-    "worker": Place(5, WORKER),
-    "work_agent": Place(6, WORKER),
-    "offline": Place(7, TOP),
-    "launcher": Place(7, TOP),
-    "log_keeper": Place(7, TOP),
-    "flags": Place(7, TOP),
-    "trace_file": Place(7, TOP),
-    "cli": Place(7.1, TOP),
-    "__main__": Place(7.2, TOP),
+    "scheduler": Place(3.0, MASTER),
+    "recording": Place(3.1, MASTER),
+    "text": Place(4.0, MASTER),
+    "observe": Place(4.0, MASTER),
+    "executor": Place(4.0, MASTER),
+    "admission": Place(4.1, MASTER),
+    "engine": Place(5, MASTER),
+    "server": Place(6, MASTER),
+    "master": Place(7, MASTER),
+    "kernels": Place(3.0, WORKER),
+    "backends": Place(3.1, WORKER),
+    "layers": Place(4, WORKER),
+    "models": Place(5, WORKER),
+    "worker": Place(6, WORKER),
+    "work_agent": Place(7, WORKER),
+    "offline": Place(8, TOP),
+    "launcher": Place(8, TOP),
+    "log_keeper": Place(8, TOP),
+    "flags": Place(8, TOP),
+    "trace_file": Place(8, TOP),
+    "cli": Place(8.1, TOP),
+    "__main__": Place(8.2, TOP),
 }
 LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 """Parts that may import only these of the package, whatever their row."""
@@ -253,6 +259,8 @@ def package(tmp_path):
         ("scheduler__in__policy", "import llm_serving.engine.engine"),
         ("scheduler__in__policy", "from llm_serving.engine import engine"),
         ("scheduler__in__policy", "from llm_serving import engine"),
+        ("scheduler__in__policy", "from llm_serving.recording.recorder import Recorder"),
+        ("observe__in__journal", "from llm_serving.text.tokenizer import Tokenizer"),
         ("scheduler__in__policy", "from ..engine.engine import run"),
         ("scheduler__in__policy", "def later():\n    from llm_serving.engine.engine import run"),
         ("scheduler__in__policy", "import importlib\nimportlib.import_module('llm_serving.engine.engine')"),
@@ -265,6 +273,7 @@ def package(tmp_path):
 )
 def test_checker_finds_an_import_upwards_or_across(package, importer, text):
     files = {"engine__in__engine": "", "work_agent": "", "core__in__step": "", "config__in__schema": ""}
+    files |= {"recording__in__recorder": "", "text__in__tokenizer": ""}
     assert len(direction_violations(package(**(files | {importer: text})))) == 1
 
 

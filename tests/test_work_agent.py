@@ -14,8 +14,8 @@ from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.step import BlockMove
-from llm_serving.engine.supervisor import load_settings
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
+from llm_serving.executor.supervisor import load_settings
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import decode_output, step_arrays
 from llm_serving.transport.messages import (

@@ -204,8 +204,8 @@ def _reference(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from llm_serving.scheduler.records import Reader
-    from llm_serving.scheduler.replay import Replay
+    from llm_serving.recording.records import Reader
+    from llm_serving.recording.replay import Replay
 
     try:
         with arguments.file.open("rb") as file:

@@ -9,12 +9,12 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.supervised_executor import SupervisedExecutor
-from llm_serving.engine.supervisor import WorkAgentProcess, start_work_agent
-from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import serve
+from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import monotonic
@@ -12,13 +13,12 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
-from llm_serving.engine.supervisor import load_settings
-from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.executor.supervisor import load_settings
 from llm_serving.log import get_logger
+from llm_serving.observe.metrics import Metrics
+from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.worker.loading import load_runner
 
 logger = get_logger(__name__)

@@ -6,8 +6,8 @@ import pytest
 from fakes import DEMO_FOLDER
 from llm_serving.core.files import read_regular
 from llm_serving.core.model_spec import ModelSpec
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ModelError
+from llm_serving.text.tokenizer import Tokenizer
 
 DEMO_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json")
 

@@ -13,7 +13,7 @@ from factories import create_request
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine import supervisor
+from llm_serving.executor import supervisor
 from raising_work_agent import POISON
 from real_replica import RealReplica
 

@@ -8,7 +8,7 @@ import pytest
 from factories import create_request
 from llm_serving.core.request import Request
 from llm_serving.engine import engine
-from llm_serving.engine.executor import RemoteExecutor
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.transport.messages import AgentMessage, StepDone, StepEnding
 from real_replica import RealReplica
 

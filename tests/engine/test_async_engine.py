@@ -16,10 +16,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine, EngineHealth, RequestStream
-from llm_serving.engine.away import Away
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics, ReplicaCounts
 from llm_serving.errors import (
     CapacityError,
     ContextLengthError,
@@ -28,6 +25,9 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
+from llm_serving.executor.away import Away
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.metrics import Metrics, ReplicaCounts
 from word_tokenizer import WordTokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

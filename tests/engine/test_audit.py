@@ -14,7 +14,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_output import join_pieces
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.audit import Auditor
-from llm_serving.engine.executor import StepFailedError
+from llm_serving.executor.executor import StepFailedError
 from word_tokenizer import WordTokenizer
 
 

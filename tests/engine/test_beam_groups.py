@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.executor import StepFailedError
+from llm_serving.executor.executor import StepFailedError
 
 STOPS = frozenset(range(0, 1000, 6))
 """Every sixth token ends the fake model's text."""

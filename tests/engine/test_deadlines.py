@@ -6,12 +6,12 @@ import pytest
 from engine_harness import Harness
 from factories import create_request
 from fake_runner import expected_output
+from llm_serving.admission.load_estimator import Measured
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.engine.deadlines import SMALLEST_SWEEP, Deadlines, timeout_of
 from llm_serving.engine.engine import LOOK_EVERY_S
-from llm_serving.engine.load_estimator import Measured
 
 
 class HandClock:

@@ -10,9 +10,9 @@ from factories import create_request
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.core.request_output import TokenLogprobs
 from llm_serving.core.step import StepOutput
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
 from word_tokenizer import WordTokenizer
 
 

@@ -12,8 +12,8 @@ from llm_serving.config.schema import SchedulerConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
 from llm_serving.core.step import StepOutput
-from llm_serving.engine.executor import StepFailedError
 from llm_serving.engine.replica import build_scheduler
+from llm_serving.executor.executor import StepFailedError
 from llm_serving.scheduler import Scheduler
 from recordings import MemoryFiles, create_recorded, read, replay, seal
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput
-from llm_serving.engine.away import Away
-from llm_serving.engine.executor import RestartFailedError, StepFailedError
 from llm_serving.engine.recovery import DEATHS_TO_SUSPECT, MAX_LOST_STEPS
 from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.away import Away
+from llm_serving.executor.executor import RestartFailedError, StepFailedError
 
 
 def requests_of_all_kinds() -> list[Request]:

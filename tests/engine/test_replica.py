@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fake_runner import FakeRunner
 from llm_serving.config.schema import ModelConfig, ServingConfig
-from llm_serving.engine.executor import LocalExecutor
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.replica import build_engine
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.metrics import Metrics
 from word_tokenizer import WordTokenizer
 
 

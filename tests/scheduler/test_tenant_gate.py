@@ -9,8 +9,8 @@ from engine_harness import Harness
 from factories import create_classes, create_request, create_scheduler, run_step
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason
-from llm_serving.engine.journal import Journal
-from llm_serving.scheduler.explain import describe_state
+from llm_serving.observe.journal import Journal
+from llm_serving.recording.explain import describe_state
 from llm_serving.scheduler.wait_reason import WaitReason
 from recordings import MemoryFiles, create_recorded, replay, seal
 from scheduler_run import SchedulerRun

@@ -10,8 +10,8 @@ from factories import create_request
 from fakes import FakeEngine, Script
 from llm_serving.config.schema import ApiKey
 from llm_serving.core.request import FinishReason
-from llm_serving.engine.explanation import answers_to, explain
-from llm_serving.engine.journal import Journal, Life
+from llm_serving.observe.explanation import answers_to, explain
+from llm_serving.observe.journal import Journal, Life
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS

@@ -13,13 +13,13 @@ import pytest
 from fakes import FakeEngine, Piece, Script
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server import body_census, generation, request_body
 from llm_serving.server import off_loop as off_loop_module
 from llm_serving.server.body_census import MAX_CONTAINERS, MAX_DIGITS, MAX_TEXTS, MAX_VALUES, check_census
 from llm_serving.server.off_loop import INLINE_BYTES, ITEMS_AT_ONCE, Long, encode_in_parts
 from llm_serving.server.routes import ENDPOINTS
+from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, post
 
 MANY_NAMES = "{" + ",".join(f'"{i:x}":0' for i in range(300_000)) + "}"

@@ -10,7 +10,7 @@ from factories import create_request, create_scheduler, run_step
 from gated_server import NUM_BLOCKS, GatedServer
 from llm_serving.config.schema import ApiKey
 from llm_serving.engine import async_engine
-from llm_serving.engine.scheduler_state import MAX_WAITING, scheduler_state
+from llm_serving.observe.scheduler_state import MAX_WAITING, scheduler_state
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fakes import FakeEngine
 from gated_server import GatedServer
-from llm_serving.engine.load_estimator import Measured
+from llm_serving.admission.load_estimator import Measured
 from server_client import error_of, post
 
 BODIES = {

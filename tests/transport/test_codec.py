@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from factories import create_request, create_scheduler
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
-from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.errors import ProtocolError
+from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.transport.codec import (
     decode_output,
     encode_output,

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, ServingConfig
 from llm_serving.core.memory import PROCESS_BYTES, working_bytes
-from llm_serving.engine.supervisor import load_settings
 from llm_serving.errors import ConfigError
+from llm_serving.executor.supervisor import load_settings
 from llm_serving.worker import loading
 from llm_serving.worker.loading import load_runner
 from model_factories import tiny_spec, write_model

@@ -1,1 +1,1 @@
-"""The loop that joins scheduler and WorkAgent, and what surrounds it."""
+"""The loop that joins scheduler and WorkAgent, with what mends it: recovery, audits, and the beams of a search."""

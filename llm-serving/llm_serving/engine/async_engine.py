@@ -13,6 +13,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from llm_serving.admission.admission import (
+    check_beam_search,
+    check_priority,
+    check_request,
+    end_token_ids,
+    stop_token_ids,
+)
+from llm_serving.admission.appointments import Visitor
+from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
@@ -23,20 +33,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.admission import check_beam_search, check_priority, check_request, end_token_ids, stop_token_ids
-from llm_serving.engine.appointments import Visitor
-from llm_serving.engine.class_metrics import ClassLoad
-from llm_serving.engine.door import Door, Forecast, Replica
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.explanation import Explanation, answers_to, explain
-from llm_serving.engine.journal import Life
-from llm_serving.engine.live_requests import LiveRequests
-from llm_serving.engine.metrics import Metrics, ReplicaCounts
-from llm_serving.engine.scheduler_state import SchedulerState
-from llm_serving.engine.supervised_executor import restart_delay_s
-from llm_serving.engine.timeline import JsonObject, ReplicaTrace, trace
-from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.engine.waiting_room import WaitingRoom
 from llm_serving.errors import (
     ContextLengthError,
     LLMServingError,
@@ -45,7 +42,16 @@ from llm_serving.errors import (
     UnavailableError,
     WorkerDiedError,
 )
+from llm_serving.executor.supervised_executor import restart_delay_s
 from llm_serving.log import get_logger
+from llm_serving.observe.class_metrics import ClassLoad
+from llm_serving.observe.explanation import Explanation, answers_to, explain
+from llm_serving.observe.journal import Life
+from llm_serving.observe.live_requests import LiveRequests
+from llm_serving.observe.metrics import Metrics, ReplicaCounts
+from llm_serving.observe.scheduler_state import SchedulerState
+from llm_serving.observe.timeline import JsonObject, ReplicaTrace, trace
+from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

@@ -12,12 +12,12 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.beam_groups import BeamGroups
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.log import get_logger
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import Scheduler
+from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

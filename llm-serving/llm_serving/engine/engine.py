@@ -12,28 +12,28 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+from llm_serving.admission.load_estimator import LoadEstimator, Queue
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
-from llm_serving.engine.away import Away
 from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.deadlines import Deadlines, timeout_of
-from llm_serving.engine.executor import Executor, StepFailedError
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.load_estimator import LoadEstimator, Queue
-from llm_serving.engine.metrics import Metrics
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.recovery import Recovery
-from llm_serving.engine.scheduler_state import SchedulerState, scheduler_state
-from llm_serving.engine.step_builder import StepBuilder
-from llm_serving.engine.swap_metrics import SwapLoad
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
+from llm_serving.executor.away import Away
+from llm_serving.executor.executor import Executor, StepFailedError
+from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.log import get_logger
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
+from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
+from llm_serving.observe.swap_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

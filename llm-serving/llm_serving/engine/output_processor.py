@@ -8,11 +8,11 @@ from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.step import StepOutput
-from llm_serving.engine.detokenizer import SILENT, Detokenizer
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.metrics import Metrics
-from llm_serving.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from llm_serving.log import get_logger
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
+from llm_serving.text.detokenizer import SILENT, Detokenizer
+from llm_serving.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = get_logger(__name__)
 

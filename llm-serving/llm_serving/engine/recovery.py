@@ -10,12 +10,12 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.bisection import find_culprits
-from llm_serving.engine.executor import Executor, RestartFailedError, StepFailedError
-from llm_serving.engine.metrics import Metrics
-from llm_serving.engine.step_builder import StepBuilder
 from llm_serving.errors import LLMServingError, WorkerError
+from llm_serving.executor.executor import Executor, RestartFailedError, StepFailedError
+from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
+from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.policy import Mixed
 

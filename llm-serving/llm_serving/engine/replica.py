@@ -7,17 +7,17 @@ import weakref
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.engine.executor import Executor
-from llm_serving.engine.journal import Journal
-from llm_serving.engine.metrics import Metrics
-from llm_serving.engine.record_files import RecordFiles
-from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
 from llm_serving.log import get_logger
+from llm_serving.observe.journal import Journal
+from llm_serving.observe.metrics import Metrics
+from llm_serving.recording.record_files import RecordFiles
+from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES, Policy
-from llm_serving.scheduler.recorder import RecordedScheduler, Recorder
+from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 

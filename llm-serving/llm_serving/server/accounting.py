@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm_serving.core.clock import Clock
 from llm_serving.core.exchange import Exchange
-from llm_serving.engine.http_metrics import HttpMetrics
 from llm_serving.log import get_logger
+from llm_serving.observe.http_metrics import HttpMetrics
 from llm_serving.server.access_log import AccessLog
 from llm_serving.server.line_budget import LineBudget
 from llm_serving.server.note import SCOPE_KEY, Note

@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.throughput import log_throughput
+from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication

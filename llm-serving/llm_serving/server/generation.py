@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
+from llm_serving.admission.appointments import Visitor
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.appointments import Visitor
 from llm_serving.engine.async_engine import AsyncEngine, RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller

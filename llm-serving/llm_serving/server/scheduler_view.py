@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from llm_serving.engine.scheduler_state import ClassState, RunningState, SchedulerState, WaitingState
+from llm_serving.observe.scheduler_state import ClassState, RunningState, SchedulerState, WaitingState
 
 MAX_ROWS: Final = 256
 """Requests and tenants shown one by one; the others are counted."""

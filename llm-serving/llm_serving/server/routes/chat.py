@@ -16,8 +16,6 @@ from starlette.responses import Response
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.chat_template import NUM_PROCESSES
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
@@ -58,6 +56,8 @@ from llm_serving.server.schemas import (
     Usage,
 )
 from llm_serving.server.streaming import DONE, event
+from llm_serving.text.chat_template import NUM_PROCESSES
+from llm_serving.text.tokenizer import Tokenizer
 
 MAX_MESSAGES: Final = 4096
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES, choices_of
@@ -40,6 +39,7 @@ from llm_serving.server.openai_requests import (
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import DONE, event
+from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 16
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.explanation import Explanation
 from llm_serving.errors import RequestError, RequestNotFoundError
+from llm_serving.observe.explanation import Explanation
 from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.off_loop import Long, large_json_response

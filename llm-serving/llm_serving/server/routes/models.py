@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
-from llm_serving.engine.admission import check_token_ids
+from llm_serving.admission.admission import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint

@@ -20,7 +20,6 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import RequestCancelledError, RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
@@ -40,6 +39,7 @@ from llm_serving.server.parameters import read_fields
 from llm_serving.server.sampling import sampling_params
 from llm_serving.server.streaming import StreamResponse, complete
 from llm_serving.server.text_schemas import TGIParameters, TGIRequest
+from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 

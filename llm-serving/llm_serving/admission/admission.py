@@ -1,0 +1,91 @@
+"""The checks at the door: a request that can never be served is refused at once, with the numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from llm_serving.config.schema import ModelConfig
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.request_class import MAX_PRIORITY
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.kvcache import BlockManager
+from llm_serving.text.tokenizer import Tokenizer
+
+
+def check_request(
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    priority: int,
+    vocab_size: int,
+    limits: ModelConfig,
+    blocks: BlockManager,
+    end_ids: frozenset[int],
+) -> None:
+    """Raises RequestError unless an empty server could serve the request, whatever the model says."""
+    num_prompt = len(prompt_token_ids)
+    if num_prompt == 0:
+        raise RequestError("prompt", "must hold at least one token", num_prompt)
+    if num_prompt > limits.max_input_len:
+        raise ContextLengthError("prompt", f"must be at most {limits.max_input_len} tokens long", num_prompt)
+    total = num_prompt + sampling.max_tokens
+    if total > limits.max_generate_length:
+        rule = f"with the prompt of {num_prompt} tokens must be at most {limits.max_generate_length} tokens"
+        raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
+    if not blocks.can_ever_hold(total):
+        rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.num_slots} tokens"
+        raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
+    check_priority(priority)
+    check_token_ids("prompt", prompt_token_ids, vocab_size)
+    check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_token_ids("bad_words", list(itertools.chain.from_iterable(sampling.bad_words)), vocab_size)
+    _check_leaves_a_token(sampling, end_ids, vocab_size)
+
+
+def check_priority(priority: int) -> None:
+    """Raises RequestError for a number that no priority is."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
+
+
+def check_beam_search(limits: ModelConfig) -> None:
+    """Raises RequestError where beam searches are not served: their beams need places that a static batch has not."""
+    if limits.batching_strategy == "static":
+        raise RequestError("use_beam_search", "is not served with model_config.batching_strategy: static", True)
+
+
+def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer."""
+    configured = () if config.end_token is None else (config.end_token,)
+    return frozenset((*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids))
+
+
+def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
+    """All ids that end the request's output."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
+
+
+def _check_leaves_a_token(sampling: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
+    """There is a token to choose at every step, whatever was chosen before: one that no bad word ends in."""
+    allowed, forbidden = sampling.allowed_token_ids, {sequence[-1] for sequence in sampling.bad_words}
+    if sampling.min_tokens:
+        forbidden |= stop_token_ids(sampling, end_ids)
+    if not forbidden:
+        return
+    num_left = vocab_size - len(forbidden) if allowed is None else len(set(allowed) - forbidden)
+    if num_left <= 0:
+        field = "allowed_token_ids" if allowed is not None else "bad_words" if sampling.bad_words else "min_tokens"
+        raise RequestError(field, "may leave no token to choose: others end bad words or, below min_tokens, the output")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises RequestError where one is no id of the vocabulary; the error tells the farthest from it."""
+    if not token_ids:
+        return
+    smallest, largest = min(token_ids), max(token_ids)  # as quick as a check can be: prompts have 10^5 ids
+    if smallest < 0 or largest >= vocab_size:
+        rule = f"must hold token ids from 0 to {vocab_size - 1}"
+        raise RequestError(field, rule, smallest if smallest < 0 else largest)

@@ -1,0 +1,204 @@
+"""Honest refusal: who would exceed a limit, or wait longer than its class was promised, is told when to come back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llm_serving.admission.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
+from llm_serving.admission.corrections import Corrections
+from llm_serving.admission.load_estimator import Measured, Queue
+from llm_serving.admission.waiting_room import Limit, WaitingRoom
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.errors import CapacityError, RequestError
+from llm_serving.observe.class_metrics import ClassMetrics
+
+FEW_ENDS: Final = 8
+"""Requests that must end before one can start; up to so many, chance has more to say than the rate."""
+RETURNED_MEMORY: Final = 32
+"""Requests let in at their second coming after which one counts 1/e for what others are told."""
+
+
+class Kind(NamedTuple):
+    """Predictions that err alike."""
+
+    class_name: str
+    queue: str
+    """Whether slots are free, get free soon, or many must end before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of the time from the door to the first token."""
+
+    seconds: float
+    uncorrected_s: float
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Where a request would go, as the door sees it."""
+
+    index: int
+    num_replicas: int
+    """That share what belongs together."""
+    measured: Measured | None
+    honours_classes: bool
+    """Whether its policy lets higher classes go first."""
+
+
+class Door:
+    """Decides on the event loop, before anything is submitted.
+
+    A refusal is an appointment: it says when a place will be free beside everybody who was told to come before, and
+    whoever comes then finds it kept. Half of every limit is never kept for anybody: the server is busy whoever stays
+    away.
+    """
+
+    def __init__(
+        self, config: ServingConfig, room: WaitingRoom, metrics: ClassMetrics, clock: Clock = monotonic
+    ) -> None:
+        self.book = AppointmentBook()
+        self._classes = config.request_classes
+        self._factor = config.scheduler.slo_refusal_factor
+        self._room = room
+        self._metrics = metrics
+        self._clock = clock
+        self._corrections: Corrections[Kind] = Corrections()
+        self._wait_of_returned: dict[str, float] = {}
+        """By class, seconds that those who came back were predicted to wait then."""
+
+    def check(
+        self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
+    ) -> Forecast | None:
+        """Checks requests that belong together: all may come in, or none.
+
+        Args:
+            prompt_lens: Tokens of each prompt.
+            priority: Of all of them.
+            tenant: Who asks.
+            visitor: By which it is known when it comes again.
+            replica: Where the first would go.
+
+        Returns:
+            When the last of them is expected to have its first token; None where too little has been measured.
+
+        Raises:
+            RequestError: They would not come in even if nothing waited.
+            CapacityError: They may not come in now.
+        """
+        request_class = class_of(priority, self._classes)
+        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
+        try:
+            self._room.check_group(num_requests, num_tokens, request_class, tenant)
+        except RequestError:
+            self._metrics.refused(request_class, "never_fits", num_requests)
+            raise
+        now = self._clock()
+        self.book.advance(now)
+        appointment = self.book.due(visitor, now)
+        limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
+        forecast = self.predict(prompt_lens, request_class, replica)
+        predicted_s = None if forecast is None else forecast.seconds
+        if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
+            limits.append(self._promise(request_class, predicted_s, num_requests, replica))
+        for limit in limits:
+            num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, now)
+            if limit.place.over + num_kept <= 0:
+                continue
+            self._metrics.refused(request_class, limit.name, num_requests)
+            least_s = 1.0
+            if limit.name == "slo" and predicted_s is not None and request_class.ttft_slo_s is not None:
+                least_s = predicted_s - request_class.ttft_slo_s
+            later_s = self._arrange(visitor, appointment, [each.place for each in limits], least_s, now)
+            then_s = self._wait_of_returned.get(request_class.name, predicted_s)
+            raise CapacityError(
+                limit.refusal(num_kept),
+                later_s,
+                None if predicted_s is None else 1000 * predicted_s,
+                None if then_s is None else later_s + then_s,
+            )
+        if appointment is not None:
+            self.book.keep(appointment)
+            if predicted_s is not None:
+                before_s = self._wait_of_returned.get(request_class.name, predicted_s)
+                self._wait_of_returned[request_class.name] = before_s + (predicted_s - before_s) / RETURNED_MEMORY
+        return forecast
+
+    def _arrange(
+        self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
+    ) -> int:
+        """Whole seconds after which the visitor is to come back, and is expected to if that is soon enough.
+
+        Who came in time and found no room has waited already: it comes back as soon as there is one, before all others
+        that are expected later.
+        """
+        if kept is not None:
+            self.book.keep(kept)
+            over = [each.over / (each.rate or each.limit) for each in places]
+            seconds = max(1, math.ceil(max(*over, least_s)))
+        else:
+            told = self.book.remaining_s(visitor, now)
+            if told is not None:
+                return told
+            seconds = self.book.seconds_until_free(places, visitor.source, now, least_s)
+        if seconds <= HORIZON_S:
+            self.book.make(visitor, now + seconds, places)
+        return seconds
+
+    def check_deadline(self, prompt_lens: Sequence[int], priority: int, remaining_s: float, replica: Replica) -> None:
+        """Raises CapacityError where the last of these requests would have its first token after its deadline."""
+        request_class = class_of(priority, self._classes)
+        forecast = self.predict(prompt_lens, request_class, replica)
+        if forecast is None or forecast.seconds <= remaining_s:
+            return
+        predicted_s = forecast.seconds
+        self._metrics.refused(request_class, "deadline", len(prompt_lens))
+        expected = f"the first token is expected in {predicted_s:.2f} s"
+        message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.2f} s"
+        raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
+
+    def predict(self, prompt_lens: Sequence[int], request_class: RequestClass, replica: Replica) -> Forecast | None:
+        """When the last of these requests would have its first token; None where too little is known.
+
+        It reckons with what is there, its own class and higher ones, and corrects that by what such predictions have
+        lacked lately: those who come later and go first, tenants and what a step ahead costs are in that.
+        """
+        measured = replica.measured
+        if measured is None:
+            return None
+        max_rank = request_class.rank if replica.honours_classes else None
+        ahead = self._room.load(replicas=(replica.index,), max_rank=max_rank)
+        num_running = self._room.load(replicas=(replica.index,)).num_running
+        # What belongs together is spread over the replicas.
+        num_requests, num_tokens = (-(-each // replica.num_replicas) for each in (len(prompt_lens), sum(prompt_lens)))
+        queue = Queue(
+            ahead.num_waiting + num_requests, ahead.num_waiting_tokens + num_tokens, ahead.num_running, num_running
+        )
+        seconds = measured.seconds_to_first_token(queue)
+        if seconds is None:
+            return None
+        num_ends = queue.num_running + queue.num_requests - measured.num_slots
+        kind = Kind(request_class.name, "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long")
+        return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
+
+    def learn(self, forecast: Forecast, real_s: float) -> None:
+        """What became of a prediction for one request."""
+        self._corrections.learn(forecast.kind, forecast.uncorrected_s, real_s)
+
+    def _promise(self, request_class: RequestClass, predicted_s: float, num_requests: int, replica: Replica) -> Limit:
+        """What was promised to the class as a limit like the others: on milliseconds of waiting."""
+        promised_s = request_class.ttft_slo_s
+        assert promised_s is not None and self._factor is not None
+        most_ms, predicted_ms = round(1000 * promised_s * self._factor), math.ceil(1000 * predicted_s)
+        num_waiting = self._room.load(replicas=(replica.index,)).num_waiting
+        own_ms = predicted_ms * num_requests // (num_waiting + num_requests)
+        place = Place(f"promise {request_class.name}", predicted_ms - own_ms, most_ms, own_ms, 1000.0)
+        key = f"request_classes.{request_class.name}.ttft_slo_s, scheduler_config.slo_refusal_factor"
+        most = f"{promised_s:g} s times {self._factor:g}"
+        return Limit("slo", key, place, f"the first token is expected in {predicted_s:.1f} s, more than {most}")

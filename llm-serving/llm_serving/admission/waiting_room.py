@@ -1,0 +1,232 @@
+"""Who has been let in: how many wait, of which class and tenant, and how many more may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llm_serving.admission.appointments import Place
+from llm_serving.admission.drain_rate import DrainRate
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.request_class import RequestClass
+from llm_serving.errors import ContextLengthError, RequestError
+
+
+@dataclass(slots=True)
+class Tally:
+    """Requests of one class at one replica, or sums of such."""
+
+    num_waiting: int = 0
+    """Let in and never scheduled yet."""
+    num_waiting_tokens: int = 0
+    """Of their prompts."""
+    num_running: int = 0
+    """Scheduled once and not ended, also while they wait after a preemption."""
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.num_waiting += other.num_waiting
+        self.num_waiting_tokens += other.num_waiting_tokens
+        self.num_running += other.num_running
+        return self
+
+
+class Limit(NamedTuple):
+    """One limit as it stands for requests that want to come in together."""
+
+    name: str
+    """One of `LIMITS`."""
+    key: str
+    """Of the YAML."""
+    place: Place
+    message: str
+    """What stands in the way when there is no room."""
+    needed: str = ""
+
+    def refusal(self, num_kept: int) -> str:
+        """Why there is no room for somebody who has to leave so much to those with appointments."""
+        kept = f" and {num_kept} kept for those who were told to come now" if self.place.over <= 0 else ""
+        return f"{self.message}{kept} ({self.key}){self.needed}"
+
+
+LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
+
+
+_QUEUE: Final = "queue"
+"""Name of the place that all requests share."""
+
+
+class _Entry(NamedTuple):
+    tally: Tally
+    class_name: str
+    tenant: str
+    num_tokens: int
+
+
+class WaitingRoom:
+    """Counts at the door, on the event loop alone, so that they are exact there.
+
+    A request enters when it is submitted, starts when a step is formed with it for the first time, and leaves when it
+    ends. Limits hold for all replicas together.
+    """
+
+    def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
+        self._max_requests = config.scheduler.max_waiting_queue
+        self._max_tokens = config.scheduler.max_waiting_tokens
+        self._max_of_tenant = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
+        self._classes = config.request_classes
+        self._tallies: dict[tuple[int, str], Tally] = {}
+        """By replica and class."""
+        self._waiting: dict[str, _Entry] = {}
+        self._running: dict[str, _Entry] = {}
+        self._waiting_of_tenant: Counter[str] = Counter()
+        self._clock = clock
+        self._rates: dict[str, DrainRate] = {_QUEUE: DrainRate()}
+        """By name of a place: the queue, and those classes and tenants that have a limit of their own."""
+        for each in config.request_classes:
+            if each.max_waiting is not None:
+                self._rates[_class_place(each.name)] = DrainRate()
+        for tenant in self._max_of_tenant:
+            self._rates[_tenant_place(tenant)] = DrainRate()
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def enter(self, request_id: str, replica: int, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
+        """The request is submitted; `num_tokens` are those of its prompt."""
+        tally = self._tallies.setdefault((replica, request_class.name), Tally())
+        tally.num_waiting += 1
+        tally.num_waiting_tokens += num_tokens
+        entry = self._waiting[request_id] = _Entry(tally, request_class.name, tenant, num_tokens)
+        self._waiting_of_tenant[tenant] += 1
+        self._note_who_waits(entry)
+
+    def start(self, request_id: str) -> None:
+        """The request waits no longer; one that has ended already is left alone."""
+        entry = self._take(request_id)
+        if entry is not None:
+            entry.tally.num_running += 1
+            self._running[request_id] = entry
+
+    def leave(self, request_id: str) -> None:
+        """The request has ended or is given up; twice changes nothing."""
+        self._take(request_id)
+        entry = self._running.pop(request_id, None)
+        if entry is not None:
+            entry.tally.num_running -= 1
+            now = self._clock()
+            for rate in self._rates_of(entry):
+                rate.ended(now)
+
+    def move(self, request_id: str, replica: int, request_class: RequestClass) -> None:
+        """The request is of another class now; one that has ended is left alone."""
+        waits = request_id in self._waiting
+        entries = self._waiting if waits else self._running
+        before = entries.get(request_id)
+        if before is None:
+            return
+        tally = self._tallies.setdefault((replica, request_class.name), Tally())
+        after = entries[request_id] = before._replace(tally=tally, class_name=request_class.name)
+        for each, change in ((before, -1), (after, 1)):
+            if waits:
+                each.tally.num_waiting += change
+                each.tally.num_waiting_tokens += change * each.num_tokens
+                self._note_who_waits(each)
+            else:
+                each.tally.num_running += change
+
+    def _take(self, request_id: str) -> _Entry | None:
+        entry = self._waiting.pop(request_id, None)
+        if entry is not None:
+            entry.tally.num_waiting -= 1
+            entry.tally.num_waiting_tokens -= entry.num_tokens
+            self._waiting_of_tenant[entry.tenant] -= 1
+            self._note_who_waits(entry)
+            if self._waiting_of_tenant[entry.tenant] == 0:
+                del self._waiting_of_tenant[entry.tenant]
+        return entry
+
+    def _note_who_waits(self, entry: _Entry) -> None:
+        now = self._clock()
+        self._rates[_QUEUE].waits(now, bool(self._waiting))
+        if (rate := self._rates.get(_class_place(entry.class_name))) is not None:
+            rate.waits(now, self.class_load(entry.class_name).num_waiting > 0)
+        if (rate := self._rates.get(_tenant_place(entry.tenant))) is not None:
+            rate.waits(now, self._waiting_of_tenant[entry.tenant] > 0)
+
+    def _rates_of(self, entry: _Entry) -> list[DrainRate]:
+        names = (_QUEUE, _class_place(entry.class_name), _tenant_place(entry.tenant))
+        return [self._rates[name] for name in names if name in self._rates]
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def load(self, *, replicas: Iterable[int] | None = None, max_rank: int | None = None) -> Tally:
+        """What is there, of these replicas and of classes up to this rank; None: of all."""
+        ranks = {each.name: each.rank for each in self._classes}
+        total = Tally()
+        for (replica, name), tally in self._tallies.items():
+            if (replicas is None or replica in replicas) and (max_rank is None or ranks[name] <= max_rank):
+                total += tally
+        return total
+
+    def class_load(self, name: str) -> Tally:
+        """What is there of one class."""
+        total = Tally()
+        for (_, other), tally in self._tallies.items():
+            if other == name:
+                total += tally
+        return total
+
+    def check_group(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> None:
+        """Raises RequestError for requests that, asked for together, would not fit even if nothing waited."""
+        for limit in self._request_limits(num_requests, request_class, tenant):
+            if num_requests > limit.place.limit:
+                rule = f"must ask for at most {limit.place.limit} answers at once ({limit.key})"
+                raise RequestError("n", rule, num_requests)
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
+            rule = f"must be, once for each answer, at most {self._max_tokens} tokens"
+            raise ContextLengthError("prompt", f"{rule} (scheduler_config.max_waiting_tokens)", num_tokens)
+
+    def limits(self, num_requests: int, num_tokens: int, request_class: RequestClass, tenant: str) -> list[Limit]:
+        """All that so many more requests with so many prompt tokens together must keep within."""
+        limits = self._request_limits(num_requests, request_class, tenant)
+        if self._max_tokens is not None:
+            total, rate = self.load(), limits[0].place.rate
+            mean = total.num_waiting_tokens / max(1, total.num_waiting)
+            rate = None if rate is None or mean == 0 else rate * mean
+            place = Place("tokens", total.num_waiting_tokens, self._max_tokens, num_tokens, rate)
+            message = f"{place.taken} of {place.limit} prompt tokens wait in the queue"
+            key = "scheduler_config.max_waiting_tokens"
+            limits.append(Limit("max_waiting_tokens", key, place, message, f"; {num_tokens} needed"))
+        return limits
+
+    def _request_limits(self, num_requests: int, request_class: RequestClass, tenant: str) -> list[Limit]:
+        place = self._place(_QUEUE, len(self._waiting), self._max_requests, num_requests)
+        limits = [_limit("max_waiting_queue", "scheduler_config.max_waiting_queue", place)]
+        if (most := request_class.max_waiting) is not None:
+            name = request_class.name
+            place = self._place(_class_place(name), self.class_load(name).num_waiting, most, num_requests)
+            limits.append(
+                _limit("class_max_waiting", f"request_classes.{name}.max_waiting", place, f" of class {name}")
+            )
+        if (most := self._max_of_tenant.get(tenant)) is not None:
+            place = self._place(_tenant_place(tenant), self._waiting_of_tenant[tenant], most, num_requests)
+            limits.append(_limit("key_max_waiting", f"api_keys.{tenant}.max_waiting", place, f" of {tenant}"))
+        return limits
+
+    def _place(self, name: str, taken: int, limit: int, amount: int) -> Place:
+        return Place(name, taken, limit, amount, self._rates[name].per_second(self._clock()))
+
+
+def _limit(name: str, key: str, place: Place, whose: str = "") -> Limit:
+    message = f"{place.taken} of {place.limit} places{whose} in the queue are taken"
+    return Limit(name, key, place, message, f"; {place.amount} needed")
+
+
+def _class_place(name: str) -> str:
+    return f"class {name}"
+
+
+def _tenant_place(name: str) -> str:
+    return f"key {name}"

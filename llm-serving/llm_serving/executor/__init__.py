@@ -1,0 +1,1 @@
+"""How a step reaches the WorkAgent, and who starts a new one when that has died."""

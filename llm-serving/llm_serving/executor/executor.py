@@ -1,0 +1,230 @@
+"""Where steps go: a WorkAgent behind a socket, or a runner in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.errors import (
+    ChannelClosedError,
+    DeadlineExceededError,
+    LLMServingError,
+    ProtocolError,
+    StepMismatchError,
+    WorkerDiedError,
+)
+from llm_serving.executor.away import Away
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.codec import decode_output, step_arrays
+from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepEnding, StepFailed
+from llm_serving.transport.shared_arrays import SharedBuffers
+
+
+class StepFailedError(LLMServingError):
+    """The WorkAgent could not run one step; it lives on, the cache of the step's requests is lost."""
+
+
+class RestartFailedError(LLMServingError):
+    """A WorkAgent could not be replaced this time; whoever asks again gets another attempt, after a pause."""
+
+
+class Executor(Protocol):
+    """Runs steps strictly in the order they are submitted."""
+
+    @property
+    def away(self) -> Away | None:
+        """What is known while the WorkAgent is being started again; None otherwise."""
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the WorkAgent was started again more often in a row, without a step in between, than is allowed."""
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """How many steps may be submitted before one is collected."""
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step must have."""
+
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        """Hands a step over; `announce_ending`: `await_ending` will wait for its end to be near."""
+
+    def await_ending(self) -> None:
+        """Waits until the newest submitted step nears its end: the one after it is best formed then.
+
+        Earlier and it lacks whoever comes meanwhile; later and the WorkAgent waits for it. Returns at once when no step
+        is in flight, when the newest is not announced and where nothing tells.
+
+        Raises:
+            WorkerError: As for `collect`.
+        """
+
+    def collect(self) -> StepOutput:
+        """Waits for the oldest submitted step.
+
+        Raises:
+            StepFailedError: That step failed.
+            WorkerError: The WorkAgent is gone or answers nonsense; nothing further will come.
+        """
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when an idle WorkAgent dies; None where that cannot happen."""
+
+    def restart(self, reason: str) -> None:
+        """Replaces a WorkAgent that is gone; what it had and what was submitted is lost, steps count from 0 again.
+
+        Raises:
+            RestartFailedError: Not this time.
+            WorkerDiedError: Not any more.
+        """
+
+    def give_up(self) -> None:
+        """No WorkAgent is started from now on, a restart under way is broken off. May be called from any thread."""
+
+
+class Runner(Protocol):
+    def execute(self, step: StepInput) -> StepOutput: ...
+
+
+class LocalExecutor:
+    """Runs each step in this process, when it is collected."""
+
+    max_steps_in_flight = 1
+    away: Away | None = None
+    used_up = False
+
+    def __init__(self, runner: Runner) -> None:
+        self.next_step = 0
+        self._runner = runner
+        self._submitted: deque[StepInput] = deque()
+
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        self._submitted.append(step)
+        self.next_step += 1
+
+    def await_ending(self) -> None:
+        pass
+
+    def collect(self) -> StepOutput:
+        try:
+            return self._runner.execute(self._submitted.popleft())
+        except WorkerDiedError:
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+
+    def fileno(self) -> int | None:
+        return None
+
+    def restart(self, reason: str) -> None:
+        raise WorkerDiedError(reason)
+
+    def give_up(self) -> None:
+        pass
+
+
+class RemoteExecutor:
+    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer.
+
+    Each buffer belongs to the step written last, until that step's reply has come: with as many buffers as steps in
+    flight none is ever rewritten while it is read.
+    """
+
+    def __init__(
+        self,
+        channel: Channel[AgentMessage],
+        buffers: SharedBuffers,
+        step_timeout_s: float | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        """A WorkAgent that takes longer than `step_timeout_s` for a step counts as dead."""
+        self._channel = channel
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._buffers = buffers
+        self._in_flight: deque[RunStep] = deque()
+        self._replies: deque[AgentMessage] = deque()
+        """Those that came while the end of a step was waited for."""
+        self._ending = -1
+        """The newest step that nears its end."""
+        self._waited_s = 0.0
+        """Seconds that the oldest step in flight was waited for."""
+        self.max_steps_in_flight = buffers.num_buffers
+        self.away: Away | None = None
+        self.used_up = False
+        self.next_step = 0
+        self.num_compilations = 0
+        """Graphs the WorkAgent had compiled by its latest step."""
+
+    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
+        buffer = step.step % self._buffers.num_buffers
+        owners = _owners_of(buffer, self._in_flight)
+        assert not owners, f"buffer {buffer} still belongs to step {owners}"
+        layout = self._buffers.write(buffer, step_arrays(step))
+        message = RunStep(step.step, buffer, layout, announce_ending=announce_ending)
+        try:
+            self._channel.send(message)
+        except ChannelClosedError as error:
+            raise WorkerDiedError(str(error)) from error
+        self._in_flight.append(message)
+        self.next_step += 1
+
+    def await_ending(self) -> None:
+        while self._in_flight and self._in_flight[-1].announce_ending and not self._has_ending():
+            self._receive()
+
+    def collect(self) -> StepOutput:
+        while not self._replies:
+            self._receive()
+        reply = self._replies.popleft()
+        expected = self._in_flight.popleft()
+        if not isinstance(reply, StepDone | StepFailed) or reply.step != expected.step:
+            raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
+        if isinstance(reply, StepFailed):
+            raise StepFailedError(reply.error)
+        self.num_compilations = reply.num_compilations
+        try:
+            return decode_output(reply)
+        except ProtocolError as error:
+            raise WorkerDiedError(str(error)) from error
+
+    def _has_ending(self) -> bool:
+        """Whether the newest step nears its end, or all steps have been replied to."""
+        return self._ending == self._in_flight[-1].step or len(self._replies) == len(self._in_flight)
+
+    def _receive(self) -> None:
+        began = self._clock()
+        timeout_s = self._step_timeout_s
+        try:
+            # What has arrived is taken even when no time is left.
+            message = self._channel.receive(None if timeout_s is None else max(timeout_s - self._waited_s, 0.001))
+        except DeadlineExceededError as error:
+            raise WorkerDiedError(f"no reply within {timeout_s:g} s") from error
+        except (ChannelClosedError, ProtocolError) as error:
+            raise WorkerDiedError(str(error)) from error
+        if isinstance(message, StepEnding):
+            if not any(each.step == message.step and each.announce_ending for each in self._in_flight):
+                raise StepMismatchError(f"the end of step {message.step} was announced, which nobody asked for")
+            self._ending = message.step
+            self._waited_s += self._clock() - began
+            return
+        self._replies.append(message)
+        self._waited_s = 0.0
+
+    def fileno(self) -> int | None:
+        return self._channel.fileno()
+
+    def restart(self, reason: str) -> None:
+        raise WorkerDiedError(reason)
+
+    def give_up(self) -> None:
+        pass
+
+
+def _owners_of(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:
+    """Steps whose arrays lie in the buffer and may still be read."""
+    return [message.step for message in in_flight if message.buffer == buffer]

@@ -1,0 +1,1 @@
+"""What happened and why: the journal of steps, its explanations, and the numbers of `/metrics`."""

@@ -1,0 +1,250 @@
+"""A scheduler that writes down what it is told and what it decides; `replay.py` is the other direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from llm_serving import __version__
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.log import get_logger
+from llm_serving.recording.records import (
+    FORMAT,
+    MAGIC,
+    Added,
+    Asked,
+    CacheLost,
+    Chain,
+    Decided,
+    Ended,
+    Event,
+    Header,
+    Paused,
+    Reprioritised,
+    Resumed,
+    Row,
+    Updated,
+    encode,
+)
+from llm_serving.recording.snapshot import capture
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.orders import Order
+from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.schedule import Schedule
+from llm_serving.scheduler.scheduler import Scheduler
+
+logger = get_logger(__name__)
+
+_NO_BLOCKS: Final[list[int]] = []
+
+
+class Sink(Protocol):
+    """Where a recording goes; nothing waits for it but `close`, and it never raises."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is still taken."""
+
+    def begin(self, data: bytes) -> None:
+        """Begins the next file with `data`."""
+
+    def append(self, data: bytes) -> None: ...
+
+    def close(self) -> bool:
+        """Takes no more; returns whether everything has arrived."""
+
+
+class DecisionEncoder:
+    """Decisions as records. A block table is shown once: a row has the blocks that came to it since the row before.
+
+    A table is one object from the moment a request is admitted until it is given up, and only grows. The encoders of a
+    recording and of its replay begin with the file and see the same decisions, so they leave out the same.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._shown: dict[int, tuple[BlockTable, int]] = {}
+        """Request -> its table and how many blocks of it were shown."""
+
+    def encode(self, schedule: Schedule | None) -> bytes:
+        if schedule is None:
+            return encode(Decided(None, [], [], []))
+        shown, tables = self._shown, self._blocks.tables
+        rows: list[Row] = []
+        for request, num_computed, query_len, samples, _ in schedule.rows:
+            sequence, table = request.sequence, tables[request.request_id]
+            num_blocks, before, new = len(table.ids), shown.get(sequence), _NO_BLOCKS
+            if before is None or before[0] is not table:
+                new = table.ids.tolist()
+                shown[sequence] = table, num_blocks
+            elif before[1] != num_blocks:
+                new = table.ids[before[1] :].tolist()
+                shown[sequence] = table, num_blocks
+            rows.append((sequence, num_computed, query_len, samples, num_blocks, new))
+        if len(shown) > 2 * len(rows) + 256:  # most of them have ended
+            self._shown = {row[0]: shown[row[0]] for row in rows}
+        preempted = [request.sequence for request in schedule.preempted]
+        return encode(Decided(schedule.step, rows, schedule.block_moves, preempted))
+
+
+class Recorder:
+    """Turns events and decisions into sealed records, and begins a new file when one is full.
+
+    Each file begins with the whole state, so it can be replayed without those before it. Whatever goes wrong here ends
+    the recording, never the serving.
+    """
+
+    def __init__(self, sink: Sink, name: str, max_file_bytes: int) -> None:
+        self._sink = sink
+        self._name = name
+        self._max_file_bytes = max_file_bytes
+        self._failed = False
+        self._chain: Chain | None = None
+        self._file_bytes = self._state_bytes = 0
+        self._open: dict[int, Schedule] = {}
+        """By step: those whose results have not come."""
+        self._num_events = self._num_decisions = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._sink.is_open and not self._failed
+
+    def event(self, event: Event, scheduler: Scheduler) -> None:
+        """Call before the scheduler is told."""
+        self._guard(lambda: self._record_event(event, scheduler))
+
+    def decision(self, schedule: Schedule | None) -> None:
+        self._guard(lambda: self._record_decision(schedule))
+
+    def close(self) -> None:
+        """Ends the recording and says what a replay of its last file must come to."""
+        if self._sink.close() and self._chain is not None and not self._failed:
+            numbers = (self._name, self._num_events, self._num_decisions, self._chain.seal.hex())
+            logger.info("%s: recorded %d events and %d decisions; hash %s", *numbers)
+
+    def _guard(self, record: Callable[[], None]) -> None:
+        if not self.is_on:
+            return
+        try:
+            record()
+        except Exception:
+            self._failed = True
+            logger.exception("%s: recording ends, serving goes on", self._name)
+
+    def _record_event(self, event: Event, scheduler: Scheduler) -> None:
+        if self._is_full():
+            self._begin_file(scheduler)
+        self._append(encode(event))
+        self._num_events += 1
+        if type(event) is Updated:
+            self._open.pop(event.step, None)
+        elif type(event) is CacheLost:
+            self._open.clear()
+
+    def _record_decision(self, schedule: Schedule | None) -> None:
+        self._append(self._encoder.encode(schedule))
+        self._num_decisions += 1
+        if schedule is not None:
+            self._open[schedule.step] = schedule
+
+    def _is_full(self) -> bool:
+        # A state larger than the file is to be must not be written at every event.
+        return self._chain is None or self._file_bytes >= max(self._max_file_bytes, 2 * self._state_bytes)
+
+    def _begin_file(self, scheduler: Scheduler) -> None:
+        state = {name: value for name, value in vars(scheduler).items() if name != "_recorder"}
+        seal = b"" if self._chain is None else self._chain.seal
+        self._chain = Chain()
+        self._encoder = DecisionEncoder(scheduler.blocks)
+        header = Header(FORMAT, __version__, self._name, seal, *capture((state, self._open)))
+        data = MAGIC + self._chain.frame(encode(header))
+        self._file_bytes = self._state_bytes = len(data)
+        self._sink.begin(data)
+
+    def _append(self, payload: bytes) -> None:
+        assert self._chain is not None
+        frame = self._chain.frame(payload)
+        self._file_bytes += len(frame)
+        self._sink.append(frame)
+
+
+class RecordedScheduler(Scheduler):
+    """Decides as `Scheduler` does; every event reaches the recorder first, every decision afterwards."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: Policy,
+        blocks: BlockManager,
+        classes: Sequence[RequestClass],
+        order: Order,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__(limits, policy, blocks, classes, order)
+        self._recorder: Recorder | None = recorder
+
+    def add(self, request: Request) -> None:
+        self._record(
+            Added(
+                request.request_id,
+                request.prompt_token_ids,
+                request.output_token_ids,
+                request.sampling.max_tokens,
+                sorted(request.stop_token_ids),
+                request.priority,
+                request.tenant,
+                request.cache_salt,
+                request.fork_of,
+                request.waits_for_reply,
+                request.arrival_time,
+                request.deadline,
+                request.last_scheduled_step,
+            )
+        )
+        super().add(request)
+
+    def schedule(self, now: float) -> Schedule | None:
+        self._record(Asked(now))
+        schedule = super().schedule(now)
+        if self._recorder is not None:
+            self._recorder.decision(schedule)
+        return schedule
+
+    def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
+        self._record(Updated(schedule.step, token_ids))
+        # What ends here is no event of its own: it follows from the tokens.
+        recorder, self._recorder = self._recorder, None
+        try:
+            return super().update(schedule, token_ids)
+        finally:
+            self._recorder = recorder
+
+    def pause(self, request: Request) -> None:
+        self._record(Paused(request.sequence))
+        super().pause(request)
+
+    def resume(self, request: Request) -> None:
+        if not request.is_finished:
+            self._record(Resumed(request.sequence, request.output_token_ids[-1]))
+        super().resume(request)
+
+    def reprioritise(self, request: Request, priority: int) -> bool:
+        if not request.is_finished:
+            self._record(Reprioritised(request.sequence, priority))
+        return super().reprioritise(request, priority)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        if not request.is_finished:
+            self._record(Ended(request.sequence, reason.value))
+        super().finish(request, reason, stop_reason)
+
+    def lose_cache(self) -> None:
+        self._record(CacheLost())
+        super().lose_cache()
+
+    def _record(self, event: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.event(event, self)

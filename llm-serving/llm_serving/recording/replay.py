@@ -1,0 +1,210 @@
+"""The shipping scheduler run on a recording: it must decide again what it decided then. No device, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import msgspec
+
+from llm_serving import __version__
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import RecordingError
+from llm_serving.recording.explain import describe_decision, describe_state, describe_waiting
+from llm_serving.recording.recorder import DecisionEncoder
+from llm_serving.recording.records import (
+    Added,
+    Asked,
+    CacheLost,
+    Chain,
+    Decided,
+    Ended,
+    Entry,
+    Event,
+    Paused,
+    Reader,
+    Reprioritised,
+    Resumed,
+    Row,
+    Updated,
+)
+from llm_serving.recording.snapshot import restore
+from llm_serving.scheduler.schedule import Schedule
+from llm_serving.scheduler.scheduler import Scheduler
+
+
+class ReplayDiffersError(RecordingError):
+    """The scheduler decides something else than it did, or fails; the text says where and what."""
+
+
+class Replay:
+    """One recording on its way through a scheduler."""
+
+    def __init__(self, reader: Reader) -> None:
+        """Raises RecordingError when the state at the beginning of the recording does not fit this version."""
+        self.num_events = self.num_decisions = 0
+        self.explanation = ""
+        """After `run` with `explain`: the state and the decision it stopped at."""
+        self._reader = reader
+        state, self._open = restore(reader.header.layouts, reader.header.nodes)
+        self.scheduler = object.__new__(Scheduler)
+        vars(self.scheduler).update(state)
+        self._requests: dict[int, Request] = {each.sequence: each for each in self.scheduler._requests.values()}
+        self._ids = {sequence: request.request_id for sequence, request in self._requests.items()}
+        self._encoder = DecisionEncoder(self.scheduler.blocks)
+        self._chain = Chain()
+        self._chain.add(reader.header_payload)
+        self.first_step = self.next_step = self.scheduler._step
+
+    @property
+    def hash(self) -> str:
+        """Of all events and of the decisions made here: equal to the recorded one as long as all of these are."""
+        return self._chain.seal.hex()
+
+    def run(self, until: int | None = None, *, explain: bool = False) -> None:
+        """Replays all records, or those up to the decision of step `until`.
+
+        Raises:
+            ReplayDiffersError: At the first decision that is not the recorded one.
+            RecordingError: A record is damaged, or there is no such step.
+        """
+        entries = iter(self._reader)
+        for entry in entries:
+            self._chain.add(entry.payload)
+            self.num_events += 1
+            if not isinstance(entry.record, Asked):
+                self._tell(entry)
+                continue
+            before = describe_state(self.scheduler) if explain and self.next_step == until else ""
+            schedule = self._decide(entry, entry.record.now, entries)
+            if schedule is not None and schedule.step == until:
+                parts = [before, describe_decision(schedule), describe_waiting(self.scheduler, schedule)]
+                self.explanation = "\n\n".join(parts) if explain else ""
+                return
+        if until is not None:
+            raise RecordingError(f"has steps {self.first_step} to {self.next_step - 1}, not step {until}")
+        self.explanation = describe_state(self.scheduler) if explain else ""
+
+    def _decide(self, entry: Entry, now: float, entries: Iterator[Entry]) -> Schedule | None:
+        number = self.next_step
+        try:
+            schedule = self.scheduler.schedule(now)
+        except Exception as error:
+            raise self._failed(entry, error) from error
+        payload = self._encoder.encode(schedule)
+        recorded = next(entries, None)
+        if recorded is None:  # the recording ends between question and answer
+            return None
+        if recorded.payload != payload:
+            text = self._difference(recorded, msgspec.msgpack.decode(payload, type=Decided))
+            raise ReplayDiffersError(
+                f"step {number} differs (record {recorded.number} at byte {recorded.offset}){text}"
+            )
+        self._chain.add(payload)
+        self.num_decisions += 1
+        if schedule is not None:
+            self._open[schedule.step] = schedule
+            self.next_step = schedule.step + 1
+        return schedule
+
+    def _tell(self, entry: Entry) -> None:
+        try:
+            self._apply(entry.record)  # type: ignore[arg-type]  # what is no event falls through
+        except Exception as error:
+            raise self._failed(entry, error) from error
+
+    def _apply(self, event: Event) -> None:
+        scheduler = self.scheduler
+        match event:
+            case Updated(step, token_ids):
+                for request in scheduler.update(self._open.pop(step), token_ids):
+                    if request.is_finished:
+                        del self._requests[request.sequence]
+            case Added():
+                request = _request(event)
+                scheduler.add(request)
+                self._requests[request.sequence] = request
+                self._ids[request.sequence] = request.request_id
+            case Ended(sequence, reason):
+                scheduler.finish(self._requests.pop(sequence), FinishReason(reason))
+            case Paused(sequence):
+                scheduler.pause(self._requests[sequence])
+            case Resumed(sequence, newest_token_id):
+                request = self._requests[sequence]
+                request.output_token_ids[-1] = newest_token_id
+                scheduler.resume(request)
+            case Reprioritised(sequence, priority):
+                scheduler.reprioritise(self._requests[sequence], priority)
+            case CacheLost():
+                scheduler.lose_cache()
+                self._open.clear()
+            case _:
+                raise ValueError("a record that is no event stands where one should")
+
+    def _failed(self, entry: Entry, error: Exception) -> ReplayDiffersError:
+        name = type(entry.record).__struct_config__.tag
+        version = self._reader.header.version
+        other = "" if version == __version__ else f"; it was recorded by version {version}, this is {__version__}"
+        where = f"before step {self.next_step} (record {entry.number} at byte {entry.offset})"
+        return ReplayDiffersError(f"`{name}` {where} fails: {error!r}{other}")
+
+    def _difference(self, entry: Entry, got: Decided) -> str:
+        expected = entry.record
+        if not isinstance(expected, Decided):
+            return "\n  recorded: no decision; `schedule` failed\n  replayed: a decision"
+        if (expected.step, expected.rows, expected.block_moves, expected.preempted) == (
+            *(got.step, got.rows, got.block_moves, got.preempted),
+        ):
+            return "\n  in its form only: it was written by another version"
+        lines = []
+        if expected.step != got.step:
+            lines.append(_pair("step", _step(expected), _step(got)))
+        for index, (old, new) in enumerate(zip_longest(expected.rows, got.rows)):
+            if old != new:
+                lines.append(_pair(f"row {index}", self._row(old), self._row(new)))
+        if expected.block_moves != got.block_moves:
+            lines.append(_pair("block moves", expected.block_moves, got.block_moves))
+        if expected.preempted != got.preempted:
+            lines.append(_pair("preempted", self._names(expected.preempted), self._names(got.preempted)))
+        return "".join(lines)
+
+    def _row(self, row: Row | None) -> str:
+        if row is None:
+            return "none"
+        sequence, num_computed, query_len, samples, num_blocks, new_blocks = row
+        does = "samples" if samples else "does not sample"
+        table = f"{num_blocks} blocks" + (f", new ones {new_blocks}" if new_blocks else "")
+        return f"{self._name(sequence)}: tokens {num_computed} to {num_computed + query_len - 1}, {does}, {table}"
+
+    def _names(self, sequences: list[int]) -> str:
+        return ", ".join(map(self._name, sequences)) or "nobody"
+
+    def _name(self, sequence: int) -> str:
+        return self._ids.get(sequence, f"request number {sequence}")
+
+
+def _pair(what: str, recorded: object, replayed: object) -> str:
+    return f"\n  {what}\n    recorded: {recorded}\n    replayed: {replayed}"
+
+
+def _step(decided: Decided) -> str:
+    return "nothing can move" if decided.step is None else str(decided.step)
+
+
+def _request(event: Added) -> Request:
+    return Request(
+        request_id=event.request_id,
+        prompt_token_ids=event.prompt_token_ids,
+        output_token_ids=event.output_token_ids,
+        sampling=SamplingParams(max_tokens=event.max_tokens),
+        stop_token_ids=frozenset(event.stop_token_ids),
+        priority=event.priority,
+        tenant=event.tenant,
+        cache_salt=event.cache_salt,
+        fork_of=event.fork_of,
+        waits_for_reply=event.waits_for_reply,
+        arrival_time=event.arrival_time,
+        deadline=event.deadline,
+        last_scheduled_step=event.last_scheduled_step,
+    )

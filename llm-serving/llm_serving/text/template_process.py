@@ -1,0 +1,139 @@
+"""A process that renders one chat template, and may do nothing else.
+
+A template comes with the model and is a program: `'%1000000000d' | format(1)` is one call that takes a gigabyte, nested
+loops may take for ever, and no thread can be stopped in the middle of either. This process has little memory and little
+time for each text; when either is used up, it ends, and only it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llm_serving.errors import ChannelClosedError, TransportError
+from llm_serving.transport.channel import Channel
+
+MAX_RENDERED_CHARS: Final = 3 * 2**20
+"""As UTF-8 they fit a frame."""
+MAX_MEMORY_BYTES: Final = 2**30
+"""Of addresses, of which an idle process has a tenth."""
+
+
+class Compile(msgspec.Struct, tag="compile"):
+    source: str
+
+
+class Render(msgspec.Struct, tag="render"):
+    messages: list[Any]
+    variables: dict[str, Any]
+
+
+class Rendered(msgspec.Struct, tag="rendered"):
+    text: str
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    rule: str
+    """What must hold, worded to follow the name of the field."""
+
+
+Question = Compile | Render
+Answer = Rendered | Refused
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """What a template sees: copies of plain data, which it cannot change, and no Python internals."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m llm_serving.text.template_process", description=__doc__)
+    parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
+    parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one text")
+    arguments = parser.parse_args(argv)
+    for limit, most in (
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+    try:
+        serve(Channel(socket.socket(fileno=arguments.socket_fd), Question), arguments.cpu_seconds)  # type: ignore[arg-type]
+    except ChannelClosedError:
+        return 0
+    except (TransportError, MemoryError):
+        return 1
+    return 0
+
+
+def serve(channel: Channel[Question], cpu_seconds: float) -> None:
+    """Compiles one template, then renders it until nobody asks any more."""
+    template: jinja2.Template | None = None
+    while True:
+        question = channel.receive()
+        # Time that runs out ends the process, also in the midst of a call: that is what the signal does by default.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        if isinstance(question, Compile):
+            template, answer = _compile(question.source)
+        else:
+            assert template is not None
+            answer = _render(template, question)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        channel.send(answer)
+
+
+def _compile(source: str) -> tuple[jinja2.Template | None, Answer]:
+    try:
+        return sandbox().from_string(source), Rendered("")
+    except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        return None, Refused(f"cannot be rendered: the model's chat template cannot be compiled: {str(error)[:200]}")
+
+
+def _render(template: jinja2.Template, question: Render) -> Answer:
+    pieces: list[str] = []
+    num_chars = 0
+    try:
+        for piece in template.generate(messages=question.messages, **question.variables):
+            num_chars += len(piece)
+            if num_chars > MAX_RENDERED_CHARS:
+                return Refused(f"must render to at most {MAX_RENDERED_CHARS} characters")
+            pieces.append(piece)
+        text = "".join(pieces)
+        text.encode()  # lone surrogates have no UTF-8
+    except jinja2.TemplateError as error:
+        return Refused(f"do not fit the model's chat template: {str(error)[:200]}")
+    except Exception as error:  # noqa: BLE001  whatever a template does is its own
+        return Refused(f"do not fit the model's chat template: {type(error).__name__}")
+    return Rendered(text)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Every rule at the door, with the text that a client reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from llm_serving.admission.admission import check_request, end_token_ids, stop_token_ids
+from llm_serving.config.schema import ModelConfig
+from llm_serving.core.request_class import MAX_PRIORITY
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.kvcache import BlockManager
+
+VOCAB_SIZE = 50
+END_IDS = frozenset({2})
+LIMITS = ModelConfig(max_generate_length=40, seq_length=(8, 20))
+
+
+def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
+    """16 blocks of 4 slots hold more than the longest request."""
+    prompt = [1] * num_prompt if prompt is None else prompt
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    check_request(prompt, params, priority, VOCAB_SIZE, LIMITS, BlockManager(num_blocks, 4), END_IDS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_prompt": 1, "max_tokens": 39},
+        {"num_prompt": 20, "max_tokens": 20},
+        {"num_prompt": 20, "max_tokens": 20, "num_blocks": 10},
+        {"priority": MAX_PRIORITY},
+        {"priority": -MAX_PRIORITY},
+        {"prompt": [0, VOCAB_SIZE - 1]},
+        {"stop_token_ids": (0, VOCAB_SIZE - 1)},
+        {"logit_bias": ((VOCAB_SIZE - 1, 1.0),)},
+        {"stop_token_ids": range(VOCAB_SIZE)},
+        {"allowed_token_ids": (2, 3), "bad_words": ((3, 2),), "min_tokens": 1},
+        {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "ignore_eos": True, "min_tokens": 1},
+    ],
+)
+def test_what_just_fits_is_let_in(fields):
+    check(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"num_prompt": 0}, RequestError, "`prompt` must hold at least one token. Given: 0"),
+        ({"num_prompt": 21}, ContextLengthError, "`prompt` must be at most 20 tokens long. Given: 21"),
+        (
+            {"num_prompt": 20, "max_tokens": 21},
+            ContextLengthError,
+            "`max_tokens` with the prompt of 20 tokens must be at most 40 tokens. Given: 21",
+        ),
+        (
+            {"num_prompt": 20, "max_tokens": 17, "num_blocks": 9},
+            ContextLengthError,
+            "`max_tokens` with the prompt of 20 tokens must fit the cache of 36 tokens. Given: 17",
+        ),
+        (
+            {"priority": MAX_PRIORITY + 1},
+            RequestError,
+            "`priority` must be an integer from -1000000 to 1000000. Given: 1000001",
+        ),
+        (
+            {"priority": -MAX_PRIORITY - 1},
+            RequestError,
+            "`priority` must be an integer from -1000000 to 1000000. Given: -1000001",
+        ),
+        ({"prompt": [1, 50]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: 50"),
+        ({"prompt": [-1]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: -1"),
+        ({"stop_token_ids": (50,)}, RequestError, "`stop_token_ids` must hold token ids from 0 to 49. Given: 50"),
+        ({"logit_bias": ((50, 1.0),)}, RequestError, "`logit_bias` must hold token ids from 0 to 49. Given: 50"),
+        ({"allowed_token_ids": (50,)}, RequestError, "`allowed_token_ids` must hold token ids from 0 to 49. Given: 50"),
+        ({"bad_words": ((1, 50),)}, RequestError, "`bad_words` must hold token ids from 0 to 49. Given: 50"),
+        (
+            {"allowed_token_ids": (3, 4), "bad_words": ((3,), (3, 4))},
+            RequestError,
+            "`allowed_token_ids` may leave no token to choose: others end bad words or, below min_tokens, the output",
+        ),
+        (
+            {"allowed_token_ids": (2,), "min_tokens": 1},
+            RequestError,
+            "`allowed_token_ids` may leave no token to choose: others end bad words or, below min_tokens, the output",
+        ),
+        (
+            {"stop_token_ids": [each for each in range(VOCAB_SIZE) if each != 2], "min_tokens": 1},
+            RequestError,
+            "`min_tokens` may leave no token to choose: others end bad words or, below min_tokens, the output",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused(fields, kind, text):
+    with pytest.raises(RequestError) as caught:
+        check(**fields)
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+
+
+def test_the_model_the_yaml_and_the_tokenizer_name_end_tokens():
+    spec, tokenizer = SimpleNamespace(eos_token_ids=(2, 3)), SimpleNamespace(eos_token_ids=(3, 4))
+    assert end_token_ids(ModelConfig(), spec, tokenizer) == {2, 3, 4}
+    assert end_token_ids(ModelConfig(end_token=0), spec, tokenizer) == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("ignore_eos", "expected"), [(False, {2, 3, 7}), (True, {7})])
+def test_only_the_model_s_own_end_tokens_can_be_ignored(ignore_eos, expected):
+    sampling = SamplingParams(stop_token_ids=(7,), ignore_eos=ignore_eos)
+    assert stop_token_ids(sampling, frozenset({2, 3})) == expected

@@ -1,0 +1,151 @@
+"""The book of those who were told to come back, by the second."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from llm_serving.admission import appointments
+from llm_serving.admission.appointments import (
+    EARLY_S,
+    GRACE_S,
+    HORIZON_S,
+    MAX_OF_VISITOR,
+    AppointmentBook,
+    Place,
+    Visitor,
+)
+
+RATE = 10.0
+
+
+def place(taken: int = 20, limit: int = 20, rate: float | None = RATE, name: str = "queue", amount: int = 1) -> Place:
+    return Place(name, taken, limit, amount, rate)
+
+
+def visitor(number: int, source: str = "a") -> Visitor:
+    return Visitor(source, number.to_bytes(4, "big"))
+
+
+def refuse(book: AppointmentBook, who: Visitor, *places: Place, now: float = 0.0) -> int:
+    """What the door does with a newcomer."""
+    places = places or (place(),)
+    seconds = book.seconds_until_free(places, who.source, now)
+    if seconds <= HORIZON_S:
+        book.make(who, now + seconds, places)
+    return seconds
+
+
+def test_no_more_are_told_to_come_than_the_server_can_do_by_then() -> None:
+    book = AppointmentBook()
+    times = Counter(refuse(book, visitor(number), now=number / 1000) for number in range(500))
+    told = [seconds for seconds in sorted(times) for _ in range(times[seconds])]
+    # Half of what may be kept is left for slower times, so of 20 places 5 may be wanted beyond the rate.
+    assert all(number <= seconds * RATE + 5 for number, seconds in enumerate(told))
+    assert max(told) < 500 / RATE * 1.3
+
+
+def test_the_same_request_is_recognized_when_it_comes_in_time_and_not_before() -> None:
+    book = AppointmentBook()
+    seconds = refuse(book, visitor(1))
+    assert book.due(visitor(1), seconds - 2 * EARLY_S) is None
+    assert book.due(visitor(2), seconds) is None
+    assert book.due(visitor(1, source="b"), seconds) is None
+    kept = book.due(visitor(1), seconds + GRACE_S / 2)
+    assert kept is not None
+    book.keep(kept)
+    assert (book.num_kept, book.num_missed, len(book)) == (1, 0, 0)
+    assert book.due(visitor(1), seconds) is None
+
+
+def test_an_appointment_that_is_not_kept_is_forgotten() -> None:
+    book = AppointmentBook()
+    seconds = refuse(book, visitor(1))
+    book.advance(seconds + GRACE_S - 0.01)
+    assert book.num_kept_free(place(), seconds + GRACE_S - 0.01) == 1
+    book.advance(seconds + GRACE_S)
+    assert (book.num_missed, len(book)) == (1, 0)
+    assert book.num_kept_free(place(), seconds + GRACE_S) == 0
+    assert book.due(visitor(1), seconds + GRACE_S) is None
+
+
+def test_places_are_kept_for_those_expected_soon_and_never_more_than_half() -> None:
+    book = AppointmentBook()
+    for number in range(3):
+        book.make(visitor(number), 1.0, [place()])
+    for number in range(3, 8):
+        book.make(visitor(number), 100.0, [place()])
+    assert book.num_kept_free(place(), 0.0) == 3  # a newcomer is out of the way after 2 s
+    assert book.num_kept_free(place(name="other"), 0.0) == 0
+    for number in range(8, 60):
+        book.make(visitor(number), 1.0, [place()])
+    assert book.num_kept_free(place(), 0.0) == 10
+    assert book.num_kept_free(place(limit=1), 0.0) == 0
+
+
+def test_all_places_that_a_request_needs_must_have_room() -> None:
+    book = AppointmentBook()
+    slow = place(name="key a", taken=6, limit=6, rate=0.5)
+    assert refuse(book, visitor(1), place(), slow) > refuse(book, visitor(2), place())
+    first, second = (refuse(book, visitor(number), place(), slow) for number in (3, 4))
+    assert second >= first + 1 / 0.5
+
+
+def test_what_is_known_of_the_rate_does_not_keep_anybody_from_being_told_a_time() -> None:
+    book = AppointmentBook()
+    times = [refuse(book, visitor(number), place(rate=None)) for number in range(40)]
+    assert times[0] == 1 and times == sorted(times) and times[-1] > 2
+
+
+def test_a_slow_server_tells_more_than_clients_would_wait_and_writes_nothing() -> None:
+    book = AppointmentBook()
+    assert refuse(book, visitor(1), place(taken=1000, limit=20, rate=1.0)) > HORIZON_S
+    assert len(book) == 0
+
+
+def test_who_books_without_coming_pushes_nobody_for_long() -> None:
+    book = AppointmentBook()
+    for number in range(1000):
+        refuse(book, visitor(number, source="liar"), now=number / 1000)
+    now = 20.5
+    book.advance(now)
+    assert book.num_missed > 100
+    assert refuse(book, visitor(1, source="honest"), now=now) <= 3
+
+
+def test_one_source_leaves_half_of_the_server_to_the_others() -> None:
+    book = AppointmentBook()
+    refuse(book, visitor(0, source="honest"))
+    for number in range(1000):
+        refuse(book, visitor(number, source="large"), now=number / 1000)
+    times = [refuse(book, visitor(number, source="honest"), now=1 + number / 16) for number in range(1, 16)]
+    assert max(times) <= 15 / (RATE / 2) + 3
+
+
+def test_one_request_asked_again_and_again_has_few_appointments() -> None:
+    book = AppointmentBook()
+    for _ in range(100):
+        refuse(book, visitor(1))
+    assert len(book) == MAX_OF_VISITOR
+    assert book.remaining_s(visitor(1), 0.0) is not None
+    assert book.remaining_s(visitor(2), 0.0) is None
+
+
+def test_the_book_has_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appointments, "MAX_APPOINTMENTS", 10)
+    monkeypatch.setattr(appointments, "MAX_SOURCES", 4)
+    book = AppointmentBook()
+    for number in range(100):
+        refuse(book, visitor(number, source=str(number)))
+    assert len(book) == 10
+    book.advance(1000.0)
+    for number in range(100):
+        refuse(book, visitor(number, source=str(number)), now=1000.0 + 500 * number)
+        book.advance(1400.0 + 500 * number)
+    assert len(book) == 0 and not book._expected and len(book._sources) <= 14
+
+
+def test_nobody_who_cannot_be_recognized_has_an_appointment() -> None:
+    book = AppointmentBook()
+    assert refuse(book, Visitor("a", b"")) >= 1
+    assert len(book) == 0

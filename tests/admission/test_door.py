@@ -1,0 +1,115 @@
+"""Whom the door lets in, and what it tells the others."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.admission.appointments import GRACE_S, HORIZON_S, Visitor
+from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.waiting_room import WaitingRoom
+from llm_serving.config.schema import SchedulerConfig, ServingConfig
+from llm_serving.core.request_class import STANDARD
+from llm_serving.errors import CapacityError
+from llm_serving.observe.metrics import Metrics
+from simulated_agent import Clock
+
+PLACES = 8
+
+
+class Setup:
+    """A door before a queue that only tests make longer or shorter."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        config = ServingConfig(scheduler=SchedulerConfig(max_waiting_queue=PLACES))
+        self.room = WaitingRoom(config, self.clock)
+        self.door = Door(config, self.room, Metrics().classes, self.clock)
+        self._waiting: list[str] = []
+        self._count = 0
+
+    def ask(self, number: int, num_requests: int = 1) -> Forecast | None:
+        visitor = Visitor("a", number.to_bytes(4, "big"))
+        forecast = self.door.check([4] * num_requests, 0, "", visitor, Replica(0, 1, None, True))
+        self.enter(num_requests)
+        return forecast
+
+    def refused(self, number: int, num_requests: int = 1) -> CapacityError:
+        with pytest.raises(CapacityError) as refused:
+            self.ask(number, num_requests)
+        assert refused.value.retry_after is not None
+        return refused.value
+
+    def enter(self, num_requests: int = 1) -> None:
+        for _ in range(num_requests):
+            self._count += 1
+            self._waiting.append(str(self._count))
+            self.room.enter(self._waiting[-1], 0, STANDARD, "", 4)
+
+    def start(self, num_requests: int) -> None:
+        for _ in range(num_requests):
+            self.room.start(self._waiting.pop(0))
+
+
+def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    told = [setup.refused(number).retry_after for number in range(2)]
+    assert told == [1, 1]
+    setup.clock.now = 1.0
+    setup.start(2)
+    refusal = str(setup.refused(99))
+    assert refusal.startswith("6 of 8 places in the queue are taken and 2 kept for those who were told to come now")
+    setup.ask(0)
+    setup.ask(1)
+    assert setup.room.load().num_waiting == PLACES
+
+
+def test_what_is_kept_for_those_who_stay_away_is_free_after_a_while() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    told = [setup.refused(number).retry_after for number in range(3)]
+    setup.start(2)
+    setup.clock.now = max(told) + GRACE_S
+    setup.ask(99)
+    assert setup.door.book.num_missed == 3
+
+
+def test_half_of_the_places_are_kept_for_nobody() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    for number in range(50):
+        setup.refused(number)
+    setup.start(PLACES // 2 + 1)
+    setup.clock.now = 1.0
+    setup.ask(99)
+
+
+def test_who_came_in_time_and_found_no_room_comes_next() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    first = setup.refused(0).retry_after
+    for number in range(1, 40):
+        setup.refused(number)
+    setup.clock.now = first
+    assert setup.refused(0).retry_after == 1
+    assert (setup.refused(99).retry_after or 0) > 1
+    setup.clock.now += 1
+    setup.start(1)
+    setup.ask(0)
+
+
+def test_a_group_has_one_appointment_for_all() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    setup.clock.now = setup.refused(0, num_requests=3).retry_after or 0.0
+    setup.start(3)
+    setup.refused(99)
+    setup.ask(0, num_requests=3)
+
+
+def test_a_queue_that_stands_still_longer_than_clients_wait_makes_no_appointments() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    for number in range(2000):
+        setup.refused(number)
+    assert (setup.refused(99_999).retry_after or 0) > HORIZON_S
+    assert len(setup.door.book) < 2000

@@ -1,0 +1,81 @@
+"""Predictions against a server whose steps cost exactly 10 ms and 1 ms a token."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.admission.load_estimator import MIN_ENDS, MIN_STEPS, LoadEstimator, Queue
+from llm_serving.scheduler import SchedulerLimits
+
+LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=256)
+
+
+def seconds_of(num_tokens: int) -> float:
+    return 0.010 + 0.001 * num_tokens
+
+
+def fed(*, num_ended_each: int = 0, num_slots: int | None = None, num_prompt_tokens: int = 0) -> LoadEstimator:
+    estimator = LoadEstimator(LIMITS)
+    for step in range(MIN_STEPS):
+        tokens = 40 if step % 4 == 0 else 4
+        estimator.step(
+            num_tokens=tokens,
+            num_rows=4,
+            seconds=seconds_of(tokens),
+            num_ended=num_ended_each,
+            num_slots=num_slots,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+    return estimator
+
+
+def test_nothing_is_predicted_before_enough_was_measured() -> None:
+    estimator = LoadEstimator(LIMITS)
+    for _ in range(10 * MIN_STEPS):  # all alike: what a token costs is unknown
+        estimator.step(num_tokens=4, num_rows=4, seconds=0.014, num_ended=0)
+    assert estimator.measured is None
+    estimator = LoadEstimator(LIMITS)
+    for step in range(MIN_STEPS - 1):
+        estimator.step(num_tokens=40 if step % 2 else 4, num_rows=4, seconds=0.1, num_ended=0)
+    assert estimator.measured is None
+
+
+def test_step_and_token_costs_are_found_and_kept_through_decoding() -> None:
+    estimator = fed()
+    for _ in range(5000):
+        estimator.step(num_tokens=4, num_rows=4, seconds=seconds_of(4), num_ended=0)
+    measured = estimator.measured
+    assert measured is not None
+    assert measured.step_s == pytest.approx(0.010)
+    assert measured.token_s == pytest.approx(0.001)
+
+
+def test_an_idle_server_answers_after_the_steps_of_the_prompt() -> None:
+    measured = fed().measured
+    assert measured is not None
+    assert measured.seconds_to_first_token(Queue(1, 20, 0, 0)) == pytest.approx(seconds_of(20))
+    assert measured.seconds_to_first_token(Queue(1, 100, 0, 0)) == pytest.approx(2 * 0.010 + 0.100)
+
+
+def test_prompts_share_the_budget_with_what_decodes_and_with_prompts_begun_before() -> None:
+    measured = fed(num_prompt_tokens=30).measured
+    assert measured is not None
+    # 90 tokens in what 4 decoding rows leave of 64: two steps, after the one under way.
+    assert measured.seconds_to_first_token(Queue(2, 60, 4, 4)) == pytest.approx(3 * seconds_of(4) + 0.090)
+
+
+def test_full_slots_wait_for_ends() -> None:
+    unknown, known = fed().measured, fed(num_ended_each=1).measured
+    assert unknown is not None and known is not None
+    full = Queue(3, 30, 8, 8)
+    assert MIN_STEPS > MIN_ENDS
+    assert unknown.seconds_to_first_token(full) is None
+    # Of 4 rows a step one ended, so of 8 two end: three requests take two steps, one more for the prompt.
+    assert known.seconds_to_first_token(full) == pytest.approx((2 + 1 + 1) * seconds_of(8) + 0.030)
+    # Who may displace all that run does not wait for ends.
+    assert known.seconds_to_first_token(Queue(3, 30, 0, 8)) == pytest.approx(2 * seconds_of(8) + 0.030)
+
+
+def test_a_full_cache_counts_as_full_slots() -> None:
+    measured = fed(num_slots=4).measured
+    assert measured is not None
+    assert measured.seconds_to_first_token(Queue(1, 8, 4, 4)) is None

@@ -1,0 +1,193 @@
+"""The arrays of a step, exactly."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+from factories import create_request, create_scheduler
+from llm_serving.executor.step_builder import StepBuilder
+
+
+class Steps:
+    """A scheduler and the builder behind it."""
+
+    def __init__(self, *requests, **limits):
+        self.scheduler = create_scheduler(**limits)
+        self.builder = StepBuilder(self.scheduler.blocks)
+        self.schedules = []
+        for request in requests:
+            self.scheduler.add(request)
+
+    def next(self):
+        """Forms a step without waiting for the one before it."""
+        self.schedules.append(self.scheduler.schedule(0.0))
+        return self.builder.build(self.schedules[-1], self.schedules[-1].step)
+
+    def collect(self, *token_ids):
+        """Hands the tokens of the oldest step in flight to the scheduler."""
+        self.scheduler.update(self.schedules.pop(0), list(token_ids))
+
+
+def parts(values, offsets):
+    return [values[start:end].tolist() for start, end in pairwise(offsets)]
+
+
+def histories(step):
+    return parts(step.sampling.history_token_ids, step.sampling.history_offsets)
+
+
+def biases(step):
+    sampling = step.sampling
+    ids, values = (parts(array, sampling.bias_offsets) for array in (sampling.bias_token_ids, sampling.bias_values))
+    return [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+
+
+def test_two_prompts_in_one_step():
+    step = Steps(create_request(5), create_request(2)).next()
+    assert step.step == 0
+    assert step.token_ids.tolist() == [100, 101, 102, 103, 104, 100, 101]
+    assert step.query_lens.tolist() == [5, 2]
+    assert step.num_computed.tolist() == [0, 0]
+    assert step.sample_rows.tolist() == [0, 1]
+    assert step.sampling.position.tolist() == [5, 2]
+
+
+def test_shorter_block_tables_end_in_zeros():
+    steps = Steps(create_request(9, request_id="long"), create_request(2, request_id="short"))
+    table = steps.next().block_tables
+    assert table.shape == (2, 3)
+    assert table[0].tolist() == steps.scheduler.blocks.block_table("long")
+    assert table[1].tolist() == [*steps.scheduler.blocks.block_table("short"), 0, 0]
+
+
+def test_tokens_that_are_still_on_the_device_are_references_to_the_step_before():
+    steps = Steps(create_request(3), create_request(4))
+    steps.next()
+    step = steps.next()
+    assert step.token_ids.tolist() == [-1, -2]
+    assert step.num_computed.tolist() == [3, 4]
+    assert step.sampling.position.tolist() == [4, 5]
+
+
+def test_a_reference_names_the_place_that_the_request_had_in_the_step_before():
+    steps = Steps(create_request(6), create_request(4), max_num_batched_tokens=8)
+    step = steps.next()
+    assert step.query_lens.tolist() == [6, 2]
+    assert step.sample_rows.tolist() == [0]
+    step = steps.next()  # what is left of the second prompt goes first
+    assert step.token_ids.tolist() == [102, 103, -1]
+    assert step.sample_rows.tolist() == [0, 1]
+    assert steps.next().token_ids.tolist() == [-2, -1]
+
+
+def test_tokens_that_have_come_back_are_sent_by_their_ids():
+    steps = Steps(create_request(3), create_request(4))
+    steps.next()
+    steps.collect(11, 12)
+    assert steps.next().token_ids.tolist() == [11, 12]
+
+
+def test_ends_are_forbidden_below_min_tokens():
+    ends = frozenset({9, 2})
+    steps = Steps(
+        create_request(3, min_tokens=2, stop_token_ids=ends, logit_bias=((5, -1.5),)),
+        create_request(3, stop_token_ids=ends),
+    )
+    forbidden = {2: -math.inf, 9: -math.inf}
+    assert biases(steps.next()) == [{5: -1.5, **forbidden}, {}]
+    assert biases(steps.next()) == [{5: -1.5, **forbidden}, {}]
+    assert biases(steps.next()) == [{5: -1.5}, {}]
+
+
+def test_history_is_sent_where_penalties_need_it():
+    steps = Steps(create_request(2), create_request(3, repetition_penalty=1.5), create_request(2, presence_penalty=1.0))
+    step = steps.next()
+    assert histories(step) == [[], [100, 101, 102], [100, 101]]
+    assert step.sampling.history_offsets.tolist() == [0, 0, 3, 5]
+    assert step.sampling.history_prompt_lens.tolist() == [0, 3, 2]
+
+
+def test_history_may_end_in_a_reference():
+    steps = Steps(create_request(2), create_request(3, frequency_penalty=0.5))
+    steps.next()
+    assert histories(steps.next()) == [[], [100, 101, 102, -2]]
+    steps.collect(11, 12)
+    step = steps.next()
+    assert histories(step) == [[], [100, 101, 102, 12, -2]]
+    assert step.sampling.history_prompt_lens.tolist() == [0, 3]
+
+
+def test_sampling_parameters_are_in_the_order_of_the_samples():
+    steps = Steps(
+        create_request(2, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, logprobs=2),
+        create_request(2, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=2.0, logprobs=0),
+        create_request(2),
+    )
+    sampling = steps.next().sampling
+    assert sampling.num_samples == 3
+    assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
+    assert sampling.top_k.tolist() == [3, 0, 0]
+    assert sampling.top_p.tolist() == [0.25, 1.0, 1.0]
+    assert sampling.min_p.tolist() == [0.125, 0.0, 0.0]
+    assert sampling.seed.tolist() == [2**64 - 1, 0, 0]
+    assert sampling.repetition_penalty.tolist() == [1.0, 1.5, 1.0]
+    assert sampling.presence_penalty.tolist() == [0.0, -1.0, 0.0]
+    assert sampling.frequency_penalty.tolist() == [0.0, 2.0, 0.0]
+    assert sampling.num_logprobs.tolist() == [2, 0, -1]
+
+
+def test_arrays_have_the_types_of_the_contract():
+    step = Steps(create_request(2)).next()
+    kinds = {name: getattr(step.sampling, name).dtype.str for name in step.sampling.__slots__}
+    floats = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    assert {name for name, kind in kinds.items() if kind == "<f4"} == floats | {"bias_values"}
+    assert {name for name, kind in kinds.items() if kind == "<u8"} == {"seed"}
+    for name in ("token_ids", "query_lens", "num_computed", "block_tables", "sample_rows"):
+        assert getattr(step, name).dtype == np.int32
+
+
+def test_parameters_follow_the_requests_that_are_sampled():
+    first = create_request(2, seed=1, max_tokens=2, presence_penalty=0.5)
+    second = create_request(2, seed=2, max_tokens=4, logprobs=3)
+    steps = Steps(first, second)
+    seen = []
+    for tokens in ((7, 7), (7, 7), (7,)):
+        sampling = steps.next().sampling
+        arrays = (sampling.seed, sampling.num_logprobs, sampling.history_prompt_lens, sampling.presence_penalty)
+        history = parts(sampling.history_token_ids, sampling.history_offsets)
+        seen.append((*(array.tolist() for array in arrays), history, sampling.position.tolist()))
+        steps.collect(*tokens)
+    assert seen == [
+        ([1, 2], [-1, 3], [2, 0], [0.5, 0.0], [[100, 101], []], [2, 2]),
+        ([1, 2], [-1, 3], [2, 0], [0.5, 0.0], [[100, 101, 7], []], [3, 3]),
+        ([2], [3], [0], [0.0], [[]], [4]),
+    ]
+
+
+class TestBadWords:
+    def test_of_one_token_are_forbidden_always(self):
+        steps = Steps(create_request(3, bad_words=((7,), (9,))))
+        assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
+        assert biases(steps.next()) == [{7: -math.inf, 9: -math.inf}]
+
+    def test_of_several_end_behind_their_beginning_only(self):
+        steps = Steps(create_request(3, bad_words=((101, 102, 7), (5, 6, 7), (6, 8))))
+        seen = []
+        for token in (5, 6, 7, 6):
+            seen.append(biases(steps.next()))
+            assert steps.scheduler.schedule(0.0) is None  # the next step needs to know the token of this one
+            steps.collect(token)
+        assert seen == [[{}], [{}], [{7: -math.inf, 8: -math.inf}], [{}]]
+
+
+def test_allowed_tokens_are_bits():
+    steps = Steps(
+        create_request(3, allowed_token_ids=(0, 33, 31)), create_request(3), create_request(3, allowed_token_ids=(4,))
+    )
+    sampling = steps.next().sampling
+    assert sampling.allowed_offsets.tolist() == [0, 2, 2, 3]
+    assert sampling.allowed_words.view("<u4").tolist() == [2**31 + 1, 2, 16]
+    again = steps.next().sampling
+    assert again.allowed_words is sampling.allowed_words

@@ -1,0 +1,220 @@
+"""Starting and ending WorkAgent processes. Their programs are stand-ins, so that none loads a model."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_runner import expected_output
+from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
+from llm_serving.executor import supervisor
+from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
+from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.executor.supervisor import load_settings, start_work_agent
+from step_factories import sampling_input, step_input
+
+TESTS = Path(__file__).parents[1]
+LOADS_FOR_EVER = 7
+"""A device."""
+WORK_AGENT = """
+import signal, sys, types
+from fake_runner import FakeRunner
+from llm_serving.errors import ConfigError
+
+def load_runner(settings, on_progress):
+    on_progress(f"compiling for {settings.device_target}")
+    if settings.device_id == 7:
+        signal.pause()
+    if settings.num_blocks == 1:
+        raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
+    runner = FakeRunner(8, 4, settings.num_swap_blocks)
+    runner.num_compilations = 1
+    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks)
+    return runner, ""
+
+loading = types.ModuleType("llm_serving.worker.loading")
+loading.load_runner = load_runner
+sys.modules["llm_serving.worker.loading"] = loading
+from llm_serving.work_agent import main
+sys.exit(main(sys.argv[3:]))  # after "-m llm_serving.work_agent"
+"""
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """Every process that was started; their pipes are closed at last."""
+    processes, spawn = [], supervisor._spawn
+    monkeypatch.setattr(supervisor, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_instead(monkeypatch, tmp_path):
+    """Makes every WorkAgent process run a shell script; "$@" are the arguments that Python would get."""
+
+    def run_instead(script):
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return run_instead
+
+
+@pytest.fixture
+def run_stand_in(run_instead, monkeypatch, tmp_path):
+    """Makes every WorkAgent process a real one but for its model."""
+    script = tmp_path / "work_agent.py"
+    script.write_text(WORK_AGENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
+    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"')
+
+
+def a_config(num_blocks=None):
+    return ServingConfig(
+        model=ModelConfig(max_generate_length=64, decode_batch_size=4),
+        scheduler=SchedulerConfig(max_prefill_tokens=64),
+        pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
+    )
+
+
+def test_a_work_agent_loads_serves_and_ends(run_stand_in):
+    progress = []
+    agent = start_work_agent(a_config(), 0, progress.append)
+    assert progress == ["WorkAgent 0: compiling for CPU"]
+    assert (agent.loaded.num_blocks, agent.loaded.num_swap_blocks) == (8, 5)
+    executor = RemoteExecutor(agent.channel, agent.buffers)
+    prompt = [5, 6, 7]
+    executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
+    assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
+    agent.stop()
+    assert agent.process.returncode == 0
+
+
+def test_a_work_agent_that_does_not_end_when_asked_is_killed(run_stand_in, monkeypatch):
+    agent = start_work_agent(a_config(), 0, lambda text: None)
+    monkeypatch.setattr(type(agent.channel), "send", lambda channel, message: None)
+    monkeypatch.setattr("llm_serving.executor.supervisor._EXIT_TIMEOUT_S", 0.0)
+    agent.process.send_signal(signal.SIGSTOP)  # it does not even notice that its input has ended
+    os.waitid(os.P_PID, agent.process.pid, os.WSTOPPED)
+    agent.stop()
+    assert agent.process.returncode == -signal.SIGKILL
+
+
+def test_what_keeps_a_model_from_loading_is_told(run_stand_in):
+    with pytest.raises(ModelError, match=r"pa_config\.num_blocks: must be at least 2\. Given: 1"):
+        start_work_agent(a_config(num_blocks=1), 0, lambda text: None)
+
+
+def test_no_port_is_needed(run_stand_in):
+    """Who has the port that stands in `agent_ports` keeps neither a WorkAgent nor its successor from starting."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = replace(a_config(), serving=ServerConfig(agent_ports=(other.getsockname()[1],)))
+        agents = [start_work_agent(config, 0, lambda text: None)]
+        agents[0].kill()
+        agents += [start_work_agent(config, 0, lambda text: None, agents[0].loaded) for _ in range(2)]
+        assert [agent.loaded.num_blocks for agent in agents] == [8, 8, 8]
+        assert not psutil.Process(agents[1].process.pid).net_connections("inet")
+        for agent in agents:
+            agent.stop()
+
+
+def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand_in, processes):
+    """20 deaths in a row without a step; every second WorkAgent does not get as far as being ready."""
+    num_kills = 0
+
+    def kill():
+        nonlocal num_kills
+        num_kills += 1
+        processes[-1].kill()
+
+    def start(like, timeout_s):
+        loads_for_ever = num_kills < 20 and num_kills % 2
+        device = LOADS_FOR_EVER if loads_for_ever else 0
+        config = replace(a_config(), serving=ServerConfig(start_device_id=device))
+        return start_work_agent(config, 0, lambda text: kill() if loads_for_ever else None, like, timeout_s)
+
+    executor = SupervisedExecutor(start, 30.0, 5, pause=lambda delay_s: False)
+    open_files = len(set(Path("/proc/self/fd").iterdir()))
+    while num_kills < 20:
+        kill()
+        with pytest.raises(WorkerDiedError):
+            executor.collect()
+        with pytest.raises(RestartFailedError, match=r"ended \(code -9\) before it was ready"):
+            executor.restart("killed when it was ready")
+        executor.restart("killed while it loaded")
+    prompt = [5, 6, 7]
+    executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
+    assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
+    assert len(processes) == 21
+    assert len(set(Path("/proc/self/fd").iterdir())) == open_files
+    executor.close()
+
+
+def test_one_that_does_not_load_in_time_is_ended(run_instead, processes):
+    run_instead("exec sleep 600")
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 was not ready within 0\.1 s"):
+        start_work_agent(a_config(), 0, lambda text: None, timeout_s=0.1)
+    assert processes[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("call", ["llm_serving.transport.shared_arrays.os.memfd_create", "socket.socketpair"])
+def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypatch, call):
+    def fail(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(call, fail)
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(WorkerDiedError, match="WorkAgent 0 cannot be started: Too many open files"):
+        start_work_agent(a_config(), 0, lambda text: None)
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead):
+    run_instead("exit 3")
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
+        start_work_agent(a_config(), 0, lambda text: None)
+
+
+def test_a_program_that_is_no_work_agent_is_ended(run_instead, tmp_path):
+    answer = (
+        "import socket, sys; fd = int(sys.argv[sys.argv.index('--socket-fd') + 1]); "
+        "connection = socket.socket(fileno=fd); "
+        "connection.sendall(b'HTTP/1.1 400 Bad Request'); sys.stdin.read()"
+    )
+    run_instead(f'exec {shlex.quote(sys.executable)} -c "{answer}" "$@"')
+    with pytest.raises(ProtocolError):
+        start_work_agent(a_config(), 0, lambda text: None)
+
+
+def test_the_pipe_to_a_process_that_failed_is_closed(run_instead, processes):
+    run_instead("exit 3")
+    with pytest.raises(WorkerDiedError):
+        start_work_agent(a_config(), 0, lambda text: None)
+    assert processes[0].stdin.closed
+
+
+class TestLoadSettings:
+    def test_each_work_agent_has_a_device_of_its_own(self):
+        serving = ServerConfig(agent_ports=(16002, 16003), start_device_id=3)
+        settings = [load_settings(ServingConfig(serving=serving), index) for index in range(2)]
+        assert [item.device_id for item in settings] == [3, 4]
+        assert [item.num_agents for item in settings] == [2, 2]
+
+    def test_cores_are_shared_between_work_agents(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
+        for num_agents, num_threads in ((1, 7), (2, 3), (9, 1)):
+            config = ServingConfig(serving=ServerConfig(agent_ports=tuple(range(16002, 16002 + num_agents))))
+            assert load_settings(config, 0).num_threads == num_threads

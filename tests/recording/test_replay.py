@@ -1,0 +1,351 @@
+"""What was recorded is decided again; what is not the same is shown."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+from factories import create_classes, create_request, create_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.errors import RecordingError
+from llm_serving.recording.records import MAGIC, Added, Asked, Chain, Decided, Ended, Updated, encode
+from llm_serving.recording.replay import ReplayDiffersError
+from llm_serving.recording.snapshot import capture, restore
+from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.policy import POLICIES
+from recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
+from scheduler.test_properties import arrivals, create_load, scheduler_options
+
+Load = list[tuple[int, int | None, Request]]
+
+
+def run_load(scheduler: Scheduler, load: Load, steps_ahead: int = 0, lost_at: int | None = None) -> list[Schedule]:
+    """Runs all requests to their end as the engine does; at one step the WorkAgent and what it had is lost."""
+    done: list[Schedule] = []
+    in_flight: list[Schedule] = []
+    for step in range(3000):
+        for arrival, abort, request in load:
+            if arrival == step:
+                scheduler.add(request)
+            if abort == step:
+                scheduler.finish(request, FinishReason.ABORT)
+        if step == lost_at:
+            in_flight.clear()
+            scheduler.lose_cache()
+        schedule = scheduler.schedule(step / 8)
+        if schedule is not None:
+            in_flight.append(schedule)
+            done.append(schedule)
+        if in_flight and (schedule is None or len(in_flight) > steps_ahead):
+            oldest = in_flight.pop(0)
+            samples = [row for row in oldest.rows if row.samples]
+            # Some end by a stop id, the others by their length.
+            scheduler.update(oldest, [9 if (oldest.step + row.request.sequence) % 7 == 0 else 7 for row in samples])
+        if step > 26 and not scheduler.has_unfinished_requests and not in_flight:
+            return done
+    raise AssertionError("the load does not come to an end")
+
+
+def with_stop_ids(load: Load) -> Load:
+    for _, _, request in load:
+        if len(request.prompt_token_ids) % 3 == 0:
+            request.stop_token_ids = frozenset({9, 11})
+    return load
+
+
+def small_load() -> Load:
+    kinds = [(0, 9, 5, 0), (0, 14, 6, 1), (1, 3, 8, -1), (2, 20, 3, 0), (3, 7, 7, 1), (5, 12, 4, -1), (6, 5, 9, 0)]
+    return create_load([(*kind, "ab"[index % 2], None, None, False) for index, kind in enumerate(kinds)])
+
+
+SMALL = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 12, "max_model_len": 32}
+
+
+def small_recording(**options: Any) -> bytes:
+    files = MemoryFiles()
+    run_load(create_recorded(files, **SMALL, **options), small_load())
+    (data,) = files.files
+    return data
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=arrivals,
+    options=scheduler_options(),
+    steps_ahead=st.integers(0, 1),
+    lost_at=st.one_of(st.none(), st.integers(1, 20)),
+    max_file_bytes=st.sampled_from([1, 2**24]),
+)
+def test_a_replay_decides_the_same(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], steps_ahead: int, lost_at: int | None, max_file_bytes: int
+) -> None:
+    """Small files begin in the middle of everything, and each of them is replayed alone."""
+    files = MemoryFiles()
+    recorded = create_recorded(files, max_file_bytes, **options)
+    schedules = run_load(recorded, with_stop_ids(create_load(arrivals)), steps_ahead, lost_at)
+    replays = [replay(data) for data in files.files]
+    assert [each.hash for each in replays] == [seal(data) for data in files.files]
+    assert replays[-1].next_step == len(schedules)
+    final = replays[-1].scheduler
+    assert not final.has_unfinished_requests
+    state = {name: value for name, value in vars(recorded).items() if name != "_recorder"}
+    assert capture(vars(final))[1][-1] == capture(state)[1][-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals=arrivals, options=scheduler_options(), steps_ahead=st.integers(0, 1))
+def test_recording_and_explaining_change_no_decision(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], steps_ahead: int
+) -> None:
+    files = MemoryFiles()
+    recorded = run_load(create_recorded(files, **options), create_load(arrivals), steps_ahead)
+    plain = run_load(create_scheduler(**options), create_load(arrivals), steps_ahead)
+    assert [_facts(schedule) for schedule in recorded] == [_facts(schedule) for schedule in plain]
+    for step in range(0, len(recorded), 5):
+        explanation = replay(files.files[0], step, explain=True).explanation
+        assert f"step {step} computes {recorded[step].num_tokens} tokens" in explanation
+
+
+def _facts(schedule: Schedule) -> tuple[Any, ...]:
+    rows = [(row.request.sequence, *row[1:]) for row in schedule.rows]
+    return schedule.step, rows, schedule.block_moves, [request.sequence for request in schedule.preempted]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap", "auto"])
+def test_every_policy_composition_and_preemption_mode(policy: str, separate: bool, preemption_mode: str) -> None:
+    options = {"policy": policy, "separate": separate, "num_swap_blocks": 8, "max_preemptions": 2}
+    data = small_recording(preemption_mode=preemption_mode, prefix_caching=True, **options)
+    assert replay(data).hash == seal(data)
+
+
+def test_a_paused_request_goes_on_with_another_token() -> None:
+    files = MemoryFiles()
+    recorded = create_recorded(files, prefix_caching=True, **SMALL)
+    parent = create_request(6, max_tokens=8)
+    parent.waits_for_reply = True
+    recorded.add(parent)
+    for _ in range(3):
+        schedule = recorded.schedule(0.0)
+        assert schedule is not None
+        recorded.update(schedule, [7])
+    recorded.pause(parent)
+    assert recorded.schedule(0.0) is None
+    fork = create_request(6, max_tokens=8, fork_of=parent.request_id)
+    fork.output_token_ids = [7, 7, 3]
+    fork.last_scheduled_step = parent.last_scheduled_step
+    parent.output_token_ids[-1] = 5
+    recorded.resume(parent)
+    recorded.add(fork)
+    run_load(recorded, [])
+    (data,) = files.files
+    replayed = replay(data)
+    assert replayed.hash == seal(data)
+    other = replay(data, until=3)
+    (again,) = (request for request in other.scheduler.running if request.request_id == parent.request_id)
+    assert again.output_token_ids == [7, 7, 5]
+
+
+def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
+    """A new field of `Request` belongs either into `Added` or into the second list here."""
+    derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}
+    derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
+    derived |= {"arrival_clock", "wait_bound", "num_steps_waited", "first_scheduled_time", "running_since", "entered"}
+    irrelevant = {
+        "beam_search",
+        "beam_of",
+        "exchange",
+        "predicted_ttft_s",
+        "num_lost_steps",
+        "num_tokens_when_lost",
+        "finish_reason",
+        "stop_reason",
+    }
+    recorded = (set(Added.__struct_fields__) - {"max_tokens"}) | {"sampling"}
+    assert {field.name for field in fields(Request)} == recorded | derived | irrelevant
+
+
+# What is not the same
+
+
+def test_a_changed_decision_is_shown_row_by_row() -> None:
+    data = small_recording()
+    entry = next(each for each in read(data) if isinstance(each.record, Decided) and each.record.step == 4)
+    assert isinstance(entry.record, Decided)
+    sequence, num_computed, query_len, *rest = entry.record.rows[-1]
+    rows = [*entry.record.rows[:-1], (sequence, num_computed, query_len + 1, *rest)]
+    changed = with_record(data, entry.number, msgspec.structs.replace(entry.record, rows=rows))
+    assert len(read(changed)) == len(read(data))
+    with pytest.raises(ReplayDiffersError) as caught:
+        replay(changed)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"step 4 differs (record {entry.number} at byte {entry.offset})"
+    assert lines[1] == f"  row {len(rows) - 1}"
+    assert lines[2].startswith("    recorded: ") and f"tokens {num_computed} to {num_computed + query_len}," in lines[2]
+    assert lines[3].startswith("    replayed: ") and f"to {num_computed + query_len - 1}," in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (Added, {"max_tokens": 2}),
+        (Added, {"priority": 1}),
+        (Updated, {"token_ids": []}),
+        (Ended, {"sequence": 99}),
+    ],
+)
+def test_a_changed_event_leads_to_a_difference(kind: type, changes: dict[str, Any]) -> None:
+    files = MemoryFiles()
+    load = [(arrival, 4 if index == 1 else None, each) for index, (arrival, _, each) in enumerate(small_load())]
+    run_load(create_recorded(files, **SMALL), load)
+    (data,) = files.files
+    entry = next(each for each in read(data) if isinstance(each.record, kind))
+    changed = with_record(data, entry.number, msgspec.structs.replace(entry.record, **changes))
+    with pytest.raises(ReplayDiffersError, match=r"differs|fails"):
+        replay(changed)
+
+
+def test_a_changed_time_without_consequence_still_changes_the_hash() -> None:
+    data = small_recording()
+    entry = next(each for each in read(data) if isinstance(each.record, Asked))
+    assert replay(with_record(data, entry.number, Asked(0.001))).hash != seal(data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_changed_byte_goes_unnoticed(draw: st.DataObject) -> None:
+    data = small_recording()
+    position = draw.draw(st.integers(0, len(data) - 1))
+    changed = bytearray(data)
+    changed[position] ^= draw.draw(st.integers(1, 255))
+    with pytest.raises(RecordingError, match=r"damaged|not a recording"):
+        replay(bytes(changed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(draw: st.DataObject) -> None:
+    data = small_recording()
+    entries = read(data)
+    length = draw.draw(st.integers(entries[0].offset, len(data) - 1))
+    ends = [each.offset for each in entries]
+    replayed = replay(data[:length])
+    assert replayed._reader.torn_at == (None if length in ends else max(end for end in ends if end < length))
+    whole = max(end for end in ends if end <= length)
+    assert replayed.hash == seal(data[:whole])
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "is not a recording"),
+        (b"pa_config:\n    block_size: 16\n" * 4, "is not a recording"),
+        (MAGIC, "ends before its header does"),
+        (MAGIC + b"\x10", "ends before its header does"),
+    ],
+)
+def test_what_is_no_recording_is_refused(data: bytes, text: str) -> None:
+    with pytest.raises(RecordingError, match=text):
+        replay(data)
+
+
+def test_another_format_and_another_state_are_refused() -> None:
+    data = small_recording()
+    reader = replay(data)._reader
+    for changes, text in [
+        ({"format": 99}, "has format 99; this version reads format 4"),
+        ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
+        ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
+        ({"nodes": []}, "does not fit this version"),
+    ]:
+        header = msgspec.structs.replace(reader.header, **changes)
+        with pytest.raises(RecordingError, match=text):
+            replay(MAGIC + Chain().frame(encode(header)))
+
+
+def test_a_step_that_is_not_there_is_named() -> None:
+    with pytest.raises(RecordingError, match=r"has steps 0 to \d+, not step 5000"):
+        replay(small_recording(), until=5000)
+
+
+def test_a_scheduler_that_fails_is_recorded_up_to_there_and_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = MemoryFiles()
+    recorded = create_recorded(files, **SMALL)
+    recorded.add(create_request(6))
+    original = Scheduler.schedule
+
+    def fail_at_step_1(self: Scheduler, now: float) -> Schedule | None:
+        if self._step == 1:
+            raise RuntimeError("out of order")
+        return original(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", fail_at_step_1)
+    schedule = recorded.schedule(0.0)
+    assert schedule is not None
+    recorded.update(schedule, [7])
+    with pytest.raises(RuntimeError):
+        recorded.schedule(0.0)
+    (data,) = files.files
+    with pytest.raises(ReplayDiffersError, match=r"`schedule` before step 1 .* fails: RuntimeError"):
+        replay(data)
+    monkeypatch.setattr(Scheduler, "schedule", original)
+    recorded.finish(recorded.running[0], FinishReason.ERROR)
+    with pytest.raises(ReplayDiffersError, match=r"step 1 differs .*\n  recorded: no decision; `schedule` failed"):
+        replay(files.files[0])
+
+
+def test_a_recorder_that_fails_ends_the_recording_and_not_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    files = MemoryFiles()
+    recorded = create_recorded(files, **SMALL)
+    vars(recorded)["addition"] = object()  # a state that nobody knows how to write
+    run_load(recorded, small_load())
+    assert files.files == []
+    assert [record.message for record in caplog.records] == ["scheduler: recording ends, serving goes on"]
+
+
+# In words
+
+
+def test_explanation_of_a_step() -> None:
+    files = MemoryFiles()
+    options = {"num_blocks": 10, "max_num_seqs": 2, "max_num_batched_tokens": 12, "max_model_len": 32}
+    recorded = create_recorded(files, **options)
+    load = [(0, None, create_request(9, request_id=f"r{index}", max_tokens=4)) for index in range(4)]
+    run_load(recorded, load)
+    text = replay(files.files[0], 3, explain=True).explanation
+    assert "before step 3: 2 of 2 slots run, 2 requests wait" in text
+    assert "waiting in class normal: 2" in text
+    assert "next is r2; it waits: no free slot; 2 of 2 are taken" in text
+    assert "r3" in text
+    assert "of 10 used" in text
+
+
+def test_explanation_of_a_class_at_its_limit() -> None:
+    files = MemoryFiles()
+    recorded = create_recorded(files, max_num_seqs=2, classes=create_classes(low={"max_running_share": 0.5}))
+    run_load(recorded, [(0, None, create_request(5, request_id=f"r{index}", priority=1)) for index in range(2)])
+    text = replay(files.files[0], 1, explain=True).explanation
+    assert "r1 waits: share limit of its class: low has 1 of the 1 slots" in text
+
+
+# The state
+
+
+def test_a_state_that_is_read_back_is_the_state() -> None:
+    scheduler = create_scheduler(prefix_caching=True, max_overtakes=2, **SMALL)
+    for arrival, _, request in small_load():
+        scheduler.add(request)
+        schedule = scheduler.schedule(float(arrival))
+        if schedule is not None:
+            scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+    layouts, nodes = capture(vars(scheduler))
+    again = object.__new__(Scheduler)
+    vars(again).update(restore(layouts, msgspec.msgpack.decode(msgspec.msgpack.encode(nodes))))
+    again.check_integrity()
+    assert capture(vars(again)) == (layouts, nodes)
+    assert again.running[0].request_class in again.classes
