@@ -48,6 +48,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "order": draw(st.sampled_from(sorted(ORDERS))),
         "max_long_prefill_tokens": draw(st.sampled_from([None, 1, 4])),
         "max_model_len": 32,
+        "max_steps_in_flight": draw(st.integers(1, 2)),
         "classes": create_classes(draw(st.integers(0, 8)), **changes),
     }
 

@@ -9,15 +9,15 @@ from llm_serving.scheduler import Schedule, Scheduler
 
 
 class SchedulerRun:
-    """Steps a scheduler as the engine does, `steps_ahead` before the results, and measures how long requests wait."""
+    """Steps a scheduler as the engine does, as far ahead as its limits say, and measures how long requests wait."""
 
-    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.requests: list[Request] = []
         self.longest_waits = dict.fromkeys(scheduler.waiting.queues, 0)
         """Steps from arrival to the first admission, at most, of each class."""
         self.longest_decode_gap = 0
-        self._steps_ahead = steps_ahead
+        self._steps_ahead = scheduler.limits.max_steps_in_flight - 1
         self._in_flight: deque[Schedule] = deque()
         self._gaps: dict[str, int] = {}
 

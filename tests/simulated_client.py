@@ -19,6 +19,8 @@ from simulated_agent import POISON
 from word_tokenizer import WordTokenizer
 
 MAX_MODEL_LEN = 48
+NEVER_SAID = ((POISON, POISON),)
+"""Words that make a request wait for every token."""
 ARRIVING, RESTARTING, ANYWHERE = "in the inbox", "during a restart", "anywhere"
 STATES = (
     *(ARRIVING, "waiting", "waiting for its twin", "preempted", "swapped", "lost", RESTARTING),
@@ -172,6 +174,7 @@ def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
                 stop_token_ids=tuple(rng.sample(range(1000), rng.choice((20, 100)))) if rng.random() < 0.3 else (),
                 ignore_eos=rng.random() < 0.5,
                 logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
+                bad_words=NEVER_SAID if rng.random() < 0.1 else (),
             ),
             priority=rng.randint(-2, 2),
             tenant=rng.choice("abc"),

@@ -83,7 +83,8 @@ class Replica:
             distance=rng.choice((0, 25)),
             poison_kills=rng.random() < 0.5,
         )
-        self.scheduler = create_scheduler(**scheduler)
+        max_steps_in_flight = rng.choice((1, 2))
+        self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight)
         self.stopped = False
         self.agents: list[SimulatedAgent] = []
         self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
@@ -100,7 +101,7 @@ class Replica:
             simulation.publish,
             index=index,
             clock=simulation.clock,
-            max_steps_in_flight=rng.choice((1, 2)),
+            max_steps_in_flight=max_steps_in_flight,
             audit_every=rng.choice((0, 0, 1, 3)),
             restart_wait_s=self.restart_wait_s,
         )

@@ -23,7 +23,7 @@ from scheduler.test_properties import arrivals, create_load, scheduler_options
 Load = list[tuple[int, int | None, Request]]
 
 
-def run_load(scheduler: Scheduler, load: Load, steps_ahead: int = 0, lost_at: int | None = None) -> list[Schedule]:
+def run_load(scheduler: Scheduler, load: Load, lost_at: int | None = None) -> list[Schedule]:
     """Runs all requests to their end as the engine does; at one step the WorkAgent and what it had is lost."""
     done: list[Schedule] = []
     in_flight: list[Schedule] = []
@@ -40,7 +40,7 @@ def run_load(scheduler: Scheduler, load: Load, steps_ahead: int = 0, lost_at: in
         if schedule is not None:
             in_flight.append(schedule)
             done.append(schedule)
-        if in_flight and (schedule is None or len(in_flight) > steps_ahead):
+        if in_flight and (schedule is None or len(in_flight) == scheduler.limits.max_steps_in_flight):
             oldest = in_flight.pop(0)
             samples = [row for row in oldest.rows if row.samples]
             # Some end by a stop id, the others by their length.
@@ -76,17 +76,16 @@ def small_recording(**options: Any) -> bytes:
 @given(
     arrivals=arrivals,
     options=scheduler_options(),
-    steps_ahead=st.integers(0, 1),
     lost_at=st.one_of(st.none(), st.integers(1, 20)),
     max_file_bytes=st.sampled_from([1, 2**24]),
 )
 def test_a_replay_decides_the_same(
-    arrivals: list[tuple[Any, ...]], options: dict[str, Any], steps_ahead: int, lost_at: int | None, max_file_bytes: int
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], lost_at: int | None, max_file_bytes: int
 ) -> None:
     """Small files begin in the middle of everything, and each of them is replayed alone."""
     files = MemoryFiles()
     recorded = create_recorded(files, max_file_bytes, **options)
-    schedules = run_load(recorded, with_stop_ids(create_load(arrivals)), steps_ahead, lost_at)
+    schedules = run_load(recorded, with_stop_ids(create_load(arrivals)), lost_at)
     replays = [replay(data) for data in files.files]
     assert [each.hash for each in replays] == [seal(data) for data in files.files]
     assert replays[-1].next_step == len(schedules)
@@ -97,13 +96,11 @@ def test_a_replay_decides_the_same(
 
 
 @settings(max_examples=60, deadline=None)
-@given(arrivals=arrivals, options=scheduler_options(), steps_ahead=st.integers(0, 1))
-def test_recording_and_explaining_change_no_decision(
-    arrivals: list[tuple[Any, ...]], options: dict[str, Any], steps_ahead: int
-) -> None:
+@given(arrivals=arrivals, options=scheduler_options())
+def test_recording_and_explaining_change_no_decision(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
     files = MemoryFiles()
-    recorded = run_load(create_recorded(files, **options), create_load(arrivals), steps_ahead)
-    plain = run_load(create_scheduler(**options), create_load(arrivals), steps_ahead)
+    recorded = run_load(create_recorded(files, **options), create_load(arrivals))
+    plain = run_load(create_scheduler(**options), create_load(arrivals))
     assert [_facts(schedule) for schedule in recorded] == [_facts(schedule) for schedule in plain]
     for step in range(0, len(recorded), 5):
         explanation = replay(files.files[0], step, explain=True).explanation
@@ -128,7 +125,7 @@ def test_a_paused_request_goes_on_with_another_token() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, prefix_caching=True, **SMALL)
     parent = create_request(6, max_tokens=8)
-    parent.waits_for_reply = True
+    parent.waits_for_reply = parent.is_beam = True
     recorded.add(parent)
     for _ in range(3):
         schedule = recorded.schedule(0.0)
@@ -258,7 +255,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, "has format 99; this version reads format 4"),
+        ({"format": 99}, "has format 99; this version reads format 5"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

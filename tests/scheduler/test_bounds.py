@@ -10,7 +10,7 @@ import pytest
 from factories import create_classes, create_request, create_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.core.request import RequestStatus
+from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
 from llm_serving.scheduler.bounds import WaitMonitor
@@ -83,6 +83,7 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
         max_preemptions=draw(st.integers(0, 2)),
         max_overtakes=draw(st.integers(0, 2)),
         turn_steps=draw(st.integers(1, 8)),
+        max_steps_in_flight=draw(st.integers(1, 2)),
         order=draw(st.sampled_from(sorted(ORDERS))),
         classes=classes,
     )
@@ -96,16 +97,18 @@ def tiny_options(draw: st.DrawFn) -> dict[str, Any]:
         min_size=1,
         max_size=6,
     ),
-    steps_ahead=st.integers(0, 1),
+    waits=st.sampled_from([False, False, True]),
 )
 def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
-    options: dict[str, Any], pattern: list[list[tuple[int, int, str]]], steps_ahead: int
+    options: dict[str, Any], pattern: list[list[tuple[int, int, str]]], waits: bool
 ) -> None:
     """The pattern repeats, so a backlog builds up; each request is as long as may be."""
-    run = SchedulerRun(create_scheduler(**options), steps_ahead)
+    run = SchedulerRun(create_scheduler(**options))
     for arrivals in itertools.islice(itertools.cycle(pattern), 40):
         for prompt, priority, tenant in arrivals:
-            run.add(create_request(prompt, max_tokens=MAX_MODEL_LEN - prompt, priority=priority, tenant=tenant))
+            request = create_request(prompt, max_tokens=MAX_MODEL_LEN - prompt, priority=priority, tenant=tenant)
+            request.waits_for_reply = waits
+            run.add(request)
         run.step()
     run.finish()
 
@@ -159,6 +162,54 @@ def test_only_the_newest_promise_to_a_request_counts() -> None:
         monitor.expect(request, num_ahead, 2)
     assert [monitor.tick(()) for _ in range(30)] == [0] * 23 + [1] + [0] * 6
     assert request.wait_bound == 2 + 23
+
+
+def run_beside(scheduler: Scheduler, request: Request, num_steps: int = 12) -> int:
+    """Bounds broken while another request waits beside this one."""
+    scheduler.add(request)
+    scheduler.add(create_request(max_tokens=4))
+    violations = 0
+    for _ in range(num_steps):
+        schedule = scheduler.schedule(0.0)
+        if schedule is not None:
+            violations += schedule.num_bound_violations
+            scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
+    return violations
+
+
+def test_a_request_that_waits_for_its_replies_does_not_stop_the_watch() -> None:
+    """One with a bad word of two tokens did: every bound was off as long as it was there."""
+    scheduler = create_scheduler(max_num_seqs=1)
+    promise(scheduler, 3)
+    request = create_request(max_tokens=12, bad_words=((1, 2),))
+    assert request.waits_for_reply
+    assert run_beside(scheduler, request) == 1
+
+
+def test_beams_of_a_search_do_stop_the_watch() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    promise(scheduler, 3)
+    request = create_request(max_tokens=12)
+    request.is_beam = request.waits_for_reply = True
+    assert run_beside(scheduler, request) == 0
+
+
+def test_bounds_reckon_with_steps_formed_ahead_of_replies() -> None:
+    """Each token of whoever is ahead takes two steps; the promise to the one behind it holds."""
+    waited = []
+    for max_steps_in_flight in (1, 2):
+        scheduler = create_scheduler(
+            max_num_seqs=2, max_model_len=32, policy="mixed", max_steps_in_flight=max_steps_in_flight
+        )
+        run = SchedulerRun(scheduler)
+        ahead = [create_request(max_tokens=20, bad_words=((1, 2),), priority=-1), create_request(max_tokens=28)]
+        last = create_request()
+        run.add(*ahead, last)
+        run.finish()
+        waited.append(last.num_steps_waited)
+    assert waited[1] > waited[0] + 5
+    tight, ahead_of_replies = (create_scheduler(max_steps_in_flight=number).bounds[0] for number in (1, 2))
+    assert ahead_of_replies.max_wait_steps(0) > tight.max_wait_steps(0)
 
 
 def test_a_promise_made_before_the_cache_was_lost_is_made_again() -> None:

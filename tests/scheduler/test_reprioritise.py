@@ -175,12 +175,13 @@ def test_every_bound_holds_whatever_is_asked_for_and_a_replay_decides_the_same(s
         max_num_seqs=rng.choice([1, 2, 4]),
         max_num_batched_tokens=16,
         max_model_len=32,
+        max_steps_in_flight=rng.choice([1, 2]),
         max_overtakes=rng.choice([0, 1, 4]),
         max_preemptions=rng.choice([0, 2]),
         max_head_start_steps=rng.choice([0, 8, 64]),
         classes=create_classes(ageing_steps=rng.choice([1, 10])),
     )
-    run = SchedulerRun(scheduler, steps_ahead=rng.choice([0, 1]))
+    run = SchedulerRun(scheduler)
     if not scheduler.policy.honours_classes:
         scheduler.classes = scheduler.classes[:1]
     for _ in range(200):

@@ -133,8 +133,9 @@ def test_no_limit_and_no_bound_is_broken_and_a_replay_decides_the_same(seed):
         max_preemptions=rng.choice([0, 2]),
         classes=create_classes(ageing_steps=rng.choice([1, 10])),
         max_running_of_tenant=limits,
+        max_steps_in_flight=rng.choice([1, 2]),
     )
-    run = SchedulerRun(scheduler, steps_ahead=rng.choice([0, 1]))
+    run = SchedulerRun(scheduler)
     for _ in range(200):
         if rng.random() < 0.3:
             tenant, priority = rng.choice("aabc"), rng.choice([-1, 0, 1])

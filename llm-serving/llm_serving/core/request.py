@@ -71,6 +71,8 @@ class Request:
     """Set on a request that is answered by a beam search: other requests are computed in its place."""
     beam_of: Request | None = None
     """Set on a beam: the request it is computed for."""
+    is_beam: bool = False
+    """Whether it waits for others between two of its tokens; a recording keeps this, and not `beam_of`."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
     deadline: float | None = None

@@ -119,6 +119,7 @@ class BeamGroups:
             fork_of=None if parent is None else parent.request_id,
             waits_for_reply=True,
             beam_of=root,
+            is_beam=True,
             arrival_time=root.arrival_time,
             deadline=root.deadline,
             output_token_ids=output_token_ids,

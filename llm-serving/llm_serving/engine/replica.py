@@ -39,6 +39,7 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
         max_head_start_steps=scheduler.max_head_start_steps,
         turn_steps=scheduler.turn_steps,
+        max_steps_in_flight=_max_steps_in_flight(config),
         max_long_prefill_tokens=scheduler.max_long_prefill_tokens or max(1, scheduler.max_prefill_tokens // 2),
         separate=scheduler.composition == "separate",
         preemption_mode=PreemptionMode(scheduler.preemption_mode),
@@ -74,6 +75,10 @@ def _order_name(config: ServingConfig, policy: Policy) -> str:
     return scheduler.order or ("fair" if scheduler.tenant_fairness else "arrival")
 
 
+def _max_steps_in_flight(config: ServingConfig) -> int:
+    return 2 if config.scheduler.schedule_ahead else 1
+
+
 def _context(config: ServingConfig, num_blocks: int) -> str:
     """Most tokens of a request, and why no more."""
     wanted, num_slots = config.model.max_generate_length, num_blocks * config.pa.block_size
@@ -100,7 +105,6 @@ def build_engine(
     )
     for bounds in scheduler.bounds:
         logger.info("replica %d: %s", index, bounds)
-    steps = 2 if config.scheduler.schedule_ahead else 1
     journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)
     return Engine(
         scheduler,
@@ -109,7 +113,7 @@ def build_engine(
         metrics,
         publish,
         index=index,
-        max_steps_in_flight=steps,
+        max_steps_in_flight=_max_steps_in_flight(config),
         audit_every=config.serving.audit_every,
         journal=journal,
         restart_wait_s=config.serving.restart_wait_s,

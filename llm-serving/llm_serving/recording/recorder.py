@@ -199,6 +199,7 @@ class RecordedScheduler(Scheduler):
                 request.cache_salt,
                 request.fork_of,
                 request.waits_for_reply,
+                request.is_beam,
                 request.arrival_time,
                 request.deadline,
                 request.last_scheduled_step,

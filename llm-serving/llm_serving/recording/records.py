@@ -18,7 +18,7 @@ from llm_serving.core.step import Move
 from llm_serving.errors import RecordingError
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 4
+FORMAT: Final = 5
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -56,6 +56,7 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     cache_salt: str
     fork_of: str | None
     waits_for_reply: bool
+    is_beam: bool
     arrival_time: float
     deadline: float | None
     last_scheduled_step: int

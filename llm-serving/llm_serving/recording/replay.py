@@ -204,6 +204,7 @@ def _request(event: Added) -> Request:
         cache_salt=event.cache_salt,
         fork_of=event.fork_of,
         waits_for_reply=event.waits_for_reply,
+        is_beam=event.is_beam,
         arrival_time=event.arrival_time,
         deadline=event.deadline,
         last_scheduled_step=event.last_scheduled_step,

@@ -65,6 +65,9 @@ def class_bounds(
     that part of the time. At first those that run have to end, and what its class had more than its part before may be
     paid back.
 
+    A request whose next token depends on more than its newest one gets none while that is on its way, which is so for
+    all the steps that are formed ahead.
+
     Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
     oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn.
 
@@ -87,6 +90,7 @@ def class_bounds(
         part = Fraction(each.weight, sum_of_weights)
         # Prompts of others can leave out what decodes only where they have places beside it.
         a_token = min(1 / part, Fraction(policy.max_decode_gap + 1)) if limits.max_num_seqs > 1 else Fraction(1)
+        a_token += limits.max_steps_in_flight - 1
         # Whoever loses its place is computed again.
         num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
         service = longest * a_token / num_places
@@ -142,9 +146,8 @@ class _Due(NamedTuple):
 class WaitMonitor:
     """Counts the requests that wait longer to be admitted than they were promised.
 
-    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a
-    request is under way that waits for its replies, as the beams of a search do, which wait for each other too: how
-    long that takes no limit says.
+    It has a clock for each class, which counts the steps the class could take part in. No step counts in which a beam
+    of a search is under way: beams wait for each other, and how long that takes no limit says.
     """
 
     def __init__(self, bounds: Sequence[ClassBounds]) -> None:

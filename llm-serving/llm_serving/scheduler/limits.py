@@ -37,6 +37,8 @@ class SchedulerLimits:
     """Steps by which a priority moves a request forward or back in its class, at most."""
     turn_steps: int = 64
     """Steps that a lower class may have more of a place than its weight gives it, before a higher one takes it back."""
+    max_steps_in_flight: int = 1
+    """Steps that are formed before the result of the first of them is known, at most."""
     max_long_prefill_tokens: int | None = None
     """Most tokens of a step for one prompt while others wait for some; None: no limit."""
     separate: bool = False

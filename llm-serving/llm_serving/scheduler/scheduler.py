@@ -88,7 +88,7 @@ class Scheduler:
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
         request.queue_key = self._place(request)
         self._requests[request.request_id] = request
-        self._num_beams += request.waits_for_reply
+        self._num_beams += request.is_beam
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
             self._forks.setdefault(parent.request_id, []).append(request)
@@ -234,7 +234,7 @@ class Scheduler:
         self._monitor.forget(request)
         self._let_in(self._gate.left(request))
         del self._requests[request.request_id]
-        self._num_beams -= request.waits_for_reply
+        self._num_beams -= request.is_beam
         self._release_forks(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
