@@ -43,6 +43,7 @@ PLACES = {
     "log": Place(0.1, BOTH),
     "log_writer": Place(0.1, BOTH),
     "core": Place(0.2, BOTH),
+    "network": Place(0.25, BOTH),
     "config": Place(0.3, BOTH),
     "transport": Place(1, BOTH),
     "kvcache": Place(2, MASTER),

@@ -4,7 +4,7 @@ import mindspore as ms
 import pytest
 from graph_model import backend
 from llm_serving.models.base import dynamic_inputs
-from llm_serving.models.llama import llama
+from llm_serving.models.llama_networks import llama
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.kv_tensors import KVTensors
 from model_factories import tiny_spec, write_model

@@ -1,31 +1,20 @@
-"""The Llama family: Llama 2 and 3 in every size, and models of the same shape.
+"""Llama 2 and 3: biases, a tied head and the stretched rotary embedding are facts of a model."""
 
-Grouped queries or not, tied embeddings or not, biases or not, scaled rotary embedding or not: `ModelSpec` says.
-"""
-
-from __future__ import annotations
-
-from llm_serving.backends.base import Backend
-from llm_serving.core.model_spec import ModelSpec
-from llm_serving.models.base import KVCaches
-from llm_serving.models.llama_operations import LlamaOfOperations
-from llm_serving.models.llama_together import LlamaTogether
-from llm_serving.models.llama_weights import LlamaWeights
-from llm_serving.models.weights import WeightReader
+from llm_serving.models.facts import Facts
+from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.network.description import Network, Value
 
 
-def llama(
-    spec: ModelSpec, backend: Backend, reader: WeightReader, kv_caches: KVCaches, max_positions: int
-) -> LlamaOfOperations | LlamaTogether:
-    """A `models.base.ModelFamily`: one operation where the backend has it, otherwise made of its operations."""
-    operation = backend.decoder(
-        spec.num_hidden_layers,
-        spec.head_dim**-0.5,
-        spec.rms_norm_eps,
-        attention_bias=spec.attention_bias,
-        mlp_bias=spec.mlp_bias,
-    )
-    weights = LlamaWeights(spec, backend, reader)
-    if operation is None:
-        return LlamaOfOperations(spec, backend, weights, kv_caches, max_positions)
-    return LlamaTogether(spec, backend, operation, weights, kv_caches, max_positions)
+def llama(c: Facts) -> Network:
+    net, heads = network_of(c), heads_of(c)
+    rotary, inner = rotary_of(c, heads), c.integer("intermediate_size")
+    bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.norm(hidden, at + "input_layernorm")
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, bias=bias, out_bias=bias))
+        x = net.norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias))
+
+    return decoder(net, c, layer)

@@ -11,7 +11,7 @@ from llm_serving.errors import ModelError
 from llm_serving.models.base import ModelFamily
 
 MODEL_FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
-    "llama": ("llm_serving.models.llama", "llama"),
+    "llama": ("llm_serving.models.llama_networks", "llama"),
 }
 """Value of `core.model_spec.ARCHITECTURES` -> module, function."""
 

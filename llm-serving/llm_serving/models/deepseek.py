@@ -1,0 +1,109 @@
+"""DeepSeek-V2: latent attention, and experts beside which a shared one sees every row.
+
+Keys and values of a token are one latent vector for all heads, and a turned part of the key. Queries are brought into
+the latent space, where keys and values are the same, and what is attended comes back from it: both by weights of heads
+(DeepSeek-V2, Liu et al. 2024, section 2.1; the absorbed form).
+"""
+
+from collections.abc import Sequence
+
+from llm_serving.models.facts import Facts
+from llm_serving.models.parts import decoder, gated_mlp, mixture, network_of, scaling_of
+from llm_serving.network.description import Float32Array, Network, Routing, Value
+from llm_serving.network.rotary import Rotary, yarn_mscale
+
+LATENT_EPS = 1e-6
+
+
+def deepseek_v2(c: Facts) -> Network:
+    net, attention = network_of(c), _LatentAttention(c)
+    inner, first = c.integer("moe_intermediate_size"), c.integer("first_k_dense_replace", 0)
+    count, shared = c.integer("n_routed_experts"), c.integer("n_shared_experts")
+    method = c.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    groups = (1, 1) if method == "greedy" else (c.integer("n_group"), c.integer("topk_group"))
+    scale = c.number("routed_scaling_factor", 1.0)
+    routing = Routing(
+        c.integer("num_experts_per_tok"), normalise=False, scale=scale, groups=groups[0], top_groups=groups[1]
+    )
+    c.choice("scoring_func", ("softmax",), "softmax")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def feed_forward(x: Value, index: int, at: str) -> Value:
+        if index < first:
+            return gated_mlp(net, x, at, c.integer("intermediate_size"))
+        routed = mixture(net, x, at, count, inner, routing)
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", inner * shared))
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = net.norm(hidden, at + "input_layernorm")
+        hidden = net.add(hidden, attention(net, x, at + "self_attn."))
+        x = net.norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, feed_forward(x, index, at + "mlp."))
+
+    return decoder(net, c, layer)
+
+
+class _LatentAttention:
+    """The attention of every layer of a configuration."""
+
+    def __init__(self, c: Facts) -> None:
+        self.heads = c.integer("num_attention_heads")
+        self.still = c.integer("qk_nope_head_dim")
+        self.turning = c.integer("qk_rope_head_dim")
+        self.value = c.integer("v_head_dim")
+        self.rank = c.integer("kv_lora_rank")
+        self.q_rank = c.integer("q_lora_rank") if c.has("q_lora_rank") else 0
+        facts = (
+            c.inner("rope_scaling")
+            if c.has("rope_scaling")
+            else c.inner("rope_parameters")
+            if c.has("rope_parameters")
+            else Facts({}, c.where)
+        )
+        theta = facts.number("rope_theta", c.number("rope_theta", 10000.0))
+        scaling = scaling_of(c, facts, self.turning)
+        self.rotary = Rotary(self.turning, self.turning, theta, True, scaling)
+        self.scale = (self.still + self.turning) ** -0.5
+        if scaling is not None and scaling.mscale_all_dim:
+            self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+    def __call__(self, net: Network, x: Value, at: str) -> Value:
+        heads, still, rank = self.heads, self.still, self.rank
+        dim, width, turned = still + self.turning, still + self.value, self.rotary.order()
+        q, query = x, "q_proj"
+        if self.q_rank:
+            q = net.norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
+            query = "q_b_proj"
+        rows = of_heads(heads, dim, range(still)) + of_heads(heads, dim, [still + i for i in turned])
+        q, q_turned = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * self.turning)
+        rows = [*range(rank), *(rank + i for i in turned)]
+        latent, key = net.split(
+            net.linear(x, at + "kv_a_proj_with_mqa", rank + self.turning, rows=rows), rank, self.turning
+        )
+        latent = net.norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS)
+        layer = net.store(latent, net.rotate(key, self.rotary), 1)
+        both, stored = at + "kv_b_proj", (heads * width, rank)
+        rows = of_heads(heads, width, range(still))
+        into = net.linear(
+            q, both, heads * width, heads=heads, rows=rows, stored=stored, change=_Transposed(heads), width=heads * rank
+        )
+        attended = net.attend(into, layer, q_turned=net.rotate(q_turned, self.rotary), scale=self.scale)
+        rows = of_heads(heads, width, range(still, width))
+        values = net.linear(attended, both, heads * width, heads=heads, rows=rows, stored=stored)
+        return net.linear(values, at + "o_proj", net.hidden)
+
+
+def of_heads(heads: int, dim: int, elements: Sequence[int]) -> list[int]:
+    """Elements of every head of `dim`."""
+    return [head * dim + i for head in range(heads) for i in elements]
+
+
+class _Transposed:
+    """Turns each head's part of a weight over: [heads * still, rank] -> [heads * rank, still]."""
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+
+    def __call__(self, weight: Float32Array) -> Float32Array:
+        parts = weight.reshape(self._heads, -1, weight.shape[1]).transpose(0, 2, 1)
+        return parts.reshape(-1, parts.shape[2])

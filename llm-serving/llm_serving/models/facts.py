@@ -1,0 +1,146 @@
+"""The facts of a model's configuration, read one by one: a wrong one is refused by its name, its rule and its value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from llm_serving.errors import ModelError, shorten
+
+MAX_TOKEN_IDS: Final = 256
+"""Ids of one kind that a configuration may list."""
+MAX_LAYERS: Final = 1024
+
+_LARGEST: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "head_dim"), MAX_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "n_kv_heads"), 4096),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "multiple_of"), 2**20),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4096),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+    "vocab_size": 2**24,
+    "ffn_dim_multiplier": 1024,
+    "rms_norm_eps": 1,
+}
+"""Key of a configuration -> its largest value: several times that of any model, and small enough to count up to."""
+_LARGEST_INTEGER: Final = 2**31 - 1
+_LARGEST_NUMBER: Final = 1e30
+
+
+class Facts:
+    """Reads typed values out of a mapping that someone else wrote; null counts as absent.
+
+    Args:
+        config: The mapping.
+        where: Names it in errors.
+
+    Every method raises ModelError where a value breaks its rule.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def fail(self, key: str, rule: str) -> ModelError:
+        """The error of a fact that breaks its rule."""
+        return ModelError(f"{self.where}: `{key}` {rule}. Given: {shorten(self.config.get(key))}")
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+        return self.config.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """At least 1, or 0 where that is the default."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        largest = _LARGEST.get(key, _LARGEST_INTEGER)
+        least = 0 if default == 0 else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+            raise self.fail(key, f"must be an integer >= 1{_upper(key)}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Above 0."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
+            try:
+                value = float(value)
+            except ValueError:
+                raise self.fail(key, "must be a number > 0") from None
+        largest = _LARGEST.get(key, _LARGEST_NUMBER)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= largest:
+            raise self.fail(key, f"must be a number > 0{_upper(key)}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(key, "must be true or false")
+        return default if value is None else value
+
+    def choice(self, key: str, known: Sequence[str], default: str | None = None) -> str:
+        """One of the names known."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value not in known:
+            raise self.fail(key, f"must be {' or '.join(known)}")
+        return str(value)
+
+    def choices(self, key: str, known: Sequence[str], count: int) -> list[str] | None:
+        """One of the names known for each of `count` layers; None where the key is absent."""
+        value = self.config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or any(each not in known for each in value):
+            raise self.fail(key, f"must be a list of {count}, each {' or '.join(known)}")
+        return value
+
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """0 or 1 for each of `count` layers; None where the key is absent."""
+        value = self.config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or any(each not in (0, 1) for each in value):
+            raise self.fail(key, f"must be a list of {count}, each 0 or 1")
+        return [bool(each) for each in value]
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers >= 0, at most as many as there may be layers; empty where the key is absent."""
+        value = self.config.get(key)
+        if value is None:
+            return []
+        bad = not isinstance(value, list) or len(value) > MAX_LAYERS
+        if bad or any(type(each) is not int or each < 0 for each in value):
+            raise self.fail(key, f"must be a list of at most {MAX_LAYERS} integers >= 0")
+        return list(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """`count` numbers above 0."""
+        value = self.config.get(key)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.fail(key, f"must be a list of {count} numbers")
+        for each in value:
+            if not isinstance(each, int | float) or isinstance(each, bool) or not 0 < each <= _LARGEST_NUMBER:
+                raise self.fail(key, "must be a list of numbers > 0")
+        return tuple(float(each) for each in value)
+
+    def inner(self, key: str) -> Facts:
+        """The facts of an object inside."""
+        value = self.config.get(key)
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "must be an object")
+        return Facts(value, f"{self.where}: {key}")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """An id or a list of ids. Negative ids, as some folders write for "none", are left out."""
+        value = self.config.get(key)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise self.fail(key, "must be a token id or a list of them")
+        if len(items) > MAX_TOKEN_IDS:
+            raise self.fail(key, f"must be at most {MAX_TOKEN_IDS} token ids")
+        return tuple(item for item in items if item >= 0)
+
+
+def _upper(key: str) -> str:
+    return f" and <= {_LARGEST[key]}" if key in _LARGEST else ""

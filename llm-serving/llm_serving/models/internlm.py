@@ -1,0 +1,37 @@
+"""InternLM2: query, key and value lie together by groups, under names of its own. InternLM3: other biases."""
+
+from llm_serving.models.facts import Facts
+from llm_serving.models.parts import QKV, decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.network.description import Network, Value
+
+
+def internlm2(c: Facts) -> Network:
+    net, heads = network_of(c), heads_of(c)
+    rotary, inner, bias = rotary_of(c, heads), c.integer("intermediate_size"), c.boolean("bias")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.norm(hidden, at + "attention_norm")
+        names, out = ("attention.wqkv",), "attention.wo"
+        x = self_attention(net, x, at, heads, rotary, names=names, out=out, grouped=True, bias=bias, out_bias=bias)
+        hidden = net.add(hidden, x)
+        x = net.norm(hidden, at + "ffn_norm")
+        return net.add(hidden, gated_mlp(net, x, at + "feed_forward.", inner, gate_up=("w1", "w3"), down="w2"))
+
+    return decoder(net, c, layer, table="model.tok_embeddings", head="output")
+
+
+def internlm3(c: Facts) -> Network:
+    net, heads = network_of(c), heads_of(c)
+    rotary, inner, bias = rotary_of(c, heads), c.integer("intermediate_size"), c.boolean("bias")
+    qkv_bias = c.boolean("qkv_bias")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.norm(hidden, at + "input_layernorm")
+        x = self_attention(net, x, at, heads, rotary, names=QKV, bias=qkv_bias, out_bias=bias)
+        hidden = net.add(hidden, x)
+        x = net.norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=bias))
+
+    return decoder(net, c, layer)

@@ -1,0 +1,33 @@
+"""Mistral: a window, perhaps. Mixtral: experts under names of their own."""
+
+from llm_serving.models.facts import Facts
+from llm_serving.models.parts import (
+    decoder,
+    gated_mlp,
+    heads_of,
+    mixture,
+    network_of,
+    rotary_of,
+    self_attention,
+    window_of,
+)
+from llm_serving.network.description import Network, Routing, Value
+
+
+def mistral(c: Facts) -> Network:
+    net, heads = network_of(c), heads_of(c)
+    rotary, window, inner = rotary_of(c, heads), window_of(c), c.integer("intermediate_size")
+    experts = c.integer("num_local_experts") if c.has("num_local_experts") else 0
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, _: int, at: str) -> Value:
+        x = net.norm(hidden, at + "input_layernorm")
+        hidden = net.add(hidden, self_attention(net, x, at, heads, rotary, window=window))
+        x = net.norm(hidden, at + "post_attention_layernorm")
+        if not experts:
+            return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
+        routing = Routing(c.integer("num_experts_per_tok"))
+        x = mixture(net, x, at + "block_sparse_moe.", experts, inner, routing, parts=("w1", "w3", "w2"))
+        return net.add(hidden, x)
+
+    return decoder(net, c, layer)

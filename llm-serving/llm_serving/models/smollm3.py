@@ -1,0 +1,25 @@
+"""SmolLM3: a Llama in some of whose layers nothing turns."""
+
+from llm_serving.models.facts import Facts
+from llm_serving.models.parts import decoder, gated_mlp, heads_of, network_of, rotary_of, self_attention
+from llm_serving.network.description import Network, Value
+
+
+def smollm3(c: Facts) -> Network:
+    net, heads = network_of(c), heads_of(c)
+    rotary, inner, num_layers = rotary_of(c, heads), c.integer("intermediate_size"), c.integer("num_hidden_layers")
+    every = c.integer("no_rope_layer_interval", 4)
+    turns = c.flags("no_rope_layers", num_layers) or [bool((index + 1) % every) for index in range(num_layers)]
+    bias, mlp_bias = c.boolean("attention_bias"), c.boolean("mlp_bias")
+    if c.boolean("use_sliding_window"):
+        raise c.fail("use_sliding_window", "must be false")
+    c.choice("hidden_act", ("silu",), "silu")
+
+    def layer(hidden: Value, index: int, at: str) -> Value:
+        x = net.norm(hidden, at + "input_layernorm")
+        x = self_attention(net, x, at, heads, rotary if turns[index] else None, bias=bias, out_bias=bias)
+        hidden = net.add(hidden, x)
+        x = net.norm(hidden, at + "post_attention_layernorm")
+        return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner, bias=mlp_bias))
+
+    return decoder(net, c, layer, tied=True)

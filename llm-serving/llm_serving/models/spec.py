@@ -1,0 +1,190 @@
+"""What must be known of a model before a weight is read: from its `config.json`, or from a MindFormers YAML."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.core.files import read_regular
+from llm_serving.errors import ModelError, shorten
+from llm_serving.models.facts import Facts
+from llm_serving.models.families import architecture_of, describe
+from llm_serving.network.description import CacheShape, Network, Weight
+
+CONFIG_NAME: Final = "config.json"
+MAX_CONFIG_BYTES: Final = 2**20
+MAX_VOCAB_SIZE: Final = 2**20
+"""Most tokens whose weights are summed exactly when one is chosen."""
+
+_UNLIMITED: Final = 2**20
+"""Tokens. Longest context of a model that has no positions to run out of."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The facts of a model.
+
+    Attributes:
+        architecture: Name as in `models.families.FAMILIES`.
+        config: As in `config.json`; checked.
+        vocab_size: Tokens.
+        max_position_embeddings: Tokens. Longest context the model was made for.
+        bos_token_id, pad_token_id: None where the model has none.
+        eos_token_ids: Every id that ends a text; Llama 3 has several.
+    """
+
+    architecture: str
+    config: Mapping[str, Any]
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @cached_property
+    def network(self) -> Network:
+        """What the family makes of the configuration."""
+        network: Network = describe(self.architecture, Facts(self.config, CONFIG_NAME))
+        return network
+
+    @property
+    def caches(self) -> tuple[CacheShape, ...]:
+        """Of each layer."""
+        return tuple(self.network.caches)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of the tensors in use, each once."""
+        return sum(math.prod(shape) for shape in self.tensors.values())
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that a folder must have."""
+        return {
+            name: shape
+            for weight in self.network.weights
+            for name, shape in zip(weight.names, weight.stored, strict=True)
+        }
+
+    @cached_property
+    def num_multiplied(self) -> int:
+        """Elements of the weights that one token is multiplied by, the head aside: of experts those it goes to."""
+        total = 0.0
+        top_k = 1
+        for each in self.network.operations[:-1]:
+            top_k = each.attributes["top_k"] if each.kind == "route" else top_k
+            share = top_k / each.attributes["experts"] if each.kind == "experts" else 1.0
+            total += sum(share * math.prod(w.shape) for w in _factors(each.kind, each.weights))
+        return int(total)
+
+    @cached_property
+    def widest_row(self) -> int:
+        """Most elements of one row of activations that an operation reads and writes together."""
+        return max(
+            sum(x.root.width for x in {*each.inputs.values(), *each.outputs.values()})
+            for each in self.network.operations
+        )
+
+    @cached_property
+    def largest_weight(self) -> int:
+        """Elements."""
+        return max(math.prod(weight.shape) for weight in self.network.weights if weight.made is None)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes that keys and values of one token take over all layers."""
+        return dtype_bytes * sum(cache.elements_per_token for cache in self.caches)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelSpec:
+        """Reads `config.json` of a Hugging Face folder.
+
+        Raises:
+            ModelError: The folder or the file is missing or unreadable, or the model is none that can be served.
+        """
+        path = folder / CONFIG_NAME
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist")
+        if not path.exists():
+            raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: is it in Hugging Face form?")
+        content = read_regular(path, MAX_CONFIG_BYTES)
+        try:
+            config = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
+        return cls.from_hugging_face(config, str(path))
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
+        """The spec of a parsed `config.json`; `where` names it in errors."""
+        architecture = architecture_of(config, where)
+        facts = Facts(config, where)
+        if (quantization := config.get("quantization_config")) is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ModelError(
+                f"{where}: `quantization_config` is not supported: weights must be of type bfloat16, float16 or "
+                f"float32. Given: {shorten(method)}"
+            )
+        network = describe(architecture, facts)
+        longest = facts.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
+        spec = cls(
+            architecture=architecture,
+            config=dict(config),
+            vocab_size=facts.integer("vocab_size"),
+            max_position_embeddings=facts.integer("max_position_embeddings", longest),
+            bos_token_id=next(iter(facts.token_ids("bos_token_id")), None),
+            eos_token_ids=facts.token_ids("eos_token_id"),
+            pad_token_id=next(iter(facts.token_ids("pad_token_id")), None),
+        )
+        spec.__dict__["network"] = network
+        for token_id in (spec.bos_token_id, *spec.eos_token_ids, spec.pad_token_id):
+            if token_id is not None and token_id >= spec.vocab_size:
+                raise ModelError(f"{where}: token id {token_id} must be < `vocab_size` {spec.vocab_size}")
+        return spec
+
+    @classmethod
+    def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config") -> ModelSpec:
+        """The spec of `model.model_config` in a MindFormers YAML; `where` names it in errors.
+
+        MindFormers leaves `intermediate_size` out for the first Llama models: it follows from the rule of their
+        reference code, two thirds of four times the width, times `ffn_dim_multiplier`, rounded up to `multiple_of`.
+        """
+        facts = Facts(config, where)
+        heads = facts.integer("num_heads")
+        hidden = facts.integer("hidden_size")
+        intermediate = facts.integer("intermediate_size", 0)
+        if not intermediate:
+            multiple = facts.integer("multiple_of", 256)
+            width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
+            intermediate = multiple * math.ceil(width / multiple)
+        plain = {
+            "architectures": ["Qwen2ForCausalLM" if facts.boolean("qkv_has_bias") else "LlamaForCausalLM"],
+            "vocab_size": facts.integer("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": facts.integer("num_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": facts.integer("n_kv_heads", heads),
+            "rms_norm_eps": facts.number("rms_norm_eps", 1e-6),
+            "rope_theta": facts.number("theta", 10000.0),
+            "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
+            "max_position_embeddings": facts.integer("max_position_embedding", facts.integer("seq_length", 2048)),
+            **{
+                key: config[key]
+                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+                if config.get(key) is not None
+            },
+            **({"head_dim": facts.integer("head_dim")} if facts.has("head_dim") else {}),
+        }
+        return cls.from_hugging_face(plain, where)
+
+
+def _factors(kind: str, weights: Mapping[str, Weight]) -> list[Weight]:
+    roles = {"linear": ("weight",), "route": ("weight",), "experts": ("gate_up", "down")}.get(kind, ())
+    return [weights[role] for role in roles]

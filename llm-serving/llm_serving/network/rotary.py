@@ -1,0 +1,187 @@
+"""Rotary position embedding (Su et al. 2021, RoFormer): which elements of a head turn together, and how fast.
+
+Checkpoints pair elements in two ways, and some let a part of a head turn only. Here a head has one form: element i
+turns with element i + head_dim / 2, and one that does not turn has cosine 1 and sine 0. `Rotary.order` says which
+element of a checkpoint comes where; scores are sums over a head, so its order is free.
+
+Where a family stretches the rotation by the length of a sequence, the longest context that is served decides for all:
+what a token is turned by must not depend on what comes after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How rotation is stretched beyond the positions a model was first trained on.
+
+    Attributes:
+        kind: One of `SCALINGS`.
+        factor: By how much positions are stretched.
+        original: Positions the model was first trained on.
+        low, high: Of llama3, the borders in turns over `original` positions; of yarn (Peng et al. 2023), beta_slow and
+            beta_fast.
+        attention_factor: What cosines and sines are multiplied by; None follows from `factor`.
+        mscale, mscale_all_dim: Of yarn in DeepSeek's form.
+        short, long: Of longrope (Ding et al. 2024), a divisor for each pair of elements, up to `original` positions
+            and beyond.
+        truncate: Of yarn: borders are whole pairs.
+    """
+
+    kind: str
+    factor: float = 1.0
+    original: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """
+    Attributes:
+        head_dim: Elements of a head; even.
+        turning: How many of them turn; even.
+        theta: Base of the frequencies.
+        interleaved: A checkpoint pairs neighbours; otherwise element i and i + turning / 2.
+        scaling: How rotation is stretched.
+        own: Elements of a head in a checkpoint; what `head_dim` has beyond them are zeros. 0: all.
+    """
+
+    head_dim: int
+    turning: int
+    theta: float
+    interleaved: bool = False
+    scaling: Scaling | None = None
+    own: int = 0
+
+    def order(self) -> list[int]:
+        """Element of a checkpoint's head for each element of ours; -1 is a zero."""
+        half, still = self.turning // 2, (self.head_dim - self.turning) // 2
+        first = [2 * i if self.interleaved else i for i in range(half)]
+        second = [2 * i + 1 if self.interleaved else i + half for i in range(half)]
+        own = self.own or self.head_dim
+        rest = [i if i < own else -1 for i in range(self.turning, self.head_dim)]
+        return [*first, *rest[:still], *second, *rest[still:]]
+
+    def cos(self, num_positions: int) -> Float32Array:
+        """[num_positions, head_dim], two equal halves, computed in float64 and rounded once."""
+        return self._table(np.cos, num_positions)
+
+    def sin(self, num_positions: int) -> Float32Array:
+        """As `cos`."""
+        return self._table(np.sin, num_positions)
+
+    def frequencies(self, num_positions: int) -> Float64Array:
+        """Radians per position of each turning pair: theta^(-2i/D) (RoFormer equation 15), stretched as asked.
+
+        Args:
+            num_positions: Longest context that is served.
+        """
+        plain = self.theta ** -(np.arange(0, self.turning, 2, dtype=np.float64) / self.turning)
+        if self.scaling is None:
+            return plain
+        return SCALINGS[self.scaling.kind](self, self.scaling, plain, num_positions)
+
+    def _table(self, function: Callable[[Float64Array], Float64Array], num_positions: int) -> Float32Array:
+        still = np.zeros((self.head_dim - self.turning) // 2)
+        frequencies = np.concatenate([self.frequencies(num_positions), still])
+        angles = np.outer(np.arange(num_positions, dtype=np.float64), frequencies)
+        factors = np.concatenate([np.full(self.turning // 2, attention_factor(self.scaling)), np.ones_like(still)])
+        return np.tile((function(angles) * factors).astype(np.float32), 2)
+
+
+def attention_factor(scaling: Scaling | None) -> float:
+    """What cosines and sines are multiplied by, so that scores grow with the context as in training."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.kind == "longrope":
+        if scaling.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Peng et al. 2023, equation 22, with DeepSeek's weight of the logarithm."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _linear(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
+    return plain / scaling.factor
+
+
+def _dynamic(rotary: Rotary, scaling: Scaling, plain: Float64Array, num_positions: int) -> Float64Array:
+    """The base grows with the context ("NTK-aware" scaling)."""
+    if num_positions <= scaling.original:
+        return plain
+    growth = scaling.factor * num_positions / scaling.original - (scaling.factor - 1)
+    base = rotary.theta * growth ** (rotary.turning / (rotary.turning - 2))
+    frequencies: Float64Array = base ** -(np.arange(0, rotary.turning, 2, dtype=np.float64) / rotary.turning)
+    return frequencies
+
+
+def _llama3(_: Rotary, scaling: Scaling, plain: Float64Array, __: int) -> Float64Array:
+    """Slow rotations are slowed down by `factor`, fast ones stay, those between are mixed linearly.
+
+    As `apply_scaling` of the Llama 3.1 reference code (meta-llama/llama-models, models/llama3/reference_impl).
+    """
+    wavelengths = 2 * math.pi / plain
+    # 0 where the wavelength is original/low or longer, 1 where it is original/high or shorter.
+    kept = np.clip((scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+    stretched: Float64Array = (1 - kept) * plain / scaling.factor + kept * plain
+    return stretched
+
+
+def _yarn(rotary: Rotary, scaling: Scaling, plain: Float64Array, _: int) -> Float64Array:
+    """Pairs that turn often keep their speed, those that turn rarely are slowed down, with a ramp between."""
+
+    def pair_of(turns: float) -> float:
+        ratio = math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+        return rotary.turning * ratio
+
+    first, last = pair_of(scaling.high), pair_of(scaling.low)
+    if scaling.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0), min(last, rotary.turning - 1)
+    last = last if last > first else first + 0.001
+    ramp: Float64Array = (np.arange(rotary.turning // 2, dtype=np.float64) - first) / (last - first)
+    kept: Float64Array = 1 - np.clip(ramp, 0.0, 1.0)
+    stretched: Float64Array = plain / scaling.factor * (1 - kept) + plain * kept
+    return stretched
+
+
+def _longrope(_: Rotary, scaling: Scaling, plain: Float64Array, num_positions: int) -> Float64Array:
+    divisors = scaling.long if num_positions > scaling.original else scaling.short
+    frequencies: Float64Array = plain / np.array(divisors)
+    return frequencies
+
+
+Stretch = Callable[[Rotary, Scaling, Float64Array, int], Float64Array]
+SCALINGS: Final[Mapping[str, Stretch]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,64 @@
+"""From the tensors of a model folder to the parameters of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.network.description import Weight
+
+Array = NDArray[Any]
+"""float32, float16, or bfloat16 carried as uint16 bits."""
+
+
+class Tensors(Protocol):
+    """Where tensors come from."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Array:
+        """The tensor of a name, which must have this shape; it may be a read-only memory map."""
+
+
+def parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
+    """What a weight is to hold.
+
+    Args:
+        weight: Of a description.
+        tensors: Of the model.
+        num_positions: Longest context that is served.
+
+    Returns:
+        An array of `weight.shape` (the rows of a table that is made are `num_positions`), in a type it was stored in or
+        float32; perhaps a read-only memory map.
+    """
+    if weight.made is not None:
+        return weight.made(num_positions)
+    parts = [tensors.take(name, shape) for name, shape in zip(weight.names, weight.stored, strict=True)]
+    if len({part.dtype for part in parts}) > 1 or (weight.change is not None and parts[0].dtype != np.float32):
+        parts = [to_float32(part) for part in parts]
+    stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if weight.rows is not None:
+        stack = _picked(stack, weight.rows)
+    if weight.columns is not None:
+        stack = _picked(stack.T, weight.columns).T
+    if weight.change is not None:
+        stack = weight.change(stack)
+    whole: Array = stack.reshape(weight.shape)
+    return whole
+
+
+def _picked(array: Array, order: Sequence[int]) -> Array:
+    """Rows of an array in another order; -1 is a row of zeros."""
+    at = np.array(order)
+    rows: Array = array[np.maximum(at, 0)]
+    rows[at < 0] = 0
+    return rows
+
+
+def to_float32(array: Array) -> NDArray[np.float32]:
+    """Widens stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)

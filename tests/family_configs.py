@@ -1,0 +1,96 @@
+"""A small configuration of each family, and random weights for whatever it asks."""
+
+import zlib
+
+import numpy as np
+
+_COMMON = {
+    "hidden_size": 64,
+    "vocab_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+}
+_ROPE = {"rope_theta": 500.0}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+
+CONFIGS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama, biases, tied": (
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama, odd heads and odd inner": ("LlamaForCausalLM", {"head_dim": 20, "intermediate_size": 90}),
+    "llama3": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
+    ),
+    "llama, yarn": ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "qwen2": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2, experts": (
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1], **_EXPERTS},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3, experts": ("Qwen3MoeForCausalLM", {"num_experts": 5, **_EXPERTS}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 7}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
+    "internlm2": ("InternLM2ForCausalLM", {"bias": True}),
+    "internlm3": ("InternLM3ForCausalLM", {"qkv_bias": True}),
+    "baichuan2, 7B": ("BaichuanForCausalLM", {"num_key_value_heads": 4}),
+    "baichuan2, 13B": ("BaichuanForCausalLM", {"num_key_value_heads": 4, "max_position_embeddings": None}),
+    "glm": ("GlmForCausalLM", {"attention_bias": True}),
+    "glm4": ("Glm4ForCausalLM", {"attention_bias": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 7,
+        },
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 24, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "granite": (
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "deepseek2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 24,
+            **_EXPERTS,
+            **_LATENT,
+        },
+    ),
+}
+"""Name -> architecture, what differs from the common configuration."""
+
+
+def config_of(name: str) -> dict:
+    """A whole `config.json`."""
+    architecture, facts = CONFIGS[name]
+    return {"architectures": [architecture], **_COMMON, **_ROPE, **facts}
+
+
+class RandomTensors:
+    """Tensors by name, the same for a name and a shape whoever asks first; norms about 1, products keep their size."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        values = rng.normal(size=shape)
+        if "norm" in name:
+            values = 1 + 0.2 * values
+        elif len(shape) > 1 and "embed" not in name:
+            values *= 1.5 / np.sqrt(shape[1])
+        return values.astype(np.float32)
