@@ -93,16 +93,16 @@ def test_variables_reach_the_chat_template():
     engine = FakeEngine()
     template = "{% if loud %}LOUD {% endif %}{{ messages[0].content }}"
     vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
-    engine.tokenizer = Tokenizer(vocabulary, {}, chat_template=template)
+    engine.tokenizer = Tokenizer(vocabulary, {}, chat_templates={"default": template})
     assert post(engine, PATH, {"messages": USER, "chat_template_kwargs": {"loud": True}}).status_code == 200
     expected = engine.tokenizer.encode("LOUD hello", add_special_tokens=False)
     assert engine.submitted[0].prompt_token_ids == expected
 
 
-@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt", "continue_final_message"])
 def test_variables_with_a_reserved_name_are_refused(name):
     error = error_of(post(FakeEngine(), PATH, {"messages": USER, "chat_template_kwargs": {name: 1}}))
-    rule = "must not hold any of add_generation_prompt, messages, self"
+    rule = "must not hold any of add_generation_prompt, continue_final_message, messages, self"
     assert error["message"] == f"`chat_template_kwargs` {rule}. Given: '{name}'"
 
 

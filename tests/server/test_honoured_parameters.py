@@ -15,7 +15,8 @@ OPEN = [*USER, {"role": "assistant", "content": "General Ken "}]
 
 def engine_with(template):
     engine = FakeEngine()
-    engine.tokenizer = Tokenizer(SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {}), {}, (), template)
+    vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
+    engine.tokenizer = Tokenizer(vocabulary, {}, (), {"default": template})
     return engine
 
 

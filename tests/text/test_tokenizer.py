@@ -223,7 +223,7 @@ class TestChatTemplate:
     def test_a_process_that_was_killed_is_started_again(self, tmp_path):
         tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.apply_chat_template(user("a")) == "a"
-        template = tokenizer._chat_template
+        template = tokenizer._conversations._templates["default"]
         process = next(each for _ in range(2) if (each := template._free.get()) or template._free.put(None))
         process._process.kill()
         process._process.wait()

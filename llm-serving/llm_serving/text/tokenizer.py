@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from llm_serving.errors import ModelError, RequestError, shorten
-from llm_serving.text.chat_template import ChatTemplate
+from llm_serving.errors import ModelError, shorten
+from llm_serving.text.conversation import Conversations
 from llm_serving.text.detokenizer import IncrementalDetokenizer
+from llm_serving.text.template_files import read_templates, templates_of
 from llm_serving.text.vocabulary import (
     AddedToken,
     SentencePieceVocabulary,
@@ -23,6 +24,7 @@ __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
 TOKENIZERS_FILE: Final = "tokenizer.json"
 SENTENCEPIECE_FILE: Final = "tokenizer.model"
+_SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
@@ -35,7 +37,7 @@ class Tokenizer:
         vocabulary: What the tokenizer file tells.
         config: Content of `tokenizer_config.json`.
         more_eos_token_ids: Ids that end a text besides `eos_token` of the config.
-        chat_template: Template text; None: the one of the config, if it has one.
+        chat_templates: Text of each by name; None: those of the config.
 
     Raises:
         ModelError: The config contradicts itself or the vocabulary.
@@ -46,14 +48,12 @@ class Tokenizer:
         vocabulary: Vocabulary,
         config: Mapping[str, Any],
         more_eos_token_ids: Sequence[int] = (),
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self.strips_leading_space = vocabulary.strips_leading_space
         self.special_token_ids = vocabulary.special_ids
-        self._special_texts = {
-            name: text for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _text(config, name))
-        }
+        self._special_texts = {name: text for name in _SPECIAL_NAMES if (text := _text(config, name))}
         self.bos_token_id = self._special_id("bos_token", "<s>")
         eos = self._special_id("eos_token", "</s>")
         self.eos_token_ids: tuple[int, ...] = tuple(
@@ -63,8 +63,9 @@ class Tokenizer:
         prescribed = isinstance(vocabulary, TokenizersVocabulary)
         self._add_bos = _flag(config, "add_bos_token", None if prescribed else self.bos_token_id is not None)
         self._add_eos = _flag(config, "add_eos_token", None if prescribed else False)
-        source = _template_source(config) if chat_template is None else chat_template
-        self._chat_template = None if source is None else ChatTemplate(source)
+        if chat_templates is None:
+            chat_templates = templates_of(config.get("chat_template"))
+        self._conversations = Conversations(chat_templates, self._special_texts | _more_special_tokens(config))
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
@@ -94,9 +95,7 @@ class Tokenizer:
             vocabulary = SentencePieceVocabulary(vocab_file, _added_tokens(config))
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
         more_eos = [item for item in (eos if isinstance(eos, list) else [eos]) if isinstance(item, int) and item >= 0]
-        template_file = folder / "chat_template.jinja"
-        template = read_limited(template_file).decode("utf-8", "replace") if template_file.exists() else None
-        return cls(vocabulary, config, more_eos, template)
+        return cls(vocabulary, config, more_eos, read_templates(folder, config))
 
     @property
     def vocab_size(self) -> int:
@@ -159,19 +158,13 @@ class Tokenizer:
         table = [b"" if token_id in special else data for token_id, data in enumerate(self._vocabulary.token_bytes)]
         return table, [_complete_text(data) for data in table]
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: object
-    ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`.
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. Arguments: `Conversations`.
 
         Raises:
             RequestError: The model has no chat template, or it refuses these messages.
         """
-        if self._chat_template is None:
-            raise RequestError("messages", "cannot be used: the model has no chat template; use /v1/completions")
-        return self._chat_template.render(
-            messages, **(self._special_texts | {"add_generation_prompt": add_generation_prompt} | variables)
-        )
+        return self._conversations.render(messages, **given)
 
     def _special_id(self, name: str, usual: str) -> int | None:
         text = self._special_texts.get(name)
@@ -204,7 +197,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _text(config: Mapping[str, Any], name: str) -> str | None:
     """A token that is written as text, or as an object that holds it."""
-    value = config.get(name)
+    return _content(config.get(name))
+
+
+def _content(value: Any) -> str | None:
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) and value else None
 
@@ -223,10 +219,9 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     return added
 
 
-def _template_source(config: Mapping[str, Any]) -> str | None:
-    """`chat_template`: text, or a list of named ones of which `default` is for plain chat."""
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _more_special_tokens(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    name = "additional_special_tokens"
+    items = config.get(name)
+    texts = [_content(item) for item in items] if isinstance(items, list) else []
+    given = [text for text in texts if text]
+    return {name: given} if given else {}

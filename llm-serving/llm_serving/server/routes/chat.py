@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -60,7 +59,7 @@ from llm_serving.text.chat_template import NUM_PROCESSES
 from llm_serving.text.tokenizer import Tokenizer
 
 MAX_MESSAGES: Final = 4096
-RESERVED_VARIABLES: Final = ("add_generation_prompt", "messages", "self")
+RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self")
 """What a chat template gets from us, or Jinja takes for itself."""
 _RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
 """Threads that wait for templates: other work beside the loop does not wait with them."""
@@ -121,14 +120,12 @@ async def render_chat(
 
     def render() -> str:
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-        end = ""
-        if continue_final_message:
-            end = secrets.token_hex(16)  # no template knows it, so that it ends up right behind the text
-            plain[-1] = plain[-1] | {"content": plain[-1]["content"] + end}
-        text = engine.tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **extra)
-        if end and end not in text:
-            raise RequestError("continue_final_message", "must be false, as the chat template drops the last message")
-        return text[: text.rindex(end)] if end else text
+        return engine.tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **extra,
+        )
 
     return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
 
