@@ -1,0 +1,49 @@
+"""A small model: what its folder says, which tensors it has, and what is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from families.shapes import Shapes
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+PUBLISHED: dict[str, Any] = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.3", "use_cache": True, **ENDS,
+}  # fmt: skip
+"""What published configurations say and a server has no use for, beside the ends."""
+
+SHORT, CROSSING, LONG = 5, 60, 200
+"""Prompt lengths. With the 24 tokens that follow, `CROSSING` begins within a window or an original context of `NEAR`
+and ends beyond it, `LONG` begins beyond it and ends within `FAR`."""
+
+NEAR, FAR = 64, 256
+
+
+@dataclass(frozen=True)
+class Model:
+    config: dict[str, Any]
+    """config.json, in the form in which the family is published."""
+
+    shapes: Shapes
+
+    lengths: tuple[int, ...] = (SHORT, LONG)
+    """Tokens of the prompts for which there are golden values."""
+
+    served_length: int | None = None
+    """If rotary factors depend on the length: the longest context the server is configured for, which chooses them."""
+
+    matters: tuple[dict[str, Any], ...] = ()
+    """Changes of the configuration (None removes a key) without which a reader gets other logits."""
+
+    norm_offset: float = 0.0
+    """What the network adds to stored gains."""
+
+    generation: dict[str, Any] = field(default_factory=lambda: {"_from_model_config": True, **ENDS})
+    """generation_config.json."""
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        ends = self.generation["eos_token_id"]
+        return ends if isinstance(ends, list) else [ends]

@@ -1,0 +1,85 @@
+"""Logits of a written model from `transformers` in float32.
+
+Which reference is comparable: all are one forward without a cache. Two ways of stretching the rotary embedding depend
+on how long the text is by now: "dynamic" (Llama, InternLM2.5, InternLM3) takes its base from the length beyond
+`max_position_embeddings`, "longrope" (Llama, Phi-3) one of two lists of factors by whether the length is beyond
+`original_max_position_embeddings`. A server that gives the same bytes whatever is cached chooses once, by the longest
+context it is configured for (`served_length`). `transformers`, unaltered, gives just that for a text of that length; so
+for these models the text is filled up to it, behind the positions that are read: attention is causal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import torch
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "References need torch and transformers: pip install torch==2.13.0 transformers==5.23.0"
+    ) from error
+
+FILLING = 7
+
+
+class Reference:
+    """One model in float32.
+
+    Args:
+        folder: As `models.write` leaves it.
+        served_length: Length whose rotary factors stand, see above.
+    """
+
+    def __init__(self, folder: Path, served_length: int | None = None) -> None:
+        self.served_length = served_length
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.origin = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.network, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        )
+        unread = {key: found for key, found in report.items() if found}
+        if unread:
+            raise ValueError(f"{folder}: transformers does not read it whole: {unread}")
+        self.network.eval()
+        self.expert_lead = math.inf
+        """Of the last call: the smallest distance between the last expert a router chose and the first it did not."""
+        for name, module in self.network.named_modules():
+            if name.endswith(("mlp.gate", "block_sparse_moe.gate")):
+                module.register_forward_hook(self._see_router)
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """[num_tokens, vocab_size], float32."""
+        self.expert_lead = math.inf
+        missing = max((self.served_length or 0) - len(token_ids), 0)
+        with torch.no_grad():
+            ids = torch.tensor([[*token_ids, *[FILLING] * missing]])
+            return self.network(ids, use_cache=False).logits[0, : len(token_ids)].numpy()
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """Gains and biases by name, as views: what is written into them counts in the next call."""
+        return {name: values.data for name, values in self.network.named_parameters() if values.dim() == 1}
+
+    def _see_router(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor], outputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Of groups, the best expert of each decides."""
+        logits = torch.nn.functional.linear(inputs[0].reshape(-1, module.weight.shape[1]), module.weight)
+        if self.config.get("topk_method") == "group_limited_greedy":
+            groups = logits.unflatten(1, (self.config["n_group"], -1))
+            best = groups.max(dim=-1).values
+            self._keep_lead(best, self.config["topk_group"])
+            chosen = best.topk(self.config["topk_group"]).indices
+            logits = groups.gather(1, chosen[..., None].expand(-1, -1, groups.shape[-1])).flatten(1)
+        self._keep_lead(logits, self.config["num_experts_per_tok"])
+
+    def _keep_lead(self, scores: torch.Tensor, chosen: int) -> None:
+        ranked = scores.sort(descending=True).values
+        self.expert_lead = min(self.expert_lead, float((ranked[:, chosen - 1] - ranked[:, chosen]).min()))

@@ -1,0 +1,84 @@
+"""Names and shapes of the tensors in published folders, made of the parts that families share.
+
+Every function returns name -> shape (rows, columns). Prefixes end in a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def decoder(
+    c: Config, layer: Callable[[int], Shapes], *, table: str = "model.embed_tokens", head: str = "lm_head",
+    tied: bool | None = None,
+) -> Shapes:  # fmt: skip
+    """Table, what `layer` says of each layer, last norm and, if it is not the table, the head."""
+    shapes = {f"{table}.weight": (c["vocab_size"], c["hidden_size"])}
+    for index in range(c["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer(index).items()}
+    shapes["model.norm.weight"] = (c["hidden_size"],)
+    if not (c.get("tie_word_embeddings", False) if tied is None else tied):
+        shapes[f"{head}.weight"] = (c["vocab_size"], c["hidden_size"])
+    return shapes
+
+
+def linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def norms(c: Config, *names: str) -> Shapes:
+    return {f"{name}.weight": (c["hidden_size"],) for name in names}
+
+
+def head_size(c: Config) -> int:
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+
+
+def attention(
+    c: Config, *, bias: bool = False, out_bias: bool = False, joined: str = "", head_norms: bool = False,
+    at: str = "self_attn.", out: str = "o_proj",
+) -> Shapes:  # fmt: skip
+    """Query, key and value, apart or `joined` in one tensor of that name, and the output.
+
+    Args:
+        head_norms: Queries and keys have a norm a head.
+    """
+    size = head_size(c)
+    q = c["num_attention_heads"] * size
+    kv = c.get("num_key_value_heads", c["num_attention_heads"]) * size
+    rows = {joined: q + 2 * kv} if joined else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    shapes: Shapes = {}
+    for name, count in rows.items():
+        shapes |= linear(at + name, count, c["hidden_size"], bias)
+    if head_norms:
+        shapes |= {f"{at}{name}.weight": (size,) for name in ("q_norm", "k_norm")}
+    return shapes | linear(at + out, c["hidden_size"], q, out_bias)
+
+
+def mlp(
+    c: Config, inner: int | None = None, *, at: str = "mlp.", bias: bool = False, joined: str = "",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Shapes:  # fmt: skip
+    """Gate and up, apart or `joined` in one tensor of that name, and down."""
+    hidden, inner = c["hidden_size"], inner or c["intermediate_size"]
+    gate, up, down = names
+    if joined:
+        above = linear(at + joined, 2 * inner, hidden, bias)
+    else:
+        above = linear(at + gate, inner, hidden, bias) | linear(at + up, inner, hidden, bias)
+    return above | linear(at + down, hidden, inner, bias)
+
+
+def experts(
+    c: Config, count: int, inner: int, *, at: str = "mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Shapes:  # fmt: skip
+    """The router, and of each expert gate, up and down."""
+    shapes = linear(at + "gate", count, c["hidden_size"])
+    for index in range(count):
+        shapes |= mlp(c, inner, at=f"{at}experts.{index}.", names=names)
+    return shapes

@@ -1,0 +1,48 @@
+"""Random weights with which a fault shows.
+
+A gain of one, a bias of zero, scores that are nearly equal or an embedding that alone decides the next token would hide
+mistakes. So gains and biases are spread, queries and keys are large enough for attention to choose, and routers to
+prefer. All values are bfloat16 exactly: a folder holds the same model in each of the three types.
+"""
+
+import math
+
+import numpy as np
+from families.drawn import bell, from_bfloat16, to_bfloat16
+from families.model import Model
+
+SMALLEST = 2.0**-16
+"""Below it float16 has fewer bits than bfloat16."""
+
+CHOOSING = ("q_proj", "k_proj", "qkv_proj", "wqkv", "W_pack", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
+def weights_of(key: str, model: Model) -> dict[str, np.ndarray]:
+    """Name -> float32 values of every tensor; `key` and the tensor's name alone choose them."""
+    return {name: _tensor(f"{key}/{name}", name, shape, model) for name, shape in model.shapes.items()}
+
+
+def _tensor(key: str, name: str, shape: tuple[int, ...], model: Model) -> np.ndarray:
+    centre, spread = _gain_or_bias(name, model) if len(shape) == 1 else (0.0, _spread(name, shape, model))
+    values = centre + spread * bell(key, shape)
+    return from_bfloat16(to_bfloat16(np.where(np.abs(values) < SMALLEST, 0.0, values)))
+
+
+def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
+    if name.endswith(".bias"):
+        return 0.0, 0.4
+    centre = 1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+    return centre - model.norm_offset, 0.3
+
+
+def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
+    part = name.split(".")[-2]
+    if part in ("embed_tokens", "tok_embeddings"):
+        tied = not any(head in model.shapes for head in ("lm_head.weight", "output.weight"))
+        return 0.25 if tied else 1.0
+    factor = 1.2
+    if part in ("lm_head", "output", "gate", "shared_expert_gate"):
+        factor = 2.5
+    elif part in CHOOSING:
+        factor = 1.5
+    return factor / math.sqrt(shape[1])
