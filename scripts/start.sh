@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then serves. Returns when the server answers; --foreground stays until Ctrl-C.
 #
-#   scripts/start.sh [--config YAML] [--model FOLDER] [--set section.key=value ...] [--port N] [--foreground]
+#   scripts/start.sh [--config YAML] [--model FOLDER|NAME] [--set section.key=value ...] [--port N] [--foreground]
 #
 # Without --config and --model it serves the demo model with configs/demo_cpu.yaml.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"

@@ -1,4 +1,4 @@
-"""The console command `llm-serving`: serve, start, stop, replay, config check, hash-key, version."""
+"""The console command `llm-serving`: serve, start, stop, models, replay, config check, hash-key, version."""
 
 import argparse
 import contextlib
@@ -15,6 +15,7 @@ from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError, RecordingError
 from llm_serving.flags import API_KEY, add_flags, overrides_of, overrides_of_environment
 from llm_serving.log import configure_logging, get_logger
+from llm_serving.model_command import cached_table, get_weights, stored_size
 from llm_serving.server.authentication import hash_key
 from llm_serving.trace_file import save_timeline
 
@@ -87,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_dir_argument(stop)
     stop.set_defaults(run=_stop)
 
+    models = commands.add_parser(
+        "models", help="list the models of the local caches, or what one takes and whether it fits", allow_abbrev=False
+    )
+    models.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
+    models.set_defaults(run=_models)
+
     replay = commands.add_parser(
         "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
     )
@@ -133,7 +140,11 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="serving YAML; `llm-serving config reference` lists every key"
     )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder in Hugging Face form, or `demo`")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder in Hugging Face form, name of a model at a hub such as Qwen/Qwen3-0.6B, or `demo`",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"
     )
@@ -159,7 +170,12 @@ def _load_servable(arguments: argparse.Namespace) -> ServingConfig:
     config = _load(arguments)
     if config.model.model_path is None:
         raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")
+    get_weights(config, _say)
     return config
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -191,7 +207,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    text = "\n".join([describe(config), *_bounds(config)])
+    text = "\n".join([describe(config), *_memory(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
     return 0
@@ -230,6 +246,23 @@ def _replay(arguments: argparse.Namespace) -> int:
     )
     print(f"every decision is the recorded one; hash {replay.hash}")
     return 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    lines = list(cached_table())
+    if arguments.name is not None:
+        config = load_config(model=arguments.name)
+        lines = [*stored_size(config).lines, *(f"notice: {notice}" for notice in config.notices)]
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
+    return 0
+
+
+def _memory(config: ServingConfig) -> list[str]:
+    """What the model takes, as comments."""
+    if config.model.model_path is None:
+        return []
+    return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]
 
 
 def _bounds(config: ServingConfig) -> list[str]:

@@ -40,6 +40,7 @@ FLAGS: Final = (
     Flag("--host", "serving_config.server_ip", "ADDRESS", "address the HTTP server binds to"),
     Flag("--port", "serving_config.server_port", "N", "port of the HTTP server"),
     Flag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
+    Flag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
     Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
     Flag("--dtype", "model_config.model_dtype", "TYPE", "bfloat16, float16 or float32"),
     Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
@@ -77,7 +78,6 @@ REFUSED: Final = (
     Refused("--kv-cache-dtype", "the KV cache has the type of the model: `--dtype`", ("auto",)),
     Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
     Refused("--trust-remote-code", "no code of a model folder is ever run"),
-    Refused("--revision", "nothing is downloaded: `--model` names a folder"),
     Refused("--chat-template", "it stands in the model folder's tokenizer_config.json"),
 )
 

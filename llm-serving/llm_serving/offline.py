@@ -16,6 +16,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
+from llm_serving.hub import download
 from llm_serving.log import get_logger
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ class LLM:
             ConfigError: The model or its tokenizer cannot be used.
         """
         assert config.model.model_path is not None
+        if config.hub_model is not None:
+            download(config.hub_model, logger.info)
         self.config = config
         self.model_spec = ModelSpec.from_folder(config.model.model_path)
         self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)

@@ -25,9 +25,12 @@ from llm_serving.config.tls import CERTFILE, KEYFILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.core.model_spec import ModelSpec
-from llm_serving.errors import ConfigError, shorten
+from llm_serving.errors import ConfigError, ModelError, shorten
+from llm_serving.hub import locate
 
 MODEL_PATH: Final = "model_config.model_path"
+MODEL_HUB: Final = "model_config.model_hub"
+MODEL_REVISION: Final = "model_config.model_revision"
 MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
 TOKENIZER_PATH: Final = "model_config.tokenizer_path"
 MODEL_NAME: Final = "model_config.model_name"
@@ -62,14 +65,17 @@ class _Reading:
     notices: list[str] = field(default_factory=list)
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), model: Path | None = None) -> ServingConfig:
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), model: str | Path | None = None
+) -> ServingConfig:
     """Read and check a configuration.
 
     Args:
         path: The serving YAML. None: the defaults, which configs/serving.yaml lists.
         overrides: "section.key=value" each, or "section.row.key=value" where a section has rows, value in YAML; they
             win over every file.
-        model: Folder of the model, or `demo`; wins over `model_config.model_path`.
+        model: Folder of the model, name of one at a hub, or `demo`; wins over `model_config.model_path`. Of a name,
+            what tells whether it can be served may be downloaded; `hub.download` gets its weights.
 
     Returns:
         The configuration, with the source of each value and notices for the operator.
@@ -230,10 +236,24 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         return None
     source = values.source(MODEL_PATH)
     given = reading.given.get(MODEL_PATH)
-    folder = resolve_model(path, given.folders, MODEL_PATH, source) if given is not None else path
+    found = path if given is None else resolve_model(path, given.folders, MODEL_PATH, source, str(given.value))
+    folder = found or _find_at_hub(values, str(path), source)
     values.set(MODEL_PATH, folder, source)
     if not values.is_given(MODEL_NAME):
         written = DEMO_WORD if str(path) == DEMO_WORD else folder.resolve().name
         allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
         values.set(MODEL_NAME, allowed or "model", "name of the model's folder")
     return ModelSpec.from_folder(folder)
+
+
+def _find_at_hub(values: Values, name: str, source: str) -> Path:
+    """The folder of a model that is named; its weights may still be missing there."""
+    try:
+        model = locate(name, values[MODEL_HUB], values[MODEL_REVISION])
+    except ModelError as error:
+        raise ModelError(f"{source}: {MODEL_PATH}: {error}") from None
+    values.hub_model = model
+    values.notices.append(f"{source}: {MODEL_PATH}: {model.source}")
+    if not values.is_given(MODEL_NAME):
+        values.set(MODEL_NAME, name[:128], "name of the model at its hub")
+    return model.folder

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.errors import ConfigError
+from llm_serving.hub import why_no_name
 
 PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
@@ -42,17 +43,33 @@ def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
     return found
 
 
-def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
-    """Folder of a model; the word `demo` is the model that ships with the package.
+def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
+    """Folder of a model; the word `demo` is the model that ships with the package. A folder wins over a hub's name.
+
+    Args:
+        path: As given.
+        folders: Where a relative path is looked up.
+        key: Names it in errors.
+        where: Where it was given.
+        written: The same as text, in which `./a/b` is not `a/b`.
+
+    Returns:
+        The folder; None: there is none, and what is written can be the name of a model at a hub.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such folder, and no hub has such names.
     """
     if str(path) == DEMO_WORD:
         if not (DEMO_FOLDER / "config.json").exists():
             raise ConfigError(f"{where}: {key}: the demo model is missing; scripts/train_demo_model.py makes it")
         return DEMO_FOLDER
-    found = resolve(path, folders, key, where)
+    found = find(path, folders)
+    if found is None:
+        why = why_no_name(written or str(path), folders)
+        if why is None:
+            return None
+        searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"
+        raise ConfigError(f"{where}: {key}: {written or path} does not exist{searched}")
     if not found.is_dir():
         raise ConfigError(f"{where}: {key}: {path} must be a folder in Hugging Face form")
     return found

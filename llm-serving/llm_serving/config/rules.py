@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.errors import shorten
+from llm_serving.hub import is_revision
 
 MEMORY_UNITS: Final = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
@@ -112,6 +113,16 @@ def row_name() -> Rule:
         return str(value)
 
     return Rule("must be 1 to 32 of the small letters, digits, _ and -", parse)
+
+
+def revision() -> Rule:
+    """A branch, tag or commit of a model; YAML reads some commits as numbers."""
+
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str | int) and not isinstance(value, bool) and is_revision(str(value)))
+        return str(value)
+
+    return Rule("must be a branch, a tag or a commit", parse)
 
 
 def sha256() -> Rule:

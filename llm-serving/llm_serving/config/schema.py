@@ -24,6 +24,7 @@ from llm_serving.config.rules import (
     path,
     path_or_dash,
     positive,
+    revision,
     row_name,
     seconds,
     sha256,
@@ -31,6 +32,7 @@ from llm_serving.config.rules import (
     text,
 )
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
+from llm_serving.hub import HUBS, HubModel
 from llm_serving.log import LEVELS
 
 POLICY_NAMES: Final = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
@@ -56,7 +58,15 @@ class ModelConfig:
     """Name of the model in the HTTP routes. Not given: the name of the model's folder."""
 
     model_path: Path | None = option(None, path())
-    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer). The word `demo` is the shipped model."""
+    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), or the name of a model at a hub, owner/name,
+    where no such folder exists. The word `demo` is the shipped model."""
+
+    model_hub: str = option("auto", choice(("auto", *HUBS)))
+    """Where a model is looked up that `model_path` names. `auto`: in the local caches of Hugging Face and ModelScope,
+    then at Hugging Face. One of them: only in its cache and there."""
+
+    model_revision: str | None = option(None, revision())
+    """Branch, tag or commit of a model that `model_path` names. None: the hub's main one."""
 
     generation_config: str = option("auto", choice(("auto", "none")))
     """`auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
@@ -415,6 +425,7 @@ class ServingConfig:
         sources: "section.key", or "section.row.key" -> where the value came from: "default", "file:line", "--set",
             "--model", "model config.json".
         notices: Sentences for the operator: keys without meaning, surprising combinations.
+        hub_model: The model, where `model_path` was a name; perhaps its weights are still to be downloaded.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -426,6 +437,7 @@ class ServingConfig:
     api_keys: tuple[ApiKey, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    hub_model: HubModel | None = None
 
 
 SECTIONS: Final[Mapping[str, tuple[str, type]]] = {

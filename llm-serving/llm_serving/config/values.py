@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.config.tables import TableReader
+from llm_serving.hub import HubModel
 
 DEFAULTS: Final[dict[str, Any]] = {
     f"{section}.{item.name}": item.default
@@ -20,6 +21,7 @@ class Values:
 
     def __init__(self, notices: list[str]) -> None:
         self.notices = notices
+        self.hub_model: HubModel | None = None
         self._set: dict[str, tuple[Any, str]] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -51,4 +53,5 @@ class Values:
             api_keys=tables["api_keys"].build(),
             sources=sources,
             notices=tuple(self.notices),
+            hub_model=self.hub_model,
         )

@@ -8,8 +8,15 @@ from llm_serving.core.model_spec import ModelSpec
 
 PROCESS_BYTES: Final = 600_000_000
 """What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""
+SHARE_OF_FREE_MEMORY: Final = 0.5
+"""What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
 MAX_SLOTS: Final = 2**31 - 1
 """Tokens of a cache: slot numbers are int32."""
+
+
+def readable_size(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -22,3 +29,11 @@ def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int
     row = 4 * 3 * spec.vocab_size
     largest_weight = dtype_bytes * spec.hidden_size * max(spec.vocab_size, 2 * spec.intermediate_size)
     return max(max_num_batched_tokens * token + max_num_seqs * row, 2 * largest_weight)
+
+
+def bytes_for_cache(
+    limit: int, spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """What is left of `limit` for keys and values; negative where the model alone does not fit."""
+    weights = spec.num_parameters * dtype_bytes
+    return limit - weights - PROCESS_BYTES - working_bytes(spec, dtype_bytes, max_num_batched_tokens, max_num_seqs)

@@ -11,7 +11,7 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.core.memory import PROCESS_BYTES, working_bytes
+from llm_serving.core.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
@@ -19,9 +19,6 @@ from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
-
-SHARE_OF_FREE_MEMORY = 0.5
-"""What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
 
 
 def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
@@ -78,6 +75,5 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
         limit -= settings.num_swap_blocks * one
     dtype_bytes = one // (settings.block_size * spec.kv_bytes_per_token(1))
-    weights = spec.num_parameters * dtype_bytes
-    working = working_bytes(spec, dtype_bytes, settings.max_num_batched_tokens, settings.max_num_seqs)
-    return min(useful, num_blocks_for(limit - weights - PROCESS_BYTES - working, spec, backend, settings.block_size))
+    left = bytes_for_cache(limit, spec, dtype_bytes, settings.max_num_batched_tokens, settings.max_num_seqs)
+    return min(useful, num_blocks_for(left, spec, backend, settings.block_size))

@@ -1,0 +1,76 @@
+"""What a model takes of this machine: told before its weights are downloaded or read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import psutil
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.memory import PROCESS_BYTES, SHARE_OF_FREE_MEMORY, bytes_for_cache, readable_size, working_bytes
+from llm_serving.core.model_spec import ModelSpec
+
+
+class ModelSize(NamedTuple):
+    """What a model takes, and whether that is there.
+
+    Attributes:
+        lines: A table of two columns.
+        fits: Whether a WorkAgent can be loaded, if only with a short context.
+    """
+
+    lines: list[str]
+    fits: bool
+
+
+def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelSize:
+    """Reckons with the rules by which a WorkAgent takes its memory.
+
+    Args:
+        config: Names the model and says how it is to be served.
+        stored_bytes: Of the weights as files, where that is known.
+    """
+    assert config.model.model_path is not None
+    spec = ModelSpec.from_folder(config.model.model_path)
+    is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"
+    dtype = "float32" if is_plain else config.model.model_dtype
+    dtype_bytes = 4 if dtype == "float32" else 2
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    per_token = spec.kv_bytes_per_token(dtype_bytes)
+    fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
+    longest = config.model.max_generate_length
+    rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
+    rows += [
+        (f"weights as served ({dtype})", readable_size(spec.num_parameters * dtype_bytes)),
+        ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
+        ("a token of context", f"{per_token / 1024:,.1f} KiB"),
+        ("longest context", f"{longest:,} tokens, {readable_size(longest * per_token)}"),
+        ("fits", verdict),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> tuple[bool, str]:
+    limit = config.device.max_device_memory
+    source = "max_device_memory"
+    if limit is None:
+        if config.device.device_target != "CPU":
+            return True, "as the device's memory allows; device_config.max_device_memory is not given"
+        free = psutil.virtual_memory().available
+        limit = int(free * SHARE_OF_FREE_MEMORY / len(config.serving.agent_ports))
+        source = f"{SHARE_OF_FREE_MEMORY:.0%} of {readable_size(free)} free here"
+        if len(config.serving.agent_ports) > 1:
+            source += f", for each of {len(config.serving.agent_ports)} WorkAgents"
+        limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token
+    if config.pa.num_blocks is not None:
+        asked = config.pa.num_blocks * config.pa.block_size
+        verdict = "yes" if asked <= tokens else "no"
+        return asked <= tokens, f"{verdict}: {asked:,} tokens by pa_config.num_blocks, {max(tokens, 0):,} in {source}"
+    if tokens < config.pa.block_size:
+        missing = -bytes_for_cache(limit, spec, dtype_bytes, *step) + config.pa.block_size * per_token
+        return False, f"no: {readable_size(missing)} more are needed than {source}"
+    how = "in part" if tokens < config.model.max_generate_length else "yes"
+    return True, f"{how}: {tokens:,} tokens of context, all requests together, in {source}"

@@ -1,0 +1,81 @@
+"""Which files of a model are wanted, and which of them a folder lacks."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+from llm_serving.core.files import read_regular
+from llm_serving.core.model_spec import CONFIG_NAME
+from llm_serving.errors import ModelError
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken")
+"""Patterns of files of which one is enough to read and write text."""
+_SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_MAX_SMALL_BYTES: Final = 2**27
+_MAX_INDEX_BYTES: Final = 2**26
+
+
+def small_files(sizes: Mapping[str, int]) -> list[str]:
+    """Configuration and tokenizer, config.json first: what decides whether the model can be served.
+
+    Args:
+        sizes: File name -> bytes of all that a hub has; files in folders are never wanted.
+    """
+    names = [name for name, size in sizes.items() if size <= _MAX_SMALL_BYTES and _matches(name, _SMALL)]
+    unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
+    return sorted(set(names) - set(unwanted), key=lambda name: (name != CONFIG_NAME, name))
+
+
+def weight_files(names: Collection[str], index: Path) -> list[str]:
+    """The safetensors files to have, in order; none where the model has its weights in another form only.
+
+    A hub may have the weights a second time, in another form or cut in other pieces: the index counts, then the file
+    with the usual name.
+
+    Args:
+        names: Of all files there are.
+        index: Where the index is, if `names` has one.
+    """
+    if INDEX_NAME in names:
+        return indexed_files(index)
+    if SINGLE_NAME in names:
+        return [SINGLE_NAME]
+    return sorted(name for name in names if _matches(name, ("*.safetensors",)))
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The files that an index names.
+
+    Raises:
+        ModelError: It is none, or it names what is no neighbour of its own.
+    """
+    content = read_regular(index, _MAX_INDEX_BYTES)
+    try:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index}: `weight_map` must name files of its own folder")
+    return names
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of what a server wants of it, by name or by pattern."""
+    names = [path.name for path in folder.iterdir() if path.exists()] if folder.is_dir() else []
+    missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
+    if not any(_matches(name, TOKENIZERS) for name in names):
+        missing.append("a tokenizer")
+    weights = weight_files(names, folder / INDEX_NAME)
+    return missing + ([name for name in weights if name not in names] if weights else ["*.safetensors"])
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,158 @@
+"""From the name of a model to its folder: out of a local cache, or downloaded after everything else was checked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from llm_serving.core.memory import readable_size
+from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
+from llm_serving.errors import ModelError
+from llm_serving.hub.base import Hub, Listing
+from llm_serving.hub.caches import DEFAULT_REVISIONS, is_offline
+from llm_serving.hub.contents import INDEX_NAME, missing_files, small_files, weight_files
+from llm_serving.hub.huggingface import HuggingFace
+from llm_serving.hub.modelscope import ModelScope
+
+HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
+"""Value of `model_config.model_hub` -> the hub."""
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model that was named and not given as a folder.
+
+    Attributes:
+        name: owner/name.
+        hub: Key of `HUBS`.
+        commit: Which revision it is, as exactly as the hub tells.
+        folder: Where its files are, or are about to be.
+        listing: What the hub has; None: everything wanted is in the folder.
+    """
+
+    name: str
+    hub: str
+    commit: str
+    folder: Path
+    listing: Listing | None = None
+
+    @property
+    def source(self) -> str:
+        """A sentence for the operator: which files are served."""
+        how = "in the local cache, nothing is downloaded" if self.listing is None else "downloaded from the hub"
+        return f"{self.name} is revision {self.commit} of {HUBS[self.hub].title}, {how}: {self.folder}"
+
+    @property
+    def weight_sizes(self) -> dict[str, int]:
+        """Weight file -> bytes.
+
+        Raises:
+            ModelError: The hub has no weights that can be read.
+        """
+        if self.listing is None:
+            names = weight_files([path.name for path in self.folder.iterdir()], self.folder / INDEX_NAME)
+            return {name: (self.folder / name).stat().st_size for name in names}
+        return {name: self.listing.sizes[name] for name in _weights_of(self.listing)}
+
+
+def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubModel:
+    """Finds a model in the local caches; otherwise downloads its configuration and tokenizer, and no weights yet.
+
+    Args:
+        name: owner/name.
+        hub: Key of `HUBS`; `auto`: whichever cache has it, and Hugging Face to download it.
+        revision: Branch, tag or commit; None: the hub's main one.
+
+    Raises:
+        ModelError: No such model, no way to it, or one of a family that cannot be served: its config.json comes first.
+    """
+    asked = [hub] if hub in HUBS else list(HUBS)
+    incomplete: list[str] = []
+    for each in asked:
+        wanted = revision or DEFAULT_REVISIONS[each]
+        folder = HUBS[each]().snapshot(name, wanted)
+        if folder is None:
+            continue
+        missing = missing_files(folder)
+        if not missing:
+            return HubModel(name, each, _commit_of(folder), folder)
+        incomplete.append(f"{folder} lacks {', '.join(missing[:3])}")
+    if is_offline():
+        what = "; ".join(incomplete) or "no local cache has it"
+        raise ModelError(
+            f"{name}: {what}, and HF_HUB_OFFLINE forbids to download it: unset it, or set HF_HOME, HF_HUB_CACHE or "
+            f"MODELSCOPE_CACHE to the cache that has the model"
+        )
+    listing = HUBS[asked[0]]().listing(name, revision or DEFAULT_REVISIONS[asked[0]])
+    return _described(asked[0], listing)
+
+
+def download(model: HubModel, say: Callable[[str], None]) -> None:
+    """Downloads what the folder lacks, the weights last; at once back where it lacks nothing.
+
+    Args:
+        model: From `locate`.
+        say: Tells the operator what happens.
+
+    Raises:
+        ModelError: The disk is too small, or the hub failed; another call goes on from there.
+    """
+    listing = model.listing
+    if listing is None:
+        return
+    hub = HUBS[model.hub]()
+    weights = [name for name in model.weight_sizes if not (model.folder / name).exists()]
+    _check_disk(hub, listing, weights)
+    num_bytes = sum(listing.sizes[name] for name in weights)
+    say(
+        f"downloading {listing.name}, revision {listing.commit}, from {listing.website}: {len(weights)} files of "
+        f"weights, {readable_size(num_bytes)}, to {model.folder}"
+    )
+    hub.fetch(listing, weights)
+    hub.settle(listing)
+
+
+def _described(key: str, listing: Listing) -> HubModel:
+    """A model with everything but its weights, all of which can be had and served."""
+    hub = HUBS[key]()
+    if CONFIG_NAME not in listing.sizes:
+        raise ModelError(f"{listing.website} has no {CONFIG_NAME}: it is no language model in Hugging Face form")
+    hub.fetch(listing, [CONFIG_NAME])
+    ModelSpec.from_folder(listing.folder)
+    if not any(name.endswith(".safetensors") for name in listing.sizes):
+        raise ModelError(_no_weights(listing))
+    hub.fetch(listing, small_files(listing.sizes))
+    if missing := [name for name in _weights_of(listing) if name not in listing.sizes]:
+        raise ModelError(f"{listing.website}: {INDEX_NAME} names {missing[0]}, which is not there")
+    return HubModel(listing.name, key, listing.commit, listing.folder, listing)
+
+
+def _weights_of(listing: Listing) -> list[str]:
+    return weight_files(listing.sizes, listing.folder / INDEX_NAME)
+
+
+def _no_weights(listing: Listing) -> str:
+    endings = sorted({f"*{Path(name).suffix}" for name in listing.sizes if name.endswith((".bin", ".pth", ".gguf"))})
+    others = f" but {', '.join(endings)}, which are not read" if endings else ""
+    return (
+        f"{listing.website} has no *.safetensors{others}; look for a revision or a copy of the model in safetensors, "
+        f"or download and convert it and name the folder"
+    )
+
+
+def _check_disk(hub: Hub, listing: Listing, weights: list[str]) -> None:
+    needed = sum(listing.sizes[name] for name in weights) - hub.unfinished_bytes(listing, weights)
+    free = shutil.disk_usage(listing.folder).free
+    if needed > free:
+        raise ModelError(
+            f"{listing.name}: {listing.folder} must have {readable_size(needed)} free for the weights. Found: "
+            f"{readable_size(free)}; HF_HOME or MODELSCOPE_CACHE names a folder on another disk"
+        )
+
+
+def _commit_of(folder: Path) -> str:
+    """Of a snapshot; the folders of older ModelScope releases do not tell."""
+    return folder.name if folder.parent.name == "snapshots" else "unknown"

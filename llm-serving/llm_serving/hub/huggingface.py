@@ -1,0 +1,213 @@
+"""The Hugging Face hub and its mirrors, into the cache that every program of its ecosystem shares.
+
+Names, revisions, hashes and addresses come from the `huggingface_hub` package. Its own downloads begin a file anew
+after they were interrupted, so files are put together here: what has arrived stays in the cache until it is a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from llm_serving.errors import ModelError, shorten
+from llm_serving.hub.base import Listing
+from llm_serving.hub.caches import huggingface_model, huggingface_snapshot
+
+INSTALL: Final = "pip install huggingface_hub, or the extra `hub` of this package"
+_TOKEN: Final = "HF_TOKEN"  # noqa: S105  the name of a variable
+_PARTIAL: Final = ".llm-serving.incomplete"
+
+
+class HuggingFace:
+    """The hub at HF_ENDPOINT, or huggingface.co."""
+
+    title: ClassVar[str] = "Hugging Face"
+
+    def __init__(self) -> None:
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+    def snapshot(self, name: str, revision: str) -> Path | None:
+        return huggingface_snapshot(name, revision)
+
+    def listing(self, name: str, revision: str) -> Listing:
+        library = _library()
+        with self._told(name, revision):
+            found = library.HfApi(endpoint=self.endpoint).model_info(name, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in found.siblings}
+        folder = huggingface_model(name) / "snapshots" / found.sha
+        return Listing(name, revision, found.sha, folder, sizes, f"{self.endpoint}/{name}")
+
+    def fetch(self, listing: Listing, files: Sequence[str]) -> None:
+        blobs = huggingface_model(listing.name) / "blobs"
+        try:
+            blobs.mkdir(parents=True, exist_ok=True)
+            listing.folder.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                if not (listing.folder / file).exists():
+                    self._fetch_one(listing, file, blobs)
+        except PermissionError as error:
+            rule = "must be writable; HF_HUB_CACHE names another folder"
+            raise ModelError(f"{error.filename or blobs}: {rule}: {error.strerror}") from None
+
+    def unfinished_bytes(self, listing: Listing, files: Sequence[str]) -> int:
+        # By content and not by name: what another revision has left of the same file counts as well.
+        total = 0
+        for path in (huggingface_model(listing.name) / "blobs").glob(f"*{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return min(total, sum(listing.sizes[file] for file in files))
+
+    def settle(self, listing: Listing) -> None:
+        if listing.revision != listing.commit:
+            reference = huggingface_model(listing.name) / "refs" / listing.revision
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            written = reference.with_name(f"{reference.name}.{os.getpid()}")
+            written.write_text(listing.commit, encoding="ascii")
+            written.replace(reference)
+
+    def _fetch_one(self, listing: Listing, file: str, blobs: Path) -> None:
+        library = _library()
+        url = library.hf_hub_url(listing.name, file, revision=listing.commit, endpoint=self.endpoint)
+        with self._told(listing.name, listing.revision):
+            head = library.get_hf_file_metadata(url, endpoint=self.endpoint)
+        if not head.etag or "/" in head.etag or head.etag.startswith("."):
+            raise ModelError(f"{url}: {self.endpoint} must answer with the hash of the file as ETag; is it a mirror?")
+        blob = blobs / head.etag
+        if not blob.exists():
+            with _partial_file(blobs / f"{head.etag}{_PARTIAL}", blob) as part:
+                if part is not None:
+                    self._fill(part, blob, url, file, head.size, listing)
+        _link(listing.folder / file, blob)
+
+    def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, listing: Listing) -> None:
+        from huggingface_hub.file_download import http_get
+
+        from llm_serving.hub.progress import Progress
+
+        library = _library()
+        there = part.seek(0, os.SEEK_END)
+        if size is not None and there > size:
+            there = part.truncate(part.seek(0))
+        try:
+            with self._told(listing.name, listing.revision):
+                headers = library.utils.build_hf_headers()
+                http_get(
+                    url,
+                    part,
+                    resume_size=there,
+                    headers=headers,
+                    expected_size=size,
+                    displayed_filename=file,
+                    tqdm_class=Progress,
+                )
+        finally:
+            part.flush()
+        if not _has_hash(part, blob.name):
+            part.truncate(0)
+            raise ModelError(f"{url}: what has arrived is not what {self.endpoint} announced; start again")
+        Path(part.name).replace(blob)
+
+    @contextmanager
+    def _told(self, name: str, revision: str) -> Iterator[None]:
+        """Turns what the library raises into words for the operator."""
+        import httpx2
+        from huggingface_hub import errors
+
+        where = f"{name} at {self.endpoint}"
+        try:
+            yield
+        except errors.GatedRepoError:
+            raise self._gated(name) from None
+        except errors.RepositoryNotFoundError:
+            raise ModelError(
+                f"{where}: there is no such model, or it is private. Look the name up at {self.endpoint}/models; for a "
+                f"private one set {_TOKEN} to a token that may read it"
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise ModelError(
+                f"{where} has no revision {revision}: model_config.model_revision must be a branch, a tag or a commit"
+            ) from None
+        except errors.EntryNotFoundError as error:
+            raise ModelError(f"{where}: {_first_line(error)}") from None
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            hint = f"; {_TOKEN} must be a token that may read the model" if status in (401, 403) else ""
+            raise ModelError(f"{where} answered {status}: {_first_line(error)}{hint}") from None
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            if isinstance(error, PermissionError):
+                raise
+            raise ModelError(
+                f"{where} cannot be read: {_first_line(error)}. What has arrived is kept: start again to go on from "
+                f"there; HF_ENDPOINT names a mirror, and --model takes a folder that was downloaded elsewhere"
+            ) from None
+
+    def _gated(self, name: str) -> ModelError:
+        known = bool(os.environ.get(_TOKEN))
+        who = f"the account of {_TOKEN}" if known else "an account"
+        then = "" if known else f", then set {_TOKEN} to a token of that account"
+        return ModelError(
+            f"{name} is gated: accept its conditions with {who} at {self.endpoint}/{name}, wait until access is "
+            f"granted{then}, and start again"
+        )
+
+
+def _library() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModelError(f"models of the Hugging Face hub need the package huggingface_hub: {INSTALL}") from None
+    return huggingface_hub
+
+
+@contextmanager
+def _partial_file(path: Path, blob: Path) -> Iterator[BufferedRandom | None]:
+    """The partial file, locked against other servers that want the same; None: one of them has finished it."""
+    while True:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if blob.exists():
+                path.unlink(missing_ok=True)
+                yield None
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                    yield file
+                    return
+
+
+def _has_hash(file: BufferedRandom, etag: str) -> bool:
+    """Whether the content is what the tag says: SHA-256 of large files, the hash of a git blob of small ones."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if len(etag) == 64:
+        return hashlib.file_digest(file, "sha256").hexdigest() == etag
+    if len(etag) == 40:
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        while piece := file.read(2**20):
+            digest.update(piece)
+        return digest.hexdigest() == etag
+    return True
+
+
+def _link(pointer: Path, blob: Path) -> None:
+    """Gives a finished file its name in the snapshot: a link, or the file itself where there are no links."""
+    temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError:
+        blob.replace(pointer)
+        return
+    temporary.replace(pointer)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return shorten(lines[0])[1:-1] if lines else type(error).__name__

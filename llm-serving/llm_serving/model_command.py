@@ -1,0 +1,59 @@
+"""`llm-serving models`: which models are here by name, and what one would take; and the weights of a named one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llm_serving.config import ServingConfig
+from llm_serving.config.model_size import ModelSize, model_size
+from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.hub import cached_models, download
+
+
+def stored_size(config: ServingConfig) -> ModelSize:
+    """What the model of a configuration takes, with the bytes of its files where they are known."""
+    assert config.model.model_path is not None
+    if config.hub_model is not None:
+        return model_size(config, sum(config.hub_model.weight_sizes.values()))
+    files = list(config.model.model_path.glob("*.safetensors"))
+    return model_size(config, sum(file.stat().st_size for file in files) if files else None)
+
+
+def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
+    """Downloads what is missing of a model that was named; tells before what it will take.
+
+    Raises:
+        ConfigError: It could not be loaded here, so nothing is downloaded.
+        ModelError: The disk is too small, or the hub failed.
+    """
+    model = config.hub_model
+    if model is None:
+        return
+    if model.listing is None:
+        say(model.source)
+        return
+    size = stored_size(config)
+    say("\n".join([f"{model.name}:", *(f"  {line}" for line in size.lines)]))
+    if not size.fits:
+        raise ConfigError(
+            f"{model.name} is not downloaded: {size.lines[-1].split(maxsplit=1)[1]}; device_config.max_device_memory "
+            f"says how much may be taken, pa_config.num_blocks how many tokens are kept"
+        )
+    download(model, say)
+
+
+def cached_table() -> Iterator[str]:
+    """A line for each model of the local caches: name, hub, revision, whether it can be served."""
+    rows = [("NAME", "HUB", "REVISION", "STATE")]
+    for name, hub, revision, folder, missing in cached_models():
+        state = f"incomplete: lacks {', '.join(missing[:3])}" if missing else "complete"
+        if CONFIG_NAME not in missing:
+            try:
+                ModelSpec.from_folder(folder)
+            except ModelError as error:
+                state = f"not served: {str(error).removeprefix(f'{folder}/{CONFIG_NAME}: ')}"
+        rows.append((name, hub, revision[:12], state))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        yield "  ".join([*(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)), row[3]])

@@ -1,0 +1,58 @@
+"""A hub on loopback, caches of the test's own, and nothing of the machine's environment."""
+
+import json
+
+import pytest
+from hub_server import HubServer, StoredModel, running_hub
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """No hub is reachable; both caches are empty folders."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.setenv("MODELSCOPE_HOME", str(tmp_path / "ms-home"))
+    for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    return tmp_path
+
+
+@pytest.fixture
+def hub(caches, monkeypatch):
+    """One that has `Tiny/Llama`."""
+    with running_hub() as server:
+        server.models["Tiny/Llama"] = StoredModel(tiny_files())
+        for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+            monkeypatch.setenv(name, server.url)
+        yield server
+
+
+def tiny_files(**changes: object) -> dict[str, bytes]:
+    """Some of a model is wanted; the rest is what repositories have besides."""
+    return {
+        "README.md": b"# Tiny",
+        "config.json": json.dumps(CONFIG | changes).encode(),
+        "generation_config.json": b"{}",
+        "modeling_tiny.py": b"raise SystemExit",
+        "model.safetensors": bytes(range(256)) * 1000,
+        "original/consolidated.safetensors": b"0" * 1000,
+        "pytorch_model.bin": b"0" * 1000,
+        "tokenizer.json": b'{"model": {}}',
+        "tokenizer_config.json": b'{"legacy": true}',
+    }
+
+
+def weight_requests(hub: HubServer) -> list[str]:
+    return [line for line in hub.asked if "safetensors" in line]

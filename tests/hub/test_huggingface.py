@@ -1,0 +1,201 @@
+"""Models of the Hugging Face hub: what is downloaded, gone on with, refused, and what an operator is told."""
+
+import shutil
+
+import huggingface_hub.constants
+import huggingface_hub.file_download
+import pytest
+from hub_server import COMMIT, StoredModel
+from llm_serving import hub as hub_package
+from llm_serving.errors import ModelError
+from llm_serving.hub import find
+
+from .conftest import tiny_files, weight_requests
+
+
+def get(name: str = "Tiny/Llama", **options: str) -> hub_package.HubModel:
+    model = hub_package.locate(name, **options)
+    hub_package.download(model, lambda text: None)
+    return model
+
+
+def error_of(name: str = "Tiny/Llama", **options: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        get(name, **options)
+    return str(caught.value)
+
+
+def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
+    said: list[str] = []
+    model = hub_package.locate("Tiny/Llama")
+    assert weight_requests(hub) == []
+    assert sorted(path.name for path in model.folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert model.weight_sizes == {"model.safetensors": 256_000}
+    hub_package.download(model, said.append)
+    assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
+    assert list(hub.sent) == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ]
+    assert COMMIT in said[0]
+    assert "0.3 MB" in said[0]
+
+
+def test_the_cache_is_the_one_of_the_ecosystem(hub, caches):
+    folder = get().folder
+    assert folder == caches / "hf/hub/models--Tiny--Llama/snapshots" / COMMIT
+    found = huggingface_hub.snapshot_download("Tiny/Llama", cache_dir=caches / "hf/hub", local_files_only=True)
+    assert found == str(folder)
+    assert not list((caches / "hf/hub").rglob("*incomplete"))
+
+
+def test_what_the_cache_has_is_taken_without_asking_anybody(hub):
+    folder = get().folder
+    hub.asked.clear()
+    model = get()
+    assert (model.folder, model.commit, model.listing) == (folder, COMMIT, None)
+    assert "nothing is downloaded" in model.source
+    assert hub.asked == []
+
+
+def test_an_interrupted_download_goes_on_where_it_ended(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    hub.cut_after = 100_000
+    assert "start again to go on" in error_of()
+    assert hub_package.find.missing_files(hub_package.locate("Tiny/Llama").folder) == ["*.safetensors"]
+    kept = 100_000
+    hub.cut_after = None
+    before = len(hub.sent["model.safetensors"])
+    folder = get().folder
+    assert hub.sent["model.safetensors"][before:] == [(kept, 256_000 - kept)]
+    assert hub.num_sent("model.safetensors") == 256_000
+    assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
+
+
+def test_a_line_that_breaks_once_is_not_even_noticed(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+
+    def mend(seconds: float) -> None:
+        hub.cut_after = None
+
+    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", mend)
+    hub.cut_after = 50_000
+    get()
+    assert hub.sent["model.safetensors"] == [(0, 50_000), (50_000, 206_000)]
+
+
+def test_what_arrives_damaged_is_not_kept(hub):
+    hub.corrupt = True
+    assert "is not what" in error_of()
+    hub.corrupt = False
+    folder = get().folder
+    assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
+
+
+def test_a_family_that_cannot_be_served_is_refused_before_anything_else_is_asked(hub):
+    hub.models["Tiny/Llama"] = StoredModel(tiny_files(architectures=["MambaForCausalLM"]))
+    assert "MambaForCausalLM" in error_of()
+    assert list(hub.sent) == ["config.json"]
+
+
+def test_shards_are_those_of_the_index(hub):
+    files = tiny_files()
+    files["consolidated.safetensors"] = files.pop("model.safetensors")
+    files["model.safetensors.index.json"] = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    files["pytorch_model.bin.index.json"] = b"{}"
+    files |= {"model-1.safetensors": b"1" * 10, "model-2.safetensors": b"2" * 20}
+    hub.models["Tiny/Llama"] = StoredModel(files)
+    model = get()
+    assert model.weight_sizes == {"model-1.safetensors": 10, "model-2.safetensors": 20}
+    assert not (model.folder / "consolidated.safetensors").exists()
+    assert not (model.folder / "pytorch_model.bin.index.json").exists()
+    (model.folder / "model-2.safetensors").unlink()
+    hub.sent.clear()
+    get()
+    assert list(hub.sent) == []  # the blob is there; only its name was missing
+
+
+def test_an_index_that_names_what_is_not_there_or_not_its_own(hub):
+    for named, message in (("model-3.safetensors", "which is not there"), ("../x.safetensors", "of its own folder")):
+        files = tiny_files()
+        files["model.safetensors.index.json"] = b'{"weight_map": {"a": "%s"}}' % named.encode()
+        hub.models["Tiny/Llama"] = StoredModel(files, commit=COMMIT[::-1] if ".." in named else COMMIT)
+        assert message in error_of()
+
+
+def test_a_model_without_safetensors(hub):
+    files = tiny_files()
+    del files["model.safetensors"], files["original/consolidated.safetensors"]
+    hub.models["Tiny/Llama"] = StoredModel(files)
+    error = error_of()
+    assert "has no *.safetensors but *.bin, which are not read" in error
+    assert "convert" in error
+
+
+def test_a_gated_model(hub, monkeypatch):
+    hub.models["Tiny/Llama"].gated = True
+    error = error_of()
+    assert f"accept its conditions with an account at {hub.url}/Tiny/Llama" in error
+    assert "set HF_TOKEN" in error
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert "with the account of HF_TOKEN" in error_of()
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert get().folder.is_dir()
+
+
+def test_unknown_names_and_revisions(hub):
+    error = error_of("Tiny/Lama")
+    assert "there is no such model, or it is private" in error
+    assert f"{hub.url}/models" in error
+    assert "no revision v2" in error_of(revision="v2")
+
+
+def test_another_revision_has_a_folder_of_its_own(hub):
+    first = get().folder
+    other = COMMIT[::-1]
+    hub.models["Tiny/Llama"] = StoredModel(tiny_files(), commit=other, branches=("v2",))
+    assert get(revision="v2").folder == first.with_name(other)
+    assert get().folder == first
+    assert get(revision=other).folder == first.with_name(other)
+
+
+def test_offline_nothing_is_asked_and_the_cache_serves(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = error_of()
+    assert "no local cache has it, and HF_HUB_OFFLINE forbids to download it" in error
+    assert hub.asked == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    folder = get().folder
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.asked.clear()
+    assert get().folder == folder
+    (folder / "tokenizer.json").unlink()
+    assert f"{folder} lacks a tokenizer" in error_of()
+    assert hub.asked == []
+
+
+def test_a_hub_that_cannot_be_reached(caches):
+    error = error_of()
+    assert error.startswith("Tiny/Llama at http://127.0.0.1:9 cannot be read: ")
+    assert "HF_ENDPOINT names a mirror" in error
+
+
+def test_a_disk_that_is_too_small(hub, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=255_999)
+    monkeypatch.setattr(find.shutil, "disk_usage", lambda path: usage)
+    assert "must have 0.3 MB free for the weights" in error_of()
+    assert weight_requests(hub) == []
+
+
+def test_without_the_package_it_is_said_how_to_get_it(hub, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    assert "pip install huggingface_hub" in error_of()

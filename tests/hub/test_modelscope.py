@@ -1,0 +1,69 @@
+"""Models of ModelScope: its own cache and its older layouts, downloads, and words for the operator."""
+
+import pytest
+from hub_server import StoredModel
+from llm_serving import hub as hub_package
+from llm_serving.errors import ModelError
+from modelscope_hub import _download_control
+
+from .conftest import tiny_files
+
+
+def get(name: str = "Tiny/Llama", **options: str) -> hub_package.HubModel:
+    model = hub_package.locate(name, "modelscope", **options)
+    hub_package.download(model, lambda text: None)
+    return model
+
+
+def write_snapshot(folder, *without: str):
+    folder.mkdir(parents=True)
+    for name, content in tiny_files().items():
+        if "/" not in name and name not in without:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_download_lands_in_the_cache_of_modelscope_and_is_found_there(hub, caches):
+    model = get()
+    assert model.folder == caches / "ms/models/Tiny--Llama/snapshots/master"
+    assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
+    assert not {"README.md", "modeling_tiny.py", "pytorch_model.bin"} & {path.name for path in model.folder.iterdir()}
+    hub.asked.clear()
+    assert get().listing is None
+    assert hub_package.locate("Tiny/Llama").folder == model.folder  # whichever cache has it
+    assert hub.asked == []
+
+
+def test_weights_are_not_asked_for_where_the_family_cannot_be_served(hub):
+    hub.models["Tiny/Llama"] = StoredModel(tiny_files(architectures=["MambaForCausalLM"]))
+    with pytest.raises(ModelError, match="MambaForCausalLM"):
+        get()
+    assert list(hub.sent) == ["config.json"]
+
+
+@pytest.mark.parametrize("place", ["models/Tiny/Llama-1___5", "hub/models/Tiny/Llama-1___5", "Tiny/Llama-1___5"])
+def test_folders_of_older_releases_are_found(caches, place):
+    folder = write_snapshot(caches / "ms" / place)
+    assert hub_package.locate("Tiny/Llama-1.5").folder == folder
+
+
+def test_an_interrupted_download_goes_on(hub, monkeypatch):
+    def mend(control: object, seconds: float) -> None:
+        hub.cut_after = None
+
+    monkeypatch.setattr(_download_control._DownloadControl, "sleep", mend)
+    hub.cut_after = 100_000
+    folder = get().folder
+    assert [first for first, _ in hub.sent["model.safetensors"]] == [0, 100_000]
+    assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
+
+
+def test_an_unknown_name(hub):
+    with pytest.raises(ModelError, match="there is no such model or revision, or it is private"):
+        get("Tiny/Lama")
+
+
+def test_without_the_package_it_is_said_how_to_get_it(hub, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "modelscope_hub", None)
+    with pytest.raises(ModelError, match="pip install modelscope"):
+        get()

@@ -1,0 +1,104 @@
+"""What is a name, what is a path: an existing path always wins, and a folder is served without any network."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from llm_serving import hub as hub_package
+from llm_serving.cli import main
+from llm_serving.config import load_config
+from llm_serving.config.paths import DEMO_FOLDER
+from llm_serving.errors import ConfigError
+
+from .conftest import tiny_files, weight_requests
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("somebody asks the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def write_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(tiny_files()["config.json"])
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "a/b", "01-ai/Yi_1.5"])
+def test_names(tmp_path, name):
+    assert hub_package.why_no_name(name, [tmp_path]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("/models/llama", "written as a path"),
+        ("./Qwen/Qwen3", "written as a path"),
+        ("../Qwen3", "written as a path"),
+        ("~/Qwen3", "written as a path"),
+        ("Qwen/Qwen3/", "written as a path"),
+        ("models\\llama", "written as a path"),
+        ("gpt2", "is owner/name"),
+        ("a/b/c", "is owner/name"),
+        ("a b/c", "is owner/name"),
+        ("a/..", "is owner/name"),
+        ("a--b/c", "is owner/name"),
+        ("https://huggingface.co/a/b", "is owner/name"),
+        ("llama/model.safetensors", "ends as a file"),
+        ("models/llama", "there is a folder models here"),
+    ],
+)
+def test_paths_that_do_not_exist(tmp_path, text, why):
+    (tmp_path / "models").mkdir()
+    assert why in (hub_package.why_no_name(text, [tmp_path]) or "")
+
+
+@pytest.mark.parametrize("written", ["./Tiny/Llama", "Tiny/Llama/", "Tiny/Lla ma"])
+def test_a_mistyped_path_asks_no_hub(hub, written):
+    with pytest.raises(ConfigError, match="does not exist; searched in"):
+        load_config(model=written)
+    assert hub.asked == []
+
+
+def test_a_folder_wins_over_a_name(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_folder(tmp_path / "Tiny" / "Llama")
+    config = load_config(model="Tiny/Llama")
+    assert (config.model.model_path, config.hub_model, config.model.model_name) == (folder, None, "Llama")
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("model", ["demo", DEMO_FOLDER])
+def test_serving_a_folder_never_touches_the_network(no_network, model, capsys):
+    assert main(["config", "check", "--model", str(model)]) == 0
+    assert load_config(model=model).hub_model is None
+
+
+def test_the_network_of_a_name_is_seen_by_that_test(caches, no_network):
+    with pytest.raises(AssertionError, match="asks the network"):
+        load_config(model="Tiny/Llama")
+
+
+def test_a_name_in_a_yaml_is_served_under_itself(hub, tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text("model_config:\n    model_path: Tiny/Llama\n    model_revision: main\n")
+    config = load_config(path)
+    assert config.model.model_name == "Tiny/Llama"
+    assert config.model.model_path == config.hub_model.folder
+    assert config.notices[0].startswith(f"{path}:2: model_config.model_path: Tiny/Llama is revision 0123456789abcdef")
+    assert weight_requests(hub) == []
+
+
+def test_an_error_of_the_hub_names_key_and_source(hub):
+    with pytest.raises(ConfigError, match=r"^--model: model_config.model_path: Tiny/Lama at http://"):
+        load_config(model="Tiny/Lama")
+
+
+@pytest.mark.parametrize("revision", ["../x", "a b", "-x", "''"])
+def test_a_revision_that_is_none(revision):
+    with pytest.raises(ConfigError, match="must be a branch, a tag or a commit"):
+        load_config(None, [f"model_config.model_revision={revision}"])

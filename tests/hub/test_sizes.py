@@ -1,0 +1,108 @@
+"""What a model takes is told before a byte of its weights is asked for; what does not fit is not downloaded."""
+
+import dataclasses
+import sys
+import types
+
+import llm_serving
+import psutil
+import pytest
+from llm_serving.cli import main
+from llm_serving.config import load_config
+from llm_serving.config.model_size import model_size
+from llm_serving.core.memory import bytes_for_cache
+from llm_serving.core.model_spec import ModelSpec
+from llm_serving.model_command import cached_table
+
+from .conftest import weight_requests
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Configurations that reached `master.run`, with the weights that were there then."""
+    configs = []
+    master = types.ModuleType("llm_serving.master")
+    master.run = lambda config: configs.append((config, list(config.model.model_path.glob("*.safetensors")))) or 0
+    monkeypatch.setitem(sys.modules, "llm_serving.master", master)
+    monkeypatch.setattr(llm_serving, "master", master, raising=False)
+    return configs
+
+
+def lines_of(config, stored_bytes=None) -> dict[str, str]:
+    lines = model_size(config, stored_bytes).lines
+    return dict((part.strip() for part in line.split("  ", 1)) for line in lines)
+
+
+def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
+    config = load_config(model="demo", overrides=["device_config.max_device_memory=700000000"])
+    spec = ModelSpec.from_folder(config.model.model_path)
+    room = bytes_for_cache(700_000_000, spec, 2, config.scheduler.max_prefill_tokens, config.model.decode_batch_size)
+    lines = lines_of(config, 9_000_000)
+    assert lines["weights as stored"] == "9.0 MB"
+    assert lines["a token of context"] == f"{spec.kv_bytes_per_token(2) / 1024:.1f} KiB"
+    assert lines["fits"].startswith(f"yes: {room // spec.kv_bytes_per_token(2):,} tokens of context")
+    free = types.SimpleNamespace(available=1_400_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    config = load_config(model="demo")
+    assert f"{room // spec.kv_bytes_per_token(2):,} tokens of context" in lines_of(config)["fits"]
+    assert lines_of(config)["fits"].endswith("in 50% of 1.40 GB free here")
+    free.available = 1_000_000_000
+    assert not model_size(config).fits
+    assert lines_of(config)["fits"].startswith("no: ")
+
+
+def test_blocks_that_were_asked_for_fit_or_not():
+    for blocks, fits in ((1000, True), (10**6, False)):
+        config = load_config(
+            model="demo", overrides=["device_config.max_device_memory=1GB", f"pa_config.num_blocks={blocks}"]
+        )
+        assert model_size(config).fits is fits
+    device = dataclasses.replace(config.device, device_target="Ascend", max_device_memory=None)
+    assert model_size(dataclasses.replace(config, device=device)).fits
+
+
+def test_serve_tells_the_size_then_downloads_then_serves(hub, served, capsys):
+    assert main(["serve", "--model", "Tiny/Llama"]) == 0
+    ((config, weights),) = served
+    assert [path.name for path in weights] == ["model.safetensors"]
+    assert config.model.model_name == "Tiny/Llama"
+    printed = capsys.readouterr().err
+    assert (
+        printed.index("weights as stored")
+        < printed.index("downloading Tiny/Llama")
+        < printed.index("model.safetensors: 100%")
+    )
+    hub.asked.clear()
+    assert main(["serve", "--model", "Tiny/Llama"]) == 0
+    assert hub.asked == []
+    assert "nothing is downloaded" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_not_downloaded(hub, served, monkeypatch, capsys):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=10**9))
+    assert main(["serve", "--model", "Tiny/Llama"]) == 2
+    assert "Tiny/Llama is not downloaded: no: " in capsys.readouterr().err
+    assert weight_requests(hub) == []
+    assert served == []
+
+
+def test_config_check_and_models_download_no_weights(hub, capsys):
+    assert main(["config", "check", "--model", "Tiny/Llama"]) == 0
+    assert "weights as stored             0.3 MB" in capsys.readouterr().out
+    assert main(["models", "Tiny/Llama"]) == 0
+    assert "fits  " in capsys.readouterr().out
+    assert weight_requests(hub) == []
+
+
+def test_models_lists_the_caches(hub, caches, capsys):
+    assert main(["serve", "--model", "Tiny/Lama"]) == 2
+    assert list(cached_table()) == ["NAME  HUB  REVISION  STATE"]
+    for hub_name in ("huggingface", "modelscope"):
+        config = load_config(None, [f"model_config.model_hub={hub_name}"], "Tiny/Llama")
+        llm_serving.hub.download(config.hub_model, lambda text: None)
+    (config.model.model_path / "tokenizer.json").unlink()
+    capsys.readouterr()
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=3) == ["Tiny/Llama", "huggingface", "0123456789ab", "complete"]
+    assert lines[2].split(maxsplit=3) == ["Tiny/Llama", "modelscope", "master", "incomplete: lacks a tokenizer"]
