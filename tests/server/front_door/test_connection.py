@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door import Connection, Guests
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, TLS_BYTES, WRITE_BUFFER_BYTES
+from llm_serving.server.front_door.parting import LINGER_LEAST_BYTES
 from llm_serving.server.front_door.request_head import RequestHead
 from llm_serving.server.front_door.slow_reader import TAKEN_BYTES
 from uvicorn.server import ServerState
@@ -444,34 +445,52 @@ def test_memory_does_not_grow_with_what_is_sent(name):
 
 
 class TestEnds:
-    @pytest.mark.parametrize("rest", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"])
-    def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever(self, rest):
+    def test_a_connection_whose_body_came_after_the_answer_does_not_idle_for_ever(self):
         async def run():
             async with door() as (house, connection, transport):
                 house.app.reads = False
-                head, body = rest.split(b"\r\n\r\n", 1)
-                connection.data_received(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
+                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\n")
                 await settle()
+                assert b"connection: close" not in transport.written
                 assert transport.statuses == [200]
                 assert not transport.is_closing()
                 connection.timeout_keep_alive = 0.01
-                connection.data_received(body)
+                connection.data_received(b"body")
                 while not transport.closed:
                     await asyncio.sleep(0.001)
 
         asyncio.run(asyncio.wait_for(run(), 10))
 
-    def test_the_body_of_an_answered_request_does_not_go_on_for_ever(self):
+    @pytest.mark.parametrize("kind", [b"Content-Length: 2001", b"Transfer-Encoding: chunked"])
+    def test_an_answer_before_a_body_that_may_not_be_read_says_that_the_connection_ends(self, kind):
+        """A client that keeps it would send its next request into a connection that is closed meanwhile."""
+
         async def run():
             async with door(max_request_body_bytes=2000) as (house, connection, transport):
                 house.app.reads = False
-                connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n")
+                connection.data_received(b"POST / HTTP/1.1\r\n" + kind + b"\r\n\r\n")
                 await settle()
-                for _ in range(2):
-                    assert not transport.is_closing()
-                    connection.data_received(b"x" * 1500)
                 assert transport.statuses == [200]
-                assert transport.eof
+                assert b"connection: close\r\n" in transport.written
+                assert transport.eof and not transport.is_closing()
+                connection.data_received(b"x" * 4_000_000)
+                assert not transport.aborted
+                connection.data_received(b"x" * 1_000_000)
+                assert transport.aborted
+
+        asyncio.run(run())
+
+    def test_whoever_is_slow_to_send_what_is_dropped_is_told_all_the_same(self):
+        async def run():
+            async with door() as (_, connection, transport):
+                connection.data_received(b"GET /" + b"x" * 100_000)
+                parting = connection.transport
+                for _ in range(5):  # each after a while
+                    connection.data_received(b"x" * LINGER_LEAST_BYTES)
+                    parting._end_lingering()
+                    assert not transport.aborted
+                parting._end_lingering()
+                assert transport.aborted
 
         asyncio.run(run())
 

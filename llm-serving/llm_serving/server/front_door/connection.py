@@ -262,12 +262,28 @@ class Connection(HttpToolsProtocol):
             return
         if was_head and self._in_body:
             self._body_left = self._declared_length()
+            self._announce_end(self.cycle)
             self._timer = self.loop.call_later(self._limits.body_timeout_s + BODY_GRACE_S, self._body_is_late)
         elif self._in_body and self._framing > self._limits.max_header_bytes:
             rule = f"chunk sizes, extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
             self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
-        elif self._in_body and self.cycle.response_complete and self._body_bytes > self._limits.max_request_body_bytes:
-            self.transport.close()
+
+    def _announce_end(self, cycle: RequestResponseCycle) -> None:
+        """An answer tells that the connection ends where the rest of its request may not be read.
+
+        Otherwise a client that has sent all of it would send its next request into a connection that is just closed.
+        """
+        if self._body_left is not None:
+            cycle.keep_alive &= self._body_left <= self._limits.max_request_body_bytes
+            return
+        send = cycle.send
+
+        async def send_and_close(message: Any) -> None:
+            if self._in_body and not cycle.response_started:
+                cycle.keep_alive = False
+            await send(message)
+
+        cycle.send = send_and_close  # type: ignore[method-assign]
 
     @property
     def _framing(self) -> int:

@@ -10,8 +10,10 @@ from llm_serving.server.front_door.slow_reader import SlowReader
 
 LINGER_S: Final = 2.0
 """Seconds a client gets to read a refusal while it still sends: closing on unread bytes may destroy the answer."""
+LINGER_LEAST_BYTES: Final = 64 * 1024
+"""Whoever sends as much meanwhile gets as long again ..."""
 LINGER_BYTES: Final = 4 * 2**20
-"""Bytes that are read and dropped meanwhile."""
+"""... up to so many bytes, which are read and dropped."""
 PIECE_BYTES: Final = 64 * 1024
 """Most bytes that are handed to TLS at once."""
 
@@ -45,6 +47,8 @@ class PartingTransport:
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_dropped = 0
+        self._num_dropped_before = 0
+        """When the client was looked after last."""
         self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._is_paused = False
         self._ends_when_taken = False
@@ -71,7 +75,7 @@ class PartingTransport:
         if self._is_sending() and self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
             self._transport.resume_reading()
-            self._timer = self._loop.call_later(LINGER_S, self._end_lingering)
+            self._linger()
             return
         if self._transport.get_write_buffer_size():
             self._reader.watch()
@@ -110,8 +114,14 @@ class PartingTransport:
         for begin in range(0, len(data), PIECE_BYTES):
             self._transport.write(data[begin : begin + PIECE_BYTES])
 
+    def _linger(self) -> None:
+        self._num_dropped_before = self._num_dropped
+        self._timer = self._loop.call_later(LINGER_S, self._end_lingering)
+
     def _end_lingering(self) -> None:
         if self._transport.get_write_buffer_size():  # the end of a long answer is still to be taken
             self._reader.watch()
+        elif self._num_dropped - self._num_dropped_before >= LINGER_LEAST_BYTES:
+            self._linger()
         else:
             self._transport.abort()
