@@ -81,11 +81,16 @@ class _Writer:
         # The tables of blocks are long and hold numbers and names only.
         return values if _SCALARS.issuperset(map(type, values)) else [self.cell(value) for value in values]
 
+    @staticmethod
+    def _is_plain_set(value: Any) -> bool:
+        """Whether its order, which depends on what was in it before, can be that of its members: they are scalars."""
+        return isinstance(value, set | frozenset) and _SCALARS.issuperset(map(type, value))
+
     def _node(self, value: Any) -> list[Any]:
         kind = type(value)
         name = kind.__name__
         if _SEQUENCES.get(name) is kind:
-            return [name, self._cells(value)]
+            return [name, sorted(value, key=repr) if self._is_plain_set(value) else self._cells(value)]
         if _MAPPINGS.get(name) is kind:
             return [name, self._cells(value.keys()), self._cells(value.values())]
         if kind is array:
