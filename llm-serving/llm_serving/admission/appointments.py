@@ -16,9 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 HORIZON_S: Final = 120
 """Clients in use wait no longer than this; whoever would have to gets no appointment."""
 GRACE_S: Final = 1.0
@@ -45,9 +42,9 @@ _MEMORY: Final = 32
 _BUCKETS_PER_S: Final = 4
 _NUM_BUCKETS: Final = 512
 """Enough for the horizon, the grace and the one that is under way."""
-_ARANGE: Final = np.arange(_NUM_BUCKETS)
+_ROUNDING: Final = 1e-6
+"""Sums of what is expected are right to this."""
 _FUTURE: Final = _BUCKETS_PER_S * (HORIZON_S + 2)
-_BUCKET_ENDS_S: Final = (_ARANGE[:_FUTURE] + 1) / _BUCKETS_PER_S
 
 
 class Visitor(NamedTuple):
@@ -113,7 +110,7 @@ class AppointmentBook:
         """Appointments whose visitor came in time, let in or not."""
         self.num_missed = 0
         """Appointments whose visitor did not."""
-        self._expected: dict[str | tuple[str, str], NDArray[np.float64]] = {}
+        self._expected: dict[str | tuple[str, str], list[float]] = {}
         """By place, in a ring of buckets: of it, what is expected then; also by (place, source) for large ones."""
         self._by_visitor: dict[Visitor, list[Appointment]] = {}
         """Ascending by time."""
@@ -182,8 +179,8 @@ class AppointmentBook:
             return 0
         until_s = HORIZON_S if place.rate is None else min(HORIZON_S, place.limit / place.rate)
         first, last = self._bucket(now - GRACE_S), self._bucket(now + until_s)
-        num = float(expected[(first + _ARANGE[: last - first + 1]) % _NUM_BUCKETS].sum())
-        return min(place.most_kept, math.ceil(num - 1e-6))
+        num = math.fsum(_part(expected, first, last - first + 1))
+        return min(place.most_kept, math.ceil(num - _ROUNDING))
 
     def seconds_until_free(self, places: Sequence[Place], source: str, now: float, least_s: float = 1.0) -> int:
         """Whole seconds, at least `least_s` and one, after which all places have room for one more.
@@ -192,39 +189,33 @@ class AppointmentBook:
         may take half, so that a slower second turns nobody away. More than `HORIZON_S` means: longer than that.
         """
         seconds = max(1, math.ceil(least_s - 0.001))
-        feasible = np.ones(_FUTURE, bool)
         own = self._sources.get(source)
         alone = own is None or len(own.outstanding) == self._num_outstanding
         share = SHARE_OF_ONE if alone else SHARE_AMONG_OTHERS
+        backlogs = []
         for place in places:
             rate = BOOKED_SHARE * (place.rate or max(1.0, place.limit / 2))
+            most = max(place.most_kept / 2, place.amount) - place.amount
             taken = max(0, place.taken - (place.limit - place.most_kept))
-            feasible &= self._has_room(place.name, taken, place, rate, now)
+            backlogs.append(_Backlog(taken, self._expected_from(place.name, now), rate, most))
             if (place.name, source) in self._expected:
-                feasible &= self._has_room((place.name, source), 0, place, share * rate, now)
-        candidates = feasible[_BUCKETS_PER_S * seconds :: _BUCKETS_PER_S][: max(0, HORIZON_S + 1 - seconds)]
-        return seconds + int(candidates.argmax()) if candidates.any() else max(seconds, HORIZON_S + 1)
+                backlogs.append(_Backlog(0, self._expected_from((place.name, source), now), share * rate, most))
+        latest = -1
+        while latest < seconds <= HORIZON_S:  # until all agree
+            latest = seconds
+            for backlog in backlogs:
+                seconds = backlog.first_with_room(seconds)
+        return seconds
 
-    def _has_room(
-        self, name: str | tuple[str, str], taken: int, place: Place, rate: float, now: float
-    ) -> NDArray[np.bool_]:
-        """For each bucket from the one under way on, whether one more may be expected in it."""
-        level = taken + self._expected_until(name, now) - _BUCKET_ENDS_S * rate
-        level -= np.minimum(np.minimum.accumulate(level), 0.0)  # nobody saves up what nobody takes
-        # There is room in a bucket if there is in all that follow, up to the first by which everybody has left.
-        next_full = _next(level + place.amount > max(place.most_kept / 2, place.amount))
-        return np.logical_or(next_full == _FUTURE, _next(level <= 0.0) < next_full)
-
-    def _expected_until(self, name: str | tuple[str, str], now: float) -> NDArray[np.float64]:
-        """What is expected by the end of each bucket from the one under way on, those who are late included."""
+    def _expected_from(self, name: str | tuple[str, str], now: float) -> list[float]:
+        """What is expected in each bucket from the one under way on; those who are late are expected in that."""
         expected = self._expected.get(name)
         if expected is None:
-            return np.zeros(_FUTURE)
-        first = self._bucket(now)
-        ahead: NDArray[np.float64] = expected[(first + _ARANGE[:_FUTURE]) % _NUM_BUCKETS]
-        late = self._bucket(now - GRACE_S)
-        ahead[0] += expected[(late + _ARANGE[: first - late]) % _NUM_BUCKETS].sum()
-        return np.cumsum(ahead)
+            return [0.0] * _FUTURE
+        first, late = self._bucket(now), self._bucket(now - GRACE_S)
+        ahead = _part(expected, first, _FUTURE)
+        ahead[0] += math.fsum(_part(expected, late, first - late))
+        return ahead
 
     # --- the ring ---------------------------------------------------------------------------------------------------
 
@@ -266,9 +257,9 @@ class AppointmentBook:
             if (name, source) in self._expected:
                 self._expected[name, source][bucket] += weight * amount
 
-    def _ring(self, name: str | tuple[str, str]) -> NDArray[np.float64]:
+    def _ring(self, name: str | tuple[str, str]) -> list[float]:
         if name not in self._expected:
-            self._expected[name] = np.zeros(_NUM_BUCKETS)
+            self._expected[name] = [0.0] * _NUM_BUCKETS
         return self._expected[name]
 
     def _hold_to_its_share(self, name: str, source: _Source) -> None:
@@ -294,7 +285,58 @@ class AppointmentBook:
         return math.floor(time * _BUCKETS_PER_S)
 
 
-def _next(marks: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """For each index the first from it on that is marked; the length where none is."""
-    found = np.where(marks, _ARANGE[: len(marks)], len(marks))
-    return np.minimum.accumulate(found[::-1])[::-1]
+def _part(ring: list[float], first: int, count: int) -> list[float]:
+    """`count` buckets from number `first` on, which counts through all rounds of the ring."""
+    begin = first % _NUM_BUCKETS
+    end = begin + count
+    return ring[begin:end] if end <= _NUM_BUCKETS else ring[begin:] + ring[: end - _NUM_BUCKETS]
+
+
+class _Backlog:
+    """How many of those who are expected are still in a place at the end of each bucket from the one under way on.
+
+    Args:
+        taken: Of what is kept, at the beginning.
+        expected: In each bucket; late ones in the first.
+        rate: At which it gets free; nobody saves up what nobody takes.
+        most: There may be so many; with one more of them there is none too many.
+    """
+
+    def __init__(self, taken: float, expected: list[float], rate: float, most: float) -> None:
+        self._level = float(taken)
+        self._expected = expected
+        self._per_bucket = rate / _BUCKETS_PER_S
+        self._most = most + _ROUNDING
+        self._num_seen = 0
+        self._from = 0
+        """Since this bucket there has been room in all that were looked at."""
+        self._until = 0
+        """Before this bucket, and since `_from`, one more is gone again before there is no room."""
+
+    def first_with_room(self, seconds: int) -> int:
+        """The first whole second, from that one on, with room for one more, then and until all have gone.
+
+        Ask for later and later ones; `HORIZON_S` + 1 where there is none.
+        """
+        while seconds <= HORIZON_S:
+            bucket = seconds * _BUCKETS_PER_S
+            if bucket < self._from:
+                seconds = -(-self._from // _BUCKETS_PER_S)
+            elif bucket < self._until or self._num_seen == _FUTURE:
+                return seconds
+            else:
+                self._look_on()
+        return max(seconds, HORIZON_S + 1)
+
+    def _look_on(self) -> None:
+        """To the end of the next bucket in which nobody is left or one more would be too many."""
+        level, per_bucket, most = self._level, self._per_bucket, self._most
+        for number in range(self._num_seen, _FUTURE):
+            level += self._expected[number] - per_bucket
+            if level <= _ROUNDING:
+                self._level, self._num_seen, self._until = 0.0, number + 1, number + 1
+                return
+            if level > most:
+                self._level, self._num_seen, self._from = level, number + 1, number + 1
+                return
+        self._num_seen = _FUTURE
