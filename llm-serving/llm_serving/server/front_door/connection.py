@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door.guests import Guests
+from llm_serving.server.front_door.joined_head import JoinedHead
 from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
@@ -317,6 +318,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self._body_bytes = self._gap_bytes = self._framing_bytes = 0
         super().on_headers_complete()
+        JoinedHead(self.cycle, self.loop)
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
