@@ -20,13 +20,15 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from factories import create_request, create_scheduler, run_step
+from factories import create_request, create_scheduler
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Scheduler
 
 LONGEST = 16
 """Tokens a request may have."""
+MANY = 60
+"""Requests that wait so long that the oldest of them have always aged."""
 MAX_STEPS = 100_000
 SPREAD = 900
 """Priorities of a class that liars choose from."""
@@ -89,6 +91,8 @@ class Strategy:
     """Before the victim comes."""
     burst_steps: int
     """Between two moments in which they come."""
+    victim_tokens: int = 4
+    """Of its prompt and of its answer: where the order goes by length, short ones are overtaken by few."""
 
 
 class Attack:
@@ -106,7 +110,10 @@ class Attack:
         for step in range(self._strategy.warmup_steps):
             self._step(step)
         self._fill()
-        victim = create_request(4, max_tokens=4, priority=self._victim_class.rank + SPREAD, tenant="victim")
+        num_tokens = self._strategy.victim_tokens
+        victim = create_request(
+            num_tokens, max_tokens=num_tokens, priority=self._victim_class.rank + SPREAD, tenant="victim"
+        )
         self._scheduler.add(victim)
         assert victim.request_class is self._victim_class and victim.wait_bound is not None
         for step in range(MAX_STEPS):
@@ -119,8 +126,10 @@ class Attack:
     def _step(self, step: int) -> None:
         if step % self._strategy.burst_steps == 0:
             self._fill()
-        schedule = run_step(self._scheduler)
-        assert schedule is None or schedule.num_bound_violations == 0, f"a bound is broken by {self._strategy}"
+        schedule = self._scheduler.schedule(0.0)
+        if schedule is not None:
+            assert schedule.num_bound_violations == 0, f"a bound is broken by {self._strategy}"
+            self._scheduler.update(schedule, [7] * sum(row.samples for row in schedule.rows))
 
     def _fill(self) -> None:
         for liar, waiting in zip(self._strategy.liars, self._waiting, strict=True):
@@ -138,20 +147,25 @@ class Attack:
                 waiting.append(request)
 
 
-def obvious(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strategy]:
-    """What one would try after a look at the code."""
+def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strategy]:
+    """What the derivation of the bounds reckons with, one move for each of its terms.
+
+    Own requests that go first as often as the order allows and take a place for as long as they can; other classes that
+    never stop contending, since always some of theirs have aged, and that fill the places, the steps (whole prompts,
+    one token) or the cache (long answers that lose their places and are computed again).
+    """
+    whole, half = LONGEST - 1, LONGEST // 2
     found = []
-    for own_output, other_output in ((LONGEST - 1, LONGEST - 1), (LONGEST - 1, 1), (1, 1), (1, LONGEST - 1)):
-        for num_own in (0, 12):
-            own = Liar(victim.rank, True, LONGEST - own_output, own_output, True, num_own)
-            others = [
-                Liar(each.rank, False, LONGEST - other_output, other_output, False, 6)
-                for each in classes
-                if each is not victim
-            ]
-            found.append(Strategy((own, *others), 100, 1))
-            short = replace(own, num_prompt_tokens=1, max_tokens=1)
-            found.append(Strategy((own, short, *others), 100, 1))
+    for output in (whole, half, 1):
+        own = Liar(victim.rank, True, LONGEST - output, output, True, 12)
+        for other_output in (1, half, whole):
+            for num_others in (6, MANY):
+                others = [
+                    Liar(each.rank, False, LONGEST - other_output, other_output, False, num_others)
+                    for each in classes
+                    if each is not victim
+                ]
+                found.append(Strategy((own, *others), 150, 1, half))
     return found
 
 
@@ -163,7 +177,7 @@ def draw_liar(rng: random.Random, classes: tuple[RequestClass, ...]) -> Liar:
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=rng.choice((1, 4, LONGEST - num_prompt_tokens, LONGEST - num_prompt_tokens)),
         new_tenants=rng.random() < 0.5,
-        num_waiting=rng.choice((1, 4, 12)),
+        num_waiting=rng.choice((1, 4, 12, MANY)),
     )
 
 
@@ -179,10 +193,12 @@ def changed(rng: random.Random, strategy: Strategy, classes: tuple[RequestClass,
             del liars[place]
         case 3:
             return replace(strategy, warmup_steps=rng.choice((0, 10, 40, 100, 200)))
+        case 4 if rng.random() < 0.5:
+            return replace(strategy, victim_tokens=rng.choice((1, 4, LONGEST // 2)))
         case 4:
             return replace(strategy, burst_steps=rng.choice((1, 2, 5, 20)))
         case _:
-            liars[place] = replace(liars[place], num_waiting=rng.choice((0, 1, 2, 4, 8, 12)))
+            liars[place] = replace(liars[place], num_waiting=rng.choice((0, 1, 4, 12, MANY)))
     return replace(strategy, liars=tuple(liars))
 
 
@@ -204,7 +220,7 @@ def search(options: dict[str, Any], victim: RequestClass, num_rounds: int, seed:
     """The worst of `num_rounds` strategies against a victim of a class, measured by what it was promised."""
     rng = random.Random(f"{seed} {victim.name}")
     classes, worst = options["classes"], None
-    for strategy in obvious(classes, victim):
+    for strategy in moves(classes, victim):
         found = Worst(*Attack(create_attacked(**options), strategy, victim).run(), strategy)
         if worst is None or found.ratio < worst.ratio:
             worst = found

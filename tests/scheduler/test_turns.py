@@ -11,6 +11,7 @@ from llm_serving.scheduler import Scheduler, SchedulerLimits
 from llm_serving.scheduler.turns import SCALE, WHOLE, Turns
 
 NAMES = ("high", "normal", "low")
+NUM_BLOCKS = 140
 
 
 def create_turns(num_places: int = 14, turn_steps: int = 8) -> Turns:
@@ -22,7 +23,7 @@ def create_turns(num_places: int = 14, turn_steps: int = 8) -> Turns:
         max_model_len=64,
         turn_steps=turn_steps,
     )
-    return Turns(create_classes(), limits)
+    return Turns(create_classes(), limits, NUM_BLOCKS)
 
 
 def held(**places: int) -> dict[str, int]:
@@ -58,7 +59,7 @@ def test_places_are_by_weight_and_the_highest_goes_first_where_all_have_theirs()
     places = held()
     order = []
     for _ in range(9):
-        name = turns.next(places)
+        name = turns.next(NAMES, places, held())
         assert name is not None
         places[name] += 1
         order.append(name)
@@ -69,26 +70,58 @@ def test_places_are_by_weight_and_the_highest_goes_first_where_all_have_theirs()
 def test_whoever_has_paid_least_is_next() -> None:
     turns = create_turns()
     turns.look(NAMES, ["normal", "low"], held())
-    turns.charge(held(high=4), {"high": 4})
-    assert turns.next(held(high=4)) == "normal"
-    turns.charge(held(high=4, normal=3), {})
-    assert turns.next(held(high=4, normal=3)) == "low"
+    turns.charge(held(high=4), {"high": 4}, held(), NAMES)
+    assert turns.next(NAMES, held(high=4), held()) == "normal"
+    turns.charge(held(high=4, normal=3), {}, held(), NAMES)
+    assert turns.next(NAMES, held(high=4, normal=3), held()) == "low"
 
 
 def test_a_class_pays_for_what_it_has_more_of_places_or_tokens() -> None:
     turns = create_turns()
     turns.look(NAMES, ["normal", "low"], held())
-    turns.charge(held(high=1), {"high": 64})
+    turns.charge(held(high=1), {"high": 64}, held(), NAMES)
     assert turns._pass("high") == WHOLE * SCALE // 4
-    turns.charge(held(high=7), {"high": 1})
+    turns.charge(held(high=7), {"high": 1}, held(), NAMES)
     assert turns._pass("high") == (WHOLE + WHOLE // 64) * SCALE // 4
+
+
+def test_a_class_pays_for_its_blocks_where_they_are_the_largest_share() -> None:
+    turns = create_turns()
+    turns.look(NAMES, ["normal", "low"], held())
+    turns.charge(held(high=1, low=7), {}, held(high=NUM_BLOCKS, low=1), NAMES)
+    assert turns._pass("high") == WHOLE * SCALE // 4
+    assert turns._pass("low") == WHOLE // 2 * SCALE
+
+
+def test_who_holds_its_share_of_the_blocks_is_not_next_though_it_has_places_left() -> None:
+    turns = create_turns()
+    turns.look(NAMES, ["normal", "low"], held())
+    share = NUM_BLOCKS * 4 // 7
+    assert turns.next(NAMES, held(high=1), held(high=share - 1)) == "high"
+    assert turns.next(NAMES, held(high=1), held(high=share)) == "normal"
+
+
+def test_those_are_covered_that_fit_into_the_share_of_places_and_of_blocks() -> None:
+    """Weights of 4 and 1: of 14 places and 140 blocks the lower class has 2.8 and 28."""
+    turns = create_turns(turn_steps=1)
+    turns.look(["high", "low"], ["low"], held())
+    assert turns.num_covered("low", "high", [1, 1, 1, 1]) == 3, "a part of a place is the whole for a turn"
+    assert turns.num_covered("low", "high", [14, 14, 14]) == 2
+    assert turns.num_covered("low", "high", [20, 20, 20]) == 2, "a part of its blocks, too"
+    for _ in range(3):
+        turns.charge(held(low=1), {}, held(low=40), ["low"])
+        turns._paid["high"] = (0, 0, 0)
+    turns._paid["low"] = (0, 0, 3 * WHOLE * SCALE)
+    assert turns.num_covered("low", "high", [1, 1, 1, 1]) == 2
+    assert turns.num_covered("low", "high", [14, 14, 14]) == 2
+    assert turns.num_covered("low", "high", [20, 20, 20]) == 1
 
 
 def test_who_has_all_it_wants_saves_up_no_turns() -> None:
     turns = create_turns(num_places=1)
     for _ in range(100):
         turns.look(["low"], ["low"], held(high=0, low=1))
-        turns.charge(held(low=1), {})
+        turns.charge(held(low=1), {}, held(), NAMES)
     turns.look(["high", "low"], ["low"], held(low=1))
     assert turns._pass("high") == turns._pass("low") == 0
 
@@ -97,7 +130,7 @@ def test_who_has_a_prompt_to_compute_does_not_have_all_it_wants() -> None:
     turns = create_turns()
     turns.look(["high"], ["low"], held(low=1))
     assert turns.first({"high", "low"}) == "high"
-    turns.charge(held(low=1), {"high": 64})
+    turns.charge(held(low=1), {"high": 64}, held(), NAMES)
     assert turns.first({"high", "low"}) == "low"
     assert turns.first({"high"}) is None
 
@@ -106,7 +139,7 @@ def test_what_was_not_needed_of_the_one_is_not_had_for_nothing_much_later() -> N
     turns = create_turns(num_places=2, turn_steps=8)
     turns.look(["high", "low"], ["low"], held(high=1, low=1))
     for _ in range(1000):
-        turns.charge(held(high=1, low=1), {"high": 64})
+        turns.charge(held(high=1, low=1), {"high": 64}, held(), NAMES)
     assert min(turns._paid["high"]) == turns._pass("high") - 8 * WHOLE * SCALE // 4
 
 
@@ -115,8 +148,8 @@ def test_of_a_fraction_of_a_place_a_class_has_the_whole_for_a_turn() -> None:
     covered = []
     for _ in range(20):
         turns.look(["high", "low"], ["low"], held(low=1))
-        covered.append(turns.num_covered("low", "high"))
-        turns.charge(held(low=1), {})
+        covered.append(turns.num_covered("low", "high", [1]))
+        turns.charge(held(low=1), {}, held(), NAMES)
     assert covered == [1] * 9 + [0] * 11
 
 
@@ -131,10 +164,11 @@ class Crowd:
         self.kinds = kinds
         self.places = dict.fromkeys(NAMES, 0)
         self.tokens = dict.fromkeys(NAMES, 0)
+        self.blocks = dict.fromkeys(NAMES, 0)
         self._requests: list[list[Request]] = [[] for _ in kinds]
 
     def run(self, num_steps: int) -> None:
-        self.places, self.tokens = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+        self.places, self.tokens, self.blocks = (dict.fromkeys(NAMES, 0) for _ in range(3))
         for _ in range(num_steps):
             for kind, requests in zip(self.kinds, self._requests, strict=True):
                 requests[:] = [each for each in requests if each.status is RequestStatus.WAITING]
@@ -150,6 +184,9 @@ class Crowd:
                 self.tokens[row.request.request_class.name] += row.query_len
             for name, number in self.scheduler.held.items():
                 self.places[name] += number
+            for request in self.scheduler.running:
+                name = request.request_class.name
+                self.blocks[name] += self.scheduler.blocks.num_blocks_held(request.request_id)
 
 
 def test_long_requests_of_a_lower_class_that_has_aged_leave_the_higher_one_its_places() -> None:
@@ -163,6 +200,24 @@ def test_long_requests_of_a_lower_class_that_has_aged_leave_the_higher_one_its_p
         crowd.run(100)
         assert crowd.places["high"] >= 100 * 6 * 4 // 6 - 100
         assert crowd.places["normal"] >= 100 * 6 * 2 // 6 - 100
+
+
+def test_long_requests_that_hold_few_places_leave_the_higher_class_its_blocks() -> None:
+    """Of the cache they held nearly all: places and tokens were what classes paid for."""
+    scheduler = create_scheduler(
+        max_num_seqs=8,
+        num_blocks=100,
+        max_model_len=240,
+        max_preemptions=1000,
+        turn_steps=8,
+        classes=create_classes(ageing_steps=20),
+    )
+    crowd = Crowd(scheduler, {"name": "high", "prompt": 32, "output": 8}, {"name": "low", "prompt": 120, "output": 100})
+    crowd.run(200)
+    crowd.run(1000)
+    shares = {name: number / (100 * 1000) for name, number in crowd.blocks.items()}
+    assert shares["low"] < 0.3, shares
+    assert shares["high"] > 0.4, shares
 
 
 @pytest.mark.parametrize("num_places", [1, 2])

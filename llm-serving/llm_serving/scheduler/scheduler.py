@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
@@ -11,9 +10,11 @@ from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, R
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
+from llm_serving.scheduler.displacement import victims_for
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
 from llm_serving.scheduler.orders import Arrival, Order
+from llm_serving.scheduler.places import Places, worst_first
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
@@ -47,11 +48,8 @@ class Scheduler:
         self.blocks = blocks
         self.classes = tuple(classes)
         self.order = Arrival() if order is None else order
-        self.waiting = WaitingQueue(self.classes, limits, self.order)
-        self.running: list[Request] = []
-        """Sorted by `queue_key`."""
-        self.held = {each.name: 0 for each in self.classes}
-        """Places that requests of each class run in."""
+        self.waiting = WaitingQueue(self.classes, limits, self.order, blocks.pool.num_blocks)
+        self.places = Places(limits, blocks, self.classes)
         self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
         self._monitor = WaitMonitor(self.bounds)
         self._gate = TenantGate(limits)
@@ -118,7 +116,7 @@ class Scheduler:
         if not draft.num_rows:
             return None
         rows = draft.rows
-        started = self._advance(rows, now)
+        started = self._advance(rows, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
         preempted, self._preempted = self._preempted, []
@@ -193,7 +191,11 @@ class Scheduler:
         if before is after:
             step = request.queue_key[2] - self._head_start(request)
             request.priority = priority
-            self._change_place(request, (*request.queue_key[:2], step + self._head_start(request), request.sequence))
+            if runs:
+                self.places.leave(request)
+            request.queue_key = (*request.queue_key[:2], step + self._head_start(request), request.sequence)
+            if runs:
+                self.places.take(request)
             if is_apart:
                 self._wait(request)
             elif waits:
@@ -201,7 +203,7 @@ class Scheduler:
             return True
         entered = self.waiting.queues[after.name]
         if request.has_run:
-            if not entered.may_be_overtaken or self._is_at_limit(request, after):
+            if not entered.may_be_overtaken or self.places.is_at_limit(request, after):
                 return False
             entered.overtake()
         num_waited = self._monitor.num_waited(request) if waits else 0
@@ -210,9 +212,10 @@ class Scheduler:
             if not request.has_run:
                 self._let_in(self._gate.left(request))
         if runs:
-            self.held[before.name] -= 1
-            self.held[after.name] += 1
+            self.places.leave(request)
         self._set_class(request, priority, after)
+        if runs:
+            self.places.take(request)
         if waits or is_apart:
             self._wait(request, num_waited)
         return True
@@ -222,7 +225,7 @@ class Scheduler:
         if request.is_finished:
             return
         if request.status is RequestStatus.RUNNING:
-            self._leave_place(request)
+            self.places.leave(request)
         elif request in self._laid_aside:
             self._laid_aside.remove(request)
         else:
@@ -252,8 +255,7 @@ class Scheduler:
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
         for request in self.running:
             self._wait_again(request)
-        self.running.clear()
-        self.held = dict.fromkeys(self.held, 0)
+        self.places.clear()
         for request in self.waiting:  # what it was promised did not reckon with this
             if not request.has_run:
                 self._promise(request)
@@ -278,17 +280,19 @@ class Scheduler:
         age = clocks[request.request_class.name] - request.arrival_clock
         request.priority, request.request_class, request.entered = priority, request_class, self._sequence
         request.arrival_clock = clocks[request_class.name] - age
-        self._change_place(request, self._place(request))
-
-    def _change_place(self, request: Request, key: tuple[int, float, int, int]) -> None:
-        if request.status is RUNNING:
-            self.running.remove(request)
-            request.queue_key = key
-            insort(self.running, request, key=_queue_key)
-        else:
-            request.queue_key = key
+        request.queue_key = self._place(request)
 
     # --- what others may know ---------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Request]:
+        """Sorted by `queue_key`."""
+        return self.places.running
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Places that requests of each class run in."""
+        return self.places.held
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -310,13 +314,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError when a block or a request is in a place where it cannot be."""
         self.blocks.check_integrity()
-        assert len(self.running) <= self.limits.max_num_seqs
-        assert all(request.status is RequestStatus.RUNNING for request in self.running)
+        self.places.check_integrity()
         assert all(not self.blocks.num_blocks_held(request.request_id) for request in self.waiting)
-        keys = [request.queue_key for request in self.running]
-        assert keys == sorted(keys)
-        members = Counter(request.request_class.name for request in self.running)
-        assert self.held == {name: members[name] for name in self.held}
         held = [request for forks in self._forks.values() for request in forks]
         assert all(request.paused for request in self._laid_aside)
         apart = list(self._gate.held())
@@ -406,11 +405,11 @@ class Scheduler:
         With `before`, only those of classes whose prompts come before.
         """
         draft.blocked = None
-        while (request := self.waiting.best(draft.closed, self.held)) is not None:
+        while (request := self.waiting.best(draft.closed, self.held, self.places.blocks_held)) is not None:
             request_class = request.request_class
             if before is not None and draft.turn_of(request_class) >= draft.turn_of(before):
                 return
-            if self._is_at_limit(request):
+            if self.places.is_at_limit(request, request_class):
                 draft.closed.add(request_class.name)
                 continue
             if not draft.has_room_for_prefill and not self.limits.static_batching:
@@ -420,10 +419,10 @@ class Scheduler:
             if request.num_tokens_in_flight:
                 draft.blocked = _blocked(request, WaitReason.IN_FLIGHT)
                 return
-            if not (self._fits(request) or self._displace_for(request, draft)):
+            if not (self.places.fits(request, self._parent(request)) or self._displace_for(request, draft)):
                 no_slot = len(self.running) >= self.limits.max_num_seqs
                 blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
-                draft.blocked = blocked._replace(behind=self._other_holder(request_class))
+                draft.blocked = blocked._replace(behind=self.places.other_holder(request_class))
                 return
             self._start(request, draft)
             if draft.has_room_for_prefill:
@@ -437,7 +436,7 @@ class Scheduler:
             self.waiting.discard(other)
             self._monitor.forget(other)
         parent = self._parent(request)
-        num_found = self.blocks.admit(request, self._num_tokens_to_hold(request), parent)
+        num_found = self.blocks.admit(request, self.places.num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:
@@ -448,81 +447,14 @@ class Scheduler:
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
         request.admission = self._num_admissions
         self._num_admissions += 1
-        self.held[request.request_class.name] += 1
-        insort(self.running, request, key=_queue_key)
-
-    def _leave_place(self, request: Request) -> None:
-        self.running.remove(request)
-        self.held[request.request_class.name] -= 1
-
-    def _fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Whether slots and blocks are free, or were if those `without` gave way.
-
-        One block is kept for each running request, the watermark: so none is preempted before it has filled a block.
-        """
-        num_running = len(self.running) - len(without)
-        if num_running >= self.limits.max_num_seqs:
-            return False
-        num_tokens, parent = self._num_tokens_to_hold(request), self._parent(request)
-        num_blocks = self.blocks.num_blocks_to_admit(request, num_tokens, parent, without) + num_running
-        return num_blocks <= self.blocks.pool.num_free_blocks
+        self.places.take(request)
 
     def _displace_for(self, request: Request, draft: StepDraft) -> bool:
-        """Preempts paused requests and those of strictly lower classes if that makes room, as few as will do."""
-        covered = self._covered(request.request_class)
-        victims = [other for other in self.running if self._yields_to(request, other) and other not in covered]
-        victims = list(_worst_first(victims))
-        if not victims or not self._fits(request, victims):
-            return False
-        for victim in reversed(victims):
-            spared = [other for other in victims if other is not victim]
-            if self._fits(request, spared):
-                victims = spared
+        """Preempts others if that makes room."""
+        victims = victims_for(request, self._parent(request), self.places, self.waiting.turns, self.classes)
         for victim in victims:
             self._preempt(victim, draft, request)
-        return True
-
-    def _covered(self, by: RequestClass) -> set[Request]:
-        """Running requests of classes below `by` whose places are those of their own share.
-
-        Those that may not lose their place again are counted first, then those that are first in their order.
-        """
-        covered: set[Request] = set()
-        for each in self.classes:
-            if each.rank <= by.rank or not self.held[each.name]:
-                continue
-            members = [request for request in self.running if request.request_class is each and not request.paused]
-            members.sort(key=lambda request: not self._is_protected(request))
-            covered.update(members[: self.waiting.turns.num_covered(each.name, by.name)])
-        return covered
-
-    def _yields_to(self, request: Request, other: Request) -> bool:
-        """Whether the running `other` may be displaced by the waiting request, unless its class's share covers it."""
-        if other.paused:
-            return True
-        return request.request_class.rank < other.request_class.rank and not self._is_protected(other)
-
-    def _is_at_limit(self, request: Request, request_class: RequestClass | None = None) -> bool:
-        """Whether the request's class, or the one it is to come into, holds as many slots or blocks as it may."""
-        share = request_class or request.request_class
-        if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
-            return False
-        members = [other for other in self.running if other.request_class is share and not other.paused]
-        if not members:
-            return False
-        num_held = sum(self.blocks.num_blocks_held(member.request_id) for member in members)
-        num_blocks = num_held + self.blocks.num_blocks_for(self._num_tokens_to_hold(request))
-        return (
-            len(members) + 1 > share.max_running_share * self.limits.max_num_seqs
-            or num_blocks > share.max_kv_share * self.blocks.pool.num_blocks
-        )
-
-    def _other_holder(self, request_class: RequestClass) -> str | None:
-        others = {name: number for name, number in self.held.items() if number and name != request_class.name}
-        return max(others, key=others.__getitem__, default=None)
-
-    def _num_tokens_to_hold(self, request: Request) -> int:
-        return request.max_num_tokens if self._is_protected(request) else request.num_tokens
+        return bool(victims)
 
     def _parent(self, request: Request) -> Request | None:
         """The running request whose blocks this one can share."""
@@ -541,16 +473,16 @@ class Scheduler:
         Protected requests hold all their blocks from the start: they never come here for more, and never give way.
         """
         while not self.blocks.can_grow(request.request_id, request.num_tokens):
-            victim = next(other for other in _worst_first(self.running) if not self._keeps_its_place(other))
+            victim = next(other for other in worst_first(self.running) if not self._keeps_its_place(other))
             self._preempt(victim, draft, request)
             if victim is request:
                 return False
-        self.blocks.grow(request.request_id, request.num_tokens)
+        self.places.grow(request)
         return True
 
     def _preempt(self, request: Request, draft: StepDraft, cause: Request) -> None:
         """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
-        self._leave_place(request)
+        self.places.leave(request)
         draft.withdraw(request)
         swaps = self._prefers_swap(request) and self.blocks.can_swap_out(request)
         self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
@@ -592,7 +524,7 @@ class Scheduler:
         self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name] + held_back, num_waited)
 
     def _keeps_its_place(self, request: Request) -> bool:
-        return self._is_protected(request) and not request.paused
+        return self.places.is_protected(request) and not request.paused
 
     def _prefers_swap(self, request: Request) -> bool:
         if self.limits.preemption_mode is not PreemptionMode.AUTO:
@@ -600,12 +532,9 @@ class Scheduler:
         num_blocks = self.blocks.num_blocks_for(request.num_computed_tokens)
         return num_blocks * self.limits.swap_block_cost_tokens < request.num_computed_tokens
 
-    def _is_protected(self, request: Request) -> bool:
-        return request.num_preemptions >= self.limits.max_preemptions
-
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
-    def _advance(self, rows: list[ScheduledRow], now: float) -> list[Request]:
+    def _advance(self, rows: list[ScheduledRow], running: Running, now: float) -> list[Request]:
         """The step of these rows is on its way; returns the requests that have never been scheduled before."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
@@ -623,8 +552,9 @@ class Scheduler:
         for (name, tenant), num_tokens in charges.items():
             tokens[name] += num_tokens
             self.waiting.queues[name].charge(tenant, num_tokens)
-        self.waiting.look(self._closed, self.held)
-        self.waiting.turns.charge(self.held, tokens)
+        backlogged = {*self.waiting.look(self._closed, self.held)}
+        backlogged.update([request.request_class.name for request in running.prefilling])
+        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, backlogged)
         return started
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
@@ -674,13 +604,3 @@ class Scheduler:
 
 def _blocked(request: Request, reason: WaitReason) -> Blocked:
     return Blocked(request.request_id, request.request_class.name, reason)
-
-
-def _worst_first(running: Sequence[Request]) -> Iterator[Request]:
-    """Running requests in the order in which they give way: paused ones before all others."""
-    yield from [request for request in reversed(running) if request.paused]
-    yield from [request for request in reversed(running) if not request.paused]
-
-
-def _queue_key(request: Request) -> tuple[int, float, int, int]:
-    return request.queue_key

@@ -1,13 +1,13 @@
 """The share of each class while several contend: weights, paid in service.
 
-A class pays for what it gets of the machine: of the places that requests run in and of the tokens of a step, whichever
-is the larger share (dominant resource, Ghodsi et al. 2011). Whoever has paid least for its weight is next (stride
-scheduling, Waldspurger and Weihl 1995).
+A class pays for what it gets of the machine: of the places that requests run in, of the tokens of a step and of the
+blocks of the cache, whichever is the largest share (dominant resource, Ghodsi et al. 2011). Whoever has paid least for
+its weight is next (stride scheduling, Waldspurger and Weihl 1995).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from llm_serving.core.request_class import RequestClass
@@ -17,29 +17,28 @@ WHOLE: Final = 2**16
 """Service of a whole step."""
 SCALE: Final = 2**20
 """At least the largest weight."""
+_NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
 
 
 class Turns:
-    """Who contends, what they have paid, how many places are theirs.
+    """Who contends, what they have paid, which places and blocks are theirs.
 
     The highest class that is present contends always. One below it begins to when its oldest waiting request has waited
     `ageing_steps`, or a prompt of it has not been computed so long after it was given a place, and goes on until it
     holds no place or has nobody above it.
     """
 
-    def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
-        """Classes in ascending order of rank."""
+    def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, num_blocks: int) -> None:
+        """Classes in ascending order of rank; `num_blocks` of the cache."""
         self._names = [each.name for each in classes]
         self._weights = {each.name: each.weight for each in classes}
         self._num_places = limits.max_num_seqs
         self._budget = limits.max_num_batched_tokens
+        self._num_blocks = num_blocks
         self._turn_steps = limits.turn_steps
-        self._paid = dict.fromkeys(self._names, (0, 0))
-        """Service over weight, in places and in tokens; only differences count."""
+        self._paid = dict.fromkeys(self._names, _NOTHING)
+        """Service over weight, in places, tokens and blocks; only differences count."""
         self._aged: set[str] = set()
-        self._waiting: Collection[str] = ()
-        self._prompts: Collection[str] = ()
-        """Classes that had prompts to compute when it was last asked whose come first."""
         self.contenders: list[str] = []
         """By rank."""
 
@@ -65,60 +64,87 @@ class Turns:
             if not contenders or name in self._aged or (nobody_above_waits and name in waiting):
                 contenders.append(name)
             nobody_above_waits = nobody_above_waits and name not in waiting
-        self.contenders, self._waiting = contenders, waiting
+        self.contenders = contenders
 
-    def next(self, held: Mapping[str, int]) -> str | None:
-        """The class to be admitted next; None: nobody waits who may be.
+    def next(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
+        """The class to be admitted next, of those with somebody who waits and may be; None: there is none.
 
-        Of those that hold less than their places the one that has paid least, else the highest.
+        Of those that hold less than their places and their blocks the one that has paid least, else the highest.
         """
-        contenders = [name for name in self.contenders if name in self._waiting]
-        entitled = [name for name in contenders if held[name] < self._most_places(name)]
+        contenders = [name for name in self.contenders if name in waiting]
+        total = self._sum_of_weights()
+        entitled = [
+            name
+            for name in contenders
+            if held[name] * total < self._num_places * self._weights[name]
+            and blocks[name] * total < self._num_blocks * self._weights[name]
+        ]
         if entitled:
             return min(entitled, key=self._pass)  # of equals the highest class
         return contenders[0] if contenders else None
 
     def first(self, among: Collection[str]) -> str | None:
         """Whose prompts come first in a step, of classes that have any; None: no two have."""
-        self._prompts = among
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._pass)
 
-    def num_covered(self, name: str, by: str) -> int:
-        """How many places of the class a higher one that waits may not take.
+    def num_covered(self, name: str, by: str, blocks: Iterable[int]) -> int:
+        """How many of the class's running requests, which hold so many blocks each, a higher one may not displace.
 
-        Those that its weight gives it; of a fraction of a place it has the whole for a turn, which ends when it has had
-        `turn_steps` more of it than is its due.
+        Those that fit into what its weight gives it of places and of blocks. Of one that goes beyond it has the whole
+        for a turn, which ends when it has had `turn_steps` more of it than is its due.
         """
         if name not in self.contenders:
             return 0
-        whole, rest = divmod(self._num_places * self._weights[name], self._sum_of_weights())
-        tolerance = self._turn_steps * (WHOLE // self._num_places) * (SCALE // self._weights[name])
-        return whole + (rest > 0 and self._pass(name) <= self._pass(by) + tolerance)
+        total, weight = self._sum_of_weights(), self._weights[name]
+        places, rest = self._num_places * weight, self._num_blocks * weight
+        count = 0
+        for num_blocks in blocks:
+            places, before, rest = places - total, (places, rest), rest - num_blocks * total
+            if places < 0 or rest < 0:
+                service = max(WHOLE // self._num_places, WHOLE * num_blocks // self._num_blocks)
+                tolerance = self._turn_steps * service * (SCALE // weight)
+                return count + (min(before) > 0 and self._pass(name) <= self._pass(by) + tolerance)
+            count += 1
+        return count
 
-    def charge(self, held: Mapping[str, int], num_tokens: Mapping[str, int]) -> None:
-        """A step was formed, in which each class holds so many places and has so many tokens computed."""
+    def charge(
+        self,
+        held: Mapping[str, int],
+        num_tokens: Mapping[str, int],
+        blocks: Mapping[str, int],
+        backlogged: Collection[str],
+    ) -> None:
+        """A step was formed.
+
+        Args:
+            held: Places of each class.
+            num_tokens: Tokens that the step computes of each; none of those left out.
+            blocks: Blocks that the requests in those places hold.
+            backlogged: Classes with somebody who waits, or with a prompt to compute.
+        """
         for name in self._names:
-            scale, (places, tokens) = SCALE // self._weights[name], self._paid[name]
-            places += WHOLE * held[name] // self._num_places * scale
-            tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
+            scale = SCALE // self._weights[name]
+            services = (
+                WHOLE * held[name] // self._num_places,
+                WHOLE * num_tokens.get(name, 0) // self._budget,
+                WHOLE * blocks[name] // self._num_blocks,
+            )
+            paid = [before + service * scale for before, service in zip(self._paid[name], services, strict=True)]
             # What it did not need of the one may not be had for nothing much later.
-            least = max(places, tokens) - self._turn_steps * WHOLE * scale
-            self._paid[name] = max(places, least), max(tokens, least)
+            least = max(paid) - self._turn_steps * WHOLE * scale
+            self._paid[name] = tuple([max(each, least) for each in paid])
         # Who has all it wants, or does not contend, saves up no turns either.
-        backlogged = [name for name in self.contenders if name in self._waiting or name in self._prompts]
-        least = min([self._pass(name) for name in backlogged or self.contenders], default=0)
-        for name, paid in self._paid.items():
-            common = min(least, max(paid))
-            self._paid[name] = (paid[0] - common, paid[1] - common) if name in self.contenders else (0, 0)
+        contenders = [name for name in self.contenders if name in backlogged] or self.contenders
+        least = min([self._pass(name) for name in contenders], default=0)
+        for name, before in self._paid.items():
+            common = min(least, max(before))
+            self._paid[name] = tuple([each - common for each in before]) if name in self.contenders else _NOTHING
 
     def _pass(self, name: str) -> int:
         return max(self._paid[name])
-
-    def _most_places(self, name: str) -> int:
-        return -(-self._num_places * self._weights[name] // self._sum_of_weights())
 
     def _sum_of_weights(self) -> int:
         return sum([self._weights[name] for name in self.contenders])

@@ -20,10 +20,10 @@ class WaitingQueue:
     Each class has a clock, which counts the steps it could take part in. Waits are read off it.
     """
 
-    def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order) -> None:
-        """Classes in ascending order of rank."""
+    def __init__(self, classes: Sequence[RequestClass], limits: SchedulerLimits, order: Order, num_blocks: int) -> None:
+        """Classes in ascending order of rank; `num_blocks` of the cache."""
         self.queues = {each.name: ClassQueue(each, limits.max_overtakes, order) for each in classes}
-        self.turns = Turns(classes, limits)
+        self.turns = Turns(classes, limits, num_blocks)
         self.clocks = dict.fromkeys(self.queues, 0)
 
     def __len__(self) -> int:
@@ -40,13 +40,16 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         self.queues[request.request_class.name].discard(request)
 
-    def look(self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()) -> None:
+    def look(self, closed: Collection[str], held: Mapping[str, int], late: Collection[str] = ()) -> list[str]:
         """Notes who contends; to be called before questions, whenever somebody came or went.
 
         Args:
             closed: Classes that are passed over.
             held: Places of each class.
             late: Classes with a prompt that has had a place for `ageing_steps` and is not computed.
+
+        Returns:
+            Those with somebody who waits and may be admitted.
         """
         waiting, aged = [], [*late]
         for name, queue in self.queues.items():
@@ -55,11 +58,11 @@ class WaitingQueue:
                 if self.clocks[name] - arrival >= queue.request_class.ageing_steps:
                     aged.append(name)
         self.turns.look(waiting, aged, held)
+        return waiting
 
-    def best(self, closed: Collection[str], held: Mapping[str, int]) -> Request | None:
-        """Who is to be admitted next; it stays."""
-        self.look(closed, held)
-        name = self.turns.next(held)
+    def best(self, closed: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> Request | None:
+        """Who is to be admitted next; it stays. Classes hold so many places and blocks."""
+        name = self.turns.next(self.look(closed, held), held, blocks)
         return None if name is None else self.queues[name].head()
 
     def pop(self, request: Request) -> None:

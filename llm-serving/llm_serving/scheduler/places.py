@@ -1,0 +1,119 @@
+"""The places that requests run in: who has one, and what each class holds by them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from llm_serving.core.request import RUNNING, Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.kvcache import BlockManager
+from llm_serving.scheduler.limits import SchedulerLimits
+
+
+class Places:
+    """The running requests in their order, and the places and blocks of each class."""
+
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, classes: Sequence[RequestClass]) -> None:
+        self.running: list[Request] = []
+        """Sorted by `queue_key`."""
+        self.held = {each.name: 0 for each in classes}
+        """Places that requests of each class run in."""
+        self.blocks_held = dict(self.held)
+        """Blocks in the tables of these requests; one that two share counts for both."""
+        self._limits = limits
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def take(self, request: Request) -> None:
+        """The request, which has its blocks, runs from now on."""
+        self._count(request, 1)
+        insort(self.running, request, key=_queue_key)
+
+    def leave(self, request: Request) -> None:
+        """The request, which still has its blocks, runs no longer."""
+        self.running.remove(request)
+        self._count(request, -1)
+
+    def clear(self) -> None:
+        """Nobody runs any more."""
+        self.running.clear()
+        self.held, self.blocks_held = dict.fromkeys(self.held, 0), dict.fromkeys(self.held, 0)
+
+    def grow(self, request: Request) -> None:
+        """Makes the request's table hold its newest token; there are blocks for it."""
+        before = self.num_blocks_of(request)
+        self._blocks.grow(request.request_id, request.num_tokens)
+        self.blocks_held[request.request_class.name] += self.num_blocks_of(request) - before
+
+    def fits(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
+        """Whether slots and blocks are free for the request, or were if those `without` gave way.
+
+        One block is kept for each running request, the watermark: so none is preempted before it has filled a block.
+        """
+        num_running = len(self.running) - len(without)
+        if num_running >= self._limits.max_num_seqs:
+            return False
+        num_blocks = self._blocks.num_blocks_to_admit(request, self.num_tokens_to_hold(request), parent, without)
+        return num_blocks + num_running <= self._blocks.pool.num_free_blocks
+
+    def is_at_limit(self, request: Request, share: RequestClass) -> bool:
+        """Whether the class has as many slots or blocks as it may, so that the request cannot run in it."""
+        if share.max_running_share == 1.0 and share.max_kv_share == 1.0:
+            return False
+        members = [other for other in self.running if other.request_class is share and not other.paused]
+        if not members:
+            return False
+        num_held = sum(map(self.num_blocks_of, members))
+        num_blocks = num_held + self._blocks.num_blocks_for(self.num_tokens_to_hold(request))
+        return (
+            len(members) + 1 > share.max_running_share * self._limits.max_num_seqs
+            or num_blocks > share.max_kv_share * self._blocks.pool.num_blocks
+        )
+
+    def other_holder(self, request_class: RequestClass) -> str | None:
+        """The class that holds most places, of those beside this one."""
+        others = {name: number for name, number in self.held.items() if number and name != request_class.name}
+        return max(others, key=others.__getitem__, default=None)
+
+    def num_blocks_of(self, request: Request) -> int:
+        return self._blocks.num_blocks_held(request.request_id)
+
+    def num_tokens_to_hold(self, request: Request) -> int:
+        """Tokens that a request must have blocks for to be admitted."""
+        return request.max_num_tokens if self.is_protected(request) else request.num_tokens
+
+    def is_protected(self, request: Request) -> bool:
+        """Whether it has lost its place as often as it may."""
+        return request.num_preemptions >= self._limits.max_preemptions
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when what is counted is not what is there."""
+        assert len(self.running) <= self._limits.max_num_seqs
+        assert all(request.status is RUNNING for request in self.running)
+        keys = [request.queue_key for request in self.running]
+        assert keys == sorted(keys)
+        held, blocks_held = Counter[str](), Counter[str]()
+        for request in self.running:
+            held[request.request_class.name] += 1
+            blocks_held[request.request_class.name] += self.num_blocks_of(request)
+        assert self.held == {name: held[name] for name in self.held}
+        assert self.blocks_held == {name: blocks_held[name] for name in self.held}
+
+    def _count(self, request: Request, sign: int) -> None:
+        name = request.request_class.name
+        self.held[name] += sign
+        self.blocks_held[name] += sign * self.num_blocks_of(request)
+
+
+def worst_first(running: Sequence[Request]) -> Iterator[Request]:
+    """Running requests in the order in which they give way: paused ones before all others."""
+    yield from [request for request in reversed(running) if request.paused]
+    yield from [request for request in reversed(running) if not request.paused]
+
+
+def _queue_key(request: Request) -> tuple[int, float, int, int]:
+    return request.queue_key
