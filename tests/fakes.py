@@ -138,6 +138,10 @@ class FakeEngine:
     model_name: str = "demo"
     script_for: Callable[[Submitted], Script] | None = None
     refusal: LLMServingError | None = None
+    refuses_at_once: LLMServingError | None = None
+    """Whoever knocks."""
+    knocks: list[list[int]] = field(default_factory=list)
+    """What each was said to have at least."""
     refuse_from: int = 0
     """Number of requests accepted before `refusal`."""
     max_body_bytes: int = 4096
@@ -224,6 +228,19 @@ class FakeEngine:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
         return Admission()
+
+    def knock(
+        self,
+        least_lens: Sequence[int],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        visitor: Visitor | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.knocks.append(list(least_lens))
+        if self.refuses_at_once is not None:
+            raise self.refuses_at_once
 
     def generate(
         self,

@@ -113,3 +113,22 @@ def test_a_queue_that_stands_still_longer_than_clients_wait_makes_no_appointment
         setup.refused(number)
     assert (setup.refused(99_999).retry_after or 0) > HORIZON_S
     assert len(setup.door.book) < 2000
+
+
+def test_who_knocks_is_refused_as_who_comes_in_and_takes_no_place() -> None:
+    setup = Setup()
+    visitor = Visitor("a", b"knocks")
+
+    def knock() -> None:
+        setup.door.knock([1], 0, "", visitor, Replica(0, 1, None, True))
+
+    knock()
+    setup.enter(PLACES)
+    with pytest.raises(CapacityError) as refused:
+        knock()
+    setup.clock.now = refused.value.retry_after or 0.0
+    setup.start(1)
+    knock()
+    setup.refused(99)  # its place is still kept
+    setup.door.check([4], 0, "", visitor, Replica(0, 1, None, True))
+    assert (setup.door.book.num_kept, len(setup.door.book)) == (1, 1)

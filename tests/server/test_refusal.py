@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeEngine
 from llm_serving.errors import CapacityError
 from llm_serving.server.app import create_app
+from llm_serving.text.tokenizer import Tokenizer
 from server_client import post
 
 
@@ -64,3 +65,58 @@ def test_the_same_request_of_the_same_client_is_the_same_visitor() -> None:
     assert visitor({}) == first  # though each was given a random seed of its own
     others = [{"prompt": "Hell"}, {"max_tokens": 3}, {"user": "x"}, {"cache_salt": "x"}, {"priority": 1}]
     assert len({first, *(visitor(body) for body in others), visitor({}, **{"Idempotency-Key": "x"})}) == 7
+
+
+FULL = CapacityError("5 of 5 places in the queue are taken", 2.2)
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_whoever_is_refused_anyhow_costs_no_template_and_no_tokens(path, body, monkeypatch) -> None:
+    engine = FakeEngine(refuses_at_once=FULL)
+    touched = []
+    for name in ("encode", "apply_chat_template"):
+        monkeypatch.setattr(Tokenizer, name, lambda *_, name=name, **__: touched.append(name) or [5])
+    response = post(engine, path, body)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert len(engine.knocks) == 1 and not touched and not engine.submitted
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_who_knocks_and_who_comes_in_is_the_same_visitor(path, body) -> None:
+    engine = FakeEngine()
+    knocked = []
+    let_in = engine.knock
+    engine.knock = lambda *given, visitor, **kwargs: knocked.append(visitor) or let_in(*given, **kwargs)
+    post(engine, path, body)
+    assert knocked and knocked[0].key
+    assert {each.visitor for each in engine.submitted} == {knocked[0]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "word " * 100},
+        {"prompt": "Hello", "max_tokens": 125},
+        {"prompt": [[5] * 130, [5]]},
+    ],
+)
+def test_who_may_never_fit_is_not_told_to_come_back(body) -> None:
+    engine = FakeEngine(refuses_at_once=FULL)
+    assert post(engine, "/v1/completions", body).status_code != 429
+    assert not engine.knocks
+
+
+def test_who_is_cut_to_what_fits_is_told_to_come_back() -> None:
+    engine = FakeEngine(refuses_at_once=FULL)
+    body = {"prompt": "word " * 100, "truncate_prompt_tokens": 10, "n": 3}
+    assert post(engine, "/v1/completions", body).status_code == 429
+    assert engine.knocks == [[1, 1, 1]]
+
+
+def test_the_door_is_told_of_no_more_tokens_than_there_are() -> None:
+    engine = FakeEngine()
+    text = "internationalization of answers"
+    post(engine, "/v1/completions", {"prompt": text, "max_tokens": 5})
+    post(engine, "/v1/completions", {"prompt": [[5, 6], [5, 6, 7]], "max_tokens": 5})
+    (least,), exact = engine.knocks
+    assert 1 <= least <= len(engine.tokenizer.encode(text)) and exact == [2, 3]

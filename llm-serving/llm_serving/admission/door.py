@@ -92,6 +92,23 @@ class Door:
             RequestError: They would not come in even if nothing waited.
             CapacityError: They may not come in now.
         """
+        forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica)
+        if appointment is not None:
+            self.book.keep(appointment)
+            if forecast is not None:
+                name = forecast.kind.class_name
+                before_s = self._wait_of_returned.get(name, forecast.seconds)
+                self._wait_of_returned[name] = before_s + (forecast.seconds - before_s) / RETURNED_MEMORY
+        return forecast
+
+    def knock(self, least_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica) -> None:
+        """Refuses as `check` does, and lets nobody in: for prompts that have at least so many tokens."""
+        self._pass(least_lens, priority, tenant, visitor, replica)
+
+    def _pass(
+        self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
+    ) -> tuple[Forecast | None, Appointment | None]:
+        """What is predicted for requests that may come in, and the appointment by which they do."""
         request_class = class_of(priority, self._classes)
         num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
         try:
@@ -123,12 +140,7 @@ class Door:
                 None if predicted_s is None else 1000 * predicted_s,
                 None if then_s is None else later_s + then_s,
             )
-        if appointment is not None:
-            self.book.keep(appointment)
-            if predicted_s is not None:
-                before_s = self._wait_of_returned.get(request_class.name, predicted_s)
-                self._wait_of_returned[request_class.name] = before_s + (predicted_s - before_s) / RETURNED_MEMORY
-        return forecast
+        return forecast, appointment
 
     def _arrange(
         self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float

@@ -346,6 +346,26 @@ class AsyncEngine:
         self._check_deadline(replica, engine, prompt_lens, priority, deadline)
         return self._check_capacity(replica, engine, prompt_lens, priority, tenant, visitor)
 
+    def knock(
+        self,
+        least_lens: Sequence[int],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        visitor: Visitor = NOBODY,
+        deadline: float | None = None,
+    ) -> None:
+        """Refuses requests whose prompts have at least so many tokens, where that is enough to refuse them.
+
+        Whoever is not refused has not come in yet.
+
+        Raises:
+            RequestError, CapacityError, UnavailableError: As `check_capacity` does.
+        """
+        replica, engine = self._least_loaded()
+        self._check_deadline(replica, engine, least_lens, priority, deadline)
+        self._door.knock(least_lens, priority, tenant, visitor, self._as_seen_from_the_door(replica, engine))
+
     def _check_deadline(
         self,
         replica: int,

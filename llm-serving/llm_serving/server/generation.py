@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
-from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +13,12 @@ from llm_serving.admission.appointments import Visitor
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import AsyncEngine, RequestStream
+from llm_serving.engine.async_engine import NOBODY, AsyncEngine, RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
-from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
+from llm_serving.server.off_loop import off_loop
 from llm_serving.server.sampling import with_choice_seed
 from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
@@ -136,6 +134,7 @@ async def start_generation(
     choices: Choices = ONE_ANSWER,
     request_id: str,
     caller: Caller,
+    visitor: Visitor = NOBODY,
 ) -> Generation:
     """Submits `choices.best_of` requests for each prompt, all or none; a beam search is one.
 
@@ -148,13 +147,13 @@ async def start_generation(
         choices: How many answers, and how they are found.
         request_id: As the client sees it.
         caller: Who asks.
+        visitor: By which the door knows the request when it comes again.
 
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
-    is_much = sum(map(len, prompts)) > INLINE_ITEMS
-    visitor, admission = await off_loop(is_much, lambda: _visitor(caller, prompts, samplings)), None
+    admission = None
     if len(prompt_lens) > 1:
         admission = engine.check_capacity(
             prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor, deadline=caller.deadline
@@ -213,15 +212,6 @@ def _end_of_beams(on_end: Callable[[int], None], width: int, num_generated: int)
     before gets nothing back."""
     if num_generated:
         on_end(num_generated * width)
-
-
-def _visitor(caller: Caller, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Visitor:
-    """The same for the same request of the same client, whatever random seed it was given."""
-    who = "\0".join((caller.tenant, caller.cache_salt, caller.idempotency_key, str(caller.priority)))
-    key = hashlib.blake2b(who.encode("utf-8", "replace"), digest_size=16)
-    for prompt, sampling in zip(prompts, samplings, strict=True):
-        key.update(array("q", (len(prompt), sampling.max_tokens, *prompt)).tobytes())
-    return Visitor(caller.source, key.digest())
 
 
 def raise_on_error(output: RequestOutput) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,8 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
-from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
+from llm_serving.server.knock import knock
+from llm_serving.server.off_loop import INLINE_BYTES, INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -77,6 +79,16 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
     decided["defaults"] = engine.sampling_defaults
     sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
+    said = await off_loop(_says_much(request.messages), lambda: _said(request))
+    visitor = await knock(
+        engine,
+        caller,
+        [said],
+        _max_tokens(request, 1),
+        num_each=choices.best_of,
+        frame=2,
+        truncates=request.truncate_prompt_tokens is not None,
+    )
     text = await render_chat(
         engine,
         request.messages,
@@ -90,7 +102,13 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(
-        engine, [prompt], [sampling], choices=choices, request_id=identity.request_id, caller=caller
+        engine,
+        [prompt],
+        [sampling],
+        choices=choices,
+        request_id=identity.request_id,
+        caller=caller,
+        visitor=visitor,
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, choices.n)
     return await respond(http_request, request, generation, answer, identity)
@@ -153,6 +171,16 @@ def _echo(request: ChatCompletionRequest) -> str:
     """The text that the answer shall begin with."""
     last = request.messages[-1]
     return _plain_message(0, last)["content"] if request.echo and last.role == "assistant" else ""
+
+
+def _says_much(messages: Sequence[ChatMessage]) -> bool:
+    sizes = (len(each.content) if isinstance(each.content, str) else INLINE_BYTES for each in messages if each.content)
+    return sum(sizes) >= INLINE_BYTES
+
+
+def _said(request: ChatCompletionRequest) -> str:
+    """All that the template is given, as one text."""
+    return msgspec.json.encode((request.messages, request.chat_template_kwargs)).decode()
 
 
 def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:

@@ -24,6 +24,7 @@ from llm_serving.server.generation import (
     start_generation,
     truncated,
 )
+from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_ITEMS, INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
@@ -57,6 +58,14 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     sampling = sampling_params(request, defaults=engine.sampling_defaults, max_tokens=max_tokens, bad_words=words)
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
+    visitor = await knock(
+        engine,
+        caller,
+        items,
+        max_tokens,
+        num_each=choices.best_of,
+        truncates=request.truncate_prompt_tokens is not None,
+    )
     whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
     prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
     items = [
@@ -70,6 +79,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         choices=choices,
         request_id=identity.request_id,
         caller=caller,
+        visitor=visitor,
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n)
     return await respond(http_request, request, generation, answer, identity)

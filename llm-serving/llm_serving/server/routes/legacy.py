@@ -54,6 +54,7 @@ from llm_serving.server.caller import Caller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
+from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import check_model, request_id_of
 from llm_serving.server.parameters import read_fields
@@ -114,10 +115,13 @@ async def _start(
     if not inputs:
         return PROMPT_EMPTY
     try:
+        visitor = await knock(engine, caller, [inputs], sampling.max_tokens)
         prompt = await encode_text(engine, inputs, "inputs")
         if len(prompt) + sampling.max_tokens >= engine.max_model_len:
             return PROMPT_OUT_OF_RANGE
-        return await start_generation(engine, [prompt], [sampling], request_id=request_id, caller=caller)
+        return await start_generation(
+            engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor
+        )
     except ContextLengthError:
         return PROMPT_OUT_OF_RANGE
 

@@ -33,6 +33,7 @@ from llm_serving.server.generation import (
     start_generation,
     token_pieces,
 )
+from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import large_json_response
 from llm_serving.server.openai_requests import request_id_of
 from llm_serving.server.parameters import read_fields
@@ -66,13 +67,18 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     parameters = request.parameters or TGIParameters()
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
+    visitor = await knock(
+        engine, caller, [request.inputs], sampling.max_tokens, truncates=parameters.truncate is not None
+    )
     prompt = await encode_text(engine, request.inputs, "inputs")
     if parameters.truncate is not None:
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
     request_id = request_id_of(http_request)
-    generation = await start_generation(engine, [prompt], [sampling], request_id=request_id, caller=caller)
+    generation = await start_generation(
+        engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor
+    )
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if stream or (stream is None and request.stream):
         headers = {"x-request-id": request_id}
