@@ -46,7 +46,7 @@ TOKENIZER_CONFIG = {
     "add_bos_token": True,
     "add_eos_token": False,
     "add_prefix_space": True,
-    "legacy": False,
+    "legacy": True,
     "bos_token": "<s>",
     "eos_token": "</s>",
     "unk_token": "<unk>",

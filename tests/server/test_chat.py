@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
+from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
-from llm_serving.text.vocabulary import SentencePieceVocabulary
 from server_client import error_of, events, leave_while_held, post
 
 PATH = "/v1/chat/completions"

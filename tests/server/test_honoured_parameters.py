@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine
+from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
-from llm_serving.text.vocabulary import SentencePieceVocabulary
 from server_client import error_of, events, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

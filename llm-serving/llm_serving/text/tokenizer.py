@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from llm_serving.errors import ModelError, shorten
 from llm_serving.text.conversation import Conversations
 from llm_serving.text.detokenizer import IncrementalDetokenizer
 from llm_serving.text.template_files import read_templates, templates_of
-from llm_serving.text.vocabulary import (
-    AddedToken,
-    SentencePieceVocabulary,
-    TokenizersVocabulary,
-    Vocabulary,
-    read_limited,
+from llm_serving.text.tokenizer_config import (
+    MORE_SPECIAL,
+    flag,
+    more_special_texts,
+    read_json,
+    read_tokenizer_config,
+    special_texts,
 )
+from llm_serving.text.vocabulary import Vocabulary
+from llm_serving.text.vocabulary_files import find_vocabulary, read_vocabulary
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
-
-TOKENIZERS_FILE: Final = "tokenizer.json"
-SENTENCEPIECE_FILE: Final = "tokenizer.model"
-_SPECIAL_NAMES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
@@ -53,26 +51,30 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self.strips_leading_space = vocabulary.strips_leading_space
         self.special_token_ids = vocabulary.special_ids
-        self._special_texts = {name: text for name in _SPECIAL_NAMES if (text := _text(config, name))}
-        self.bos_token_id = self._special_id("bos_token", "<s>")
-        eos = self._special_id("eos_token", "</s>")
+        self._special_texts = special_texts(config)
+        for name, text in vocabulary.usual_names.items():
+            if name not in self._special_texts and vocabulary.token_id(text) is not None:
+                self._special_texts[name] = text
+        self.bos_token_id = self._special_id("bos_token")
+        eos = self._special_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = tuple(
             dict.fromkeys([*([] if eos is None else [eos]), *more_eos_token_ids])
         )
         """Ids that end a text."""
-        prescribed = isinstance(vocabulary, TokenizersVocabulary)
-        self._add_bos = _flag(config, "add_bos_token", None if prescribed else self.bos_token_id is not None)
-        self._add_eos = _flag(config, "add_eos_token", None if prescribed else False)
+        prescribed = vocabulary.adds_special_tokens
+        self._add_bos = flag(config, "add_bos_token", None if prescribed else self.bos_token_id is not None)
+        self._add_eos = flag(config, "add_eos_token", None if prescribed else False)
         if chat_templates is None:
             chat_templates = templates_of(config.get("chat_template"))
-        self._conversations = Conversations(chat_templates, self._special_texts | _more_special_tokens(config))
+        more = {MORE_SPECIAL: texts} if (texts := more_special_texts(config)) else {}
+        self._conversations = Conversations(chat_templates, self._special_texts | more)
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
         """Reads the tokenizer of a Hugging Face folder.
 
         Args:
-            folder: Holds `tokenizer.json` or `tokenizer.model`, and usually `tokenizer_config.json`.
+            folder: Holds a tokenizer file (`vocabulary_files.FILES`), and usually `tokenizer_config.json`.
             vocab_file: A tokenizer file that takes the place of the folder's, or another folder.
 
         Raises:
@@ -81,19 +83,12 @@ class Tokenizer:
         if vocab_file is not None and vocab_file.is_dir():
             folder, vocab_file = vocab_file, None
         if vocab_file is None:
-            candidates = [folder / TOKENIZERS_FILE, folder / SENTENCEPIECE_FILE]
-            vocab_file = next((path for path in candidates if path.exists()), None)
-            if vocab_file is None:
-                raise ModelError(f"{folder}: has neither {TOKENIZERS_FILE} nor {SENTENCEPIECE_FILE}")
+            vocab_file = find_vocabulary(folder)
         elif not vocab_file.exists():
             raise ModelError(f"tokenizer file {vocab_file} does not exist")
-        config = _read_json(folder / "tokenizer_config.json")
-        vocabulary: Vocabulary
-        if vocab_file.suffix == ".json":
-            vocabulary = TokenizersVocabulary(vocab_file)
-        else:
-            vocabulary = SentencePieceVocabulary(vocab_file, _added_tokens(config))
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        config = read_tokenizer_config(folder)
+        vocabulary = read_vocabulary(vocab_file, config)
+        eos = read_json(folder / "generation_config.json").get("eos_token_id")
         more_eos = [item for item in (eos if isinstance(eos, list) else [eos]) if isinstance(item, int) and item >= 0]
         return cls(vocabulary, config, more_eos, read_templates(folder, config))
 
@@ -166,13 +161,12 @@ class Tokenizer:
         """
         return self._conversations.render(messages, **given)
 
-    def _special_id(self, name: str, usual: str) -> int | None:
-        text = self._special_texts.get(name)
-        token_id = self._vocabulary.token_id(text or usual)
-        if token_id is None and text is not None:
+    def _special_id(self, name: str) -> int | None:
+        if (text := self._special_texts.get(name)) is None:
+            return None
+        token_id = self._vocabulary.token_id(text)
+        if token_id is None:
             raise ModelError(f"tokenizer_config.json: `{name}` must be in the vocabulary. Given: {shorten(text)}")
-        if token_id is not None:
-            self._special_texts.setdefault(name, usual)
         return token_id
 
 
@@ -181,47 +175,3 @@ def _complete_text(data: bytes) -> str | None:
         return data.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(read_limited(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
-    return content
-
-
-def _text(config: Mapping[str, Any], name: str) -> str | None:
-    """A token that is written as text, or as an object that holds it."""
-    return _content(config.get(name))
-
-
-def _content(value: Any) -> str | None:
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) and value else None
-
-
-def _flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    value = config.get(name)
-    return value if isinstance(value, bool) else default
-
-
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    tokens = config.get("added_tokens_decoder")
-    added = {}
-    for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
-        if isinstance(token, dict) and token_id.isdecimal() and int(token_id) < 2**24 and token.get("content"):
-            added[int(token_id)] = AddedToken(str(token["content"]), bool(token.get("special")))
-    return added
-
-
-def _more_special_tokens(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    name = "additional_special_tokens"
-    items = config.get(name)
-    texts = [_content(item) for item in items] if isinstance(items, list) else []
-    given = [text for text in texts if text]
-    return {name: given} if given else {}

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
+from llm_serving.text.added_tokens import AddedToken
 
 SPACE_SYMBOL: Final = "▁"
 BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-UNKNOWN_TEXT: Final = " ⁇ "
+USUAL_NAMES: Final[Mapping[str, str]] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 MAX_FILE_BYTES: Final = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    text: str
-    special: bool
 
 
 class Vocabulary(Protocol):
@@ -34,11 +28,15 @@ class Vocabulary(Protocol):
         token_bytes: [vocab_size] UTF-8 bytes of each token; a token may hold part of a character only.
         special_ids: Tokens that steer the model and are no text.
         strips_leading_space: The file's encoder puts a space before a text, so one is taken off when decoding.
+        adds_special_tokens: The encoder knows which tokens the file prescribes; else a text begins with `bos_token`.
+        usual_names: Special tokens by their use where the config names none.
     """
 
     token_bytes: list[bytes]
     special_ids: frozenset[int]
     strips_leading_space: bool
+    adds_special_tokens: bool
+    usual_names: Mapping[str, str]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids; `add_special_tokens` puts in what the file itself prescribes, if it does."""
@@ -49,84 +47,21 @@ class Vocabulary(Protocol):
         ...
 
 
-class SentencePieceVocabulary:
-    """A `tokenizer.model`. Special tokens are recognised in the text, as they are in other tokenizers.
+class TokenizersVocabulary:
+    """A `tokenizer.json`. Its decoder must be one whose output is the tokens' bytes put together.
 
     Args:
         path: The file.
-        added_tokens: Tokens of `tokenizer_config.json`, by id; also beyond those of the file.
+        added_tokens: Tokens of `tokenizer_config.json` by id; the file may lack the newest.
+        special_texts: Texts of the tokens that the config names by their use; those of the file are special tokens.
     """
 
-    def __init__(self, path: Path, added_tokens: Mapping[int, AddedToken]) -> None:
-        data = read_limited(path)
-        try:
-            self._processor = SentencePieceProcessor(model_proto=data)
-        except (OSError, RuntimeError) as error:
-            raise ModelError(f"{path}: is not a sentencepiece model: {error}") from None
-        processor, count = self._processor, self._processor.vocab_size()
-        self._ids: dict[str, int] = {}
-        self.token_bytes: list[bytes] = []
-        special = set()
-        for token_id in range(count):
-            piece = processor.id_to_piece(token_id)
-            if processor.is_control(token_id) or processor.is_unknown(token_id):
-                special.add(token_id)
-                self._ids[piece] = token_id
-            self.token_bytes.append(self._bytes_of(token_id, piece))
-        for token_id, token in added_tokens.items():
-            while token_id >= len(self.token_bytes):
-                self.token_bytes.append(b"")
-            if token_id >= count:
-                self.token_bytes[token_id] = token.text.encode()
-            if token_id >= count or token.special:
-                self._ids[token.text] = token_id
-            if token.special:
-                special.add(token_id)
-        self.special_ids = frozenset(special)
-        self.strips_leading_space = self._decodes_without_leading_space()
-        names = sorted(filter(None, self._ids), key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+    adds_special_tokens = True
+    usual_names = USUAL_NAMES
 
-    def _bytes_of(self, token_id: int, piece: str) -> bytes:
-        processor = self._processor
-        if processor.is_unknown(token_id):
-            return UNKNOWN_TEXT.encode()
-        if processor.is_control(token_id):
-            return piece.encode()
-        if processor.is_byte(token_id) and (match := BYTE_PIECE.fullmatch(piece)):
-            return bytes.fromhex(match[1])
-        return piece.replace(SPACE_SYMBOL, " ").encode()
-
-    def _decodes_without_leading_space(self) -> bool:
-        for token_id in range(self._processor.vocab_size()):
-            piece = self._processor.id_to_piece(token_id)
-            if piece.startswith(SPACE_SYMBOL) and len(piece) > 1:
-                return not self._processor.decode([token_id]).startswith(" ")
-        return False
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._split is None or not self._split.search(text):
-            ids: list[int] = self._processor.encode(text)
-            return ids
-        ids = []
-        for part in self._split.split(text):
-            if part in self._ids:
-                ids.append(self._ids[part])
-            elif part:
-                ids.extend(self._processor.encode(part))
-        return ids
-
-    def token_id(self, token: str) -> int | None:
-        if token in self._ids:
-            return self._ids[token]
-        token_id: int = self._processor.piece_to_id(token)
-        return None if self._processor.is_unknown(token_id) else token_id
-
-
-class TokenizersVocabulary:
-    """A `tokenizer.json`. Its decoder must be one whose output is the tokens' bytes put together."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, added_tokens: Mapping[int, AddedToken] | None = None, special_texts: Iterable[str] = ()
+    ) -> None:
         data = read_limited(path)
         try:
             self._tokenizer = TokenizersTokenizer.from_buffer(data)
@@ -135,6 +70,7 @@ class TokenizersVocabulary:
             raise ModelError(f"{path}: is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._add_tokens(added_tokens or {}, special_texts)
         steps = _decoder_steps(content.get("decoder"), path)
         byte_level = any(step["type"] == "ByteLevel" for step in steps)
         self.strips_leading_space = any(map(_takes_space_off, steps))
@@ -145,6 +81,19 @@ class TokenizersVocabulary:
             self.token_bytes[token_id] = _byte_level_bytes(piece) if byte_level else _apply_steps(piece, steps)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def _add_tokens(self, added_tokens: Mapping[int, AddedToken], special_texts: Iterable[str]) -> None:
+        """As the transformers library does: in the order of their ids, which the library numbers on from its own."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        named = frozenset(special_texts)
+        tokens = [token for _, token in sorted(added_tokens.items()) if token.text not in known]
+        known.update(token.text for token in tokens)
+        tokens += [AddedToken(text, special=True) for text in sorted(named - known) if self.token_id(text) is not None]
+        for token in tokens:
+            flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+            special = token.special or token.text in named
+            normalized = not token.special if token.normalized is None else token.normalized
+            self._tokenizer.add_tokens([LibraryToken(token.text, special=special, normalized=normalized, **flags)])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

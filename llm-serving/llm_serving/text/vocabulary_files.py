@@ -1,0 +1,69 @@
+"""Which tokenizer file of a model folder is read, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.errors import ModelError
+from llm_serving.text.added_tokens import read_added_tokens
+from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
+from llm_serving.text.tiktoken_vocabulary import (
+    GLM4,
+    LLAMA3,
+    QWEN,
+    TiktokenFamily,
+    TiktokenVocabulary,
+    is_tiktoken_file,
+    read_tekken,
+    read_tiktoken,
+)
+from llm_serving.text.tokenizer_config import flag, more_special_texts, special_texts
+from llm_serving.text.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary, read_limited
+
+TEKKEN_FILE: Final = "tekken.json"
+FILES: Final = ("tokenizer.json", "tokenizer.model", TEKKEN_FILE, "qwen.tiktoken")
+"""In the order in which they are looked for."""
+
+
+def find_vocabulary(folder: Path) -> Path:
+    """The tokenizer file of a folder.
+
+    Raises:
+        ModelError: There is none.
+    """
+    for name in FILES:
+        if (folder / name).exists():
+            return folder / name
+    raise ModelError(f"{folder}: has no tokenizer file: none of {', '.join(FILES)}")
+
+
+def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a tokenizer file; `config` is the content of the folder's `tokenizer_config.json`.
+
+    Raises:
+        ModelError: It cannot be read, or is of no known kind.
+    """
+    added, names = read_added_tokens(config), special_texts(config)
+    special = [*names.values(), *more_special_texts(config)]
+    if path.name == TEKKEN_FILE:
+        return TiktokenVocabulary(read_tekken(path), added)
+    if path.suffix == ".json":
+        return TokenizersVocabulary(path, added, special)
+    if path.suffix == ".tiktoken" or is_tiktoken_file(read_limited(path)[:256]):
+        return TiktokenVocabulary(read_tiktoken(path, _family(path, config)), added)
+    return SentencePieceVocabulary(
+        path,
+        added,
+        [*USUAL_NAMES.values(), *special],
+        legacy=flag(config, "legacy", True) is not False,
+        add_prefix_space=flag(config, "add_prefix_space", True) is not False,
+        unk_token=names.get("unk_token", USUAL_NAMES["unk_token"]),
+    )
+
+
+def _family(path: Path, config: Mapping[str, Any]) -> TiktokenFamily:
+    if path.name.startswith("qwen"):
+        return QWEN
+    return GLM4 if "GLM" in str(config.get("tokenizer_class")) else LLAMA3
