@@ -2,7 +2,8 @@
 
 Needs torch and transformers (see reference.py), which the project does not. A prompt is taken only if every greedy
 token leads the next best by `LEAD` and is no end, and every router's last expert chosen leads the first one not chosen
-by `EXPERT_LEAD`: an implementation that is right in float32 then chooses the same.
+by `EXPERT_LEAD`: an implementation that is right in float32 then chooses the same. At least `DIFFERENT` tokens differ.
+The logits kept are those of float32, and within `NOISE` of what float64 gives.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from families.drawn import integers
 from families.reference import Reference
 from safetensors.numpy import save_file
 
-LEAD, EXPERT_LEAD = 0.02, 1e-4
+LEAD, EXPERT_LEAD, DIFFERENT, NOISE = 0.01, 2e-4, 8, 1.5e-5
 FIRST_PLAIN_TOKEN = 8
 
 
@@ -51,16 +52,18 @@ def make(name: str, attempts: int = 40) -> str:
     with tempfile.TemporaryDirectory() as folder:
         models.write(name, Path(folder))
         reference = Reference(Path(folder), model.served_length)
+        precise = Reference(Path(folder), model.served_length, "float64")
     for length in model.lengths:
         for attempt in range(attempts):
             prompt, lead, experts = answer(reference, prompt_of(name, length, attempt), model.end_token_ids)
-            if lead >= LEAD and experts >= EXPERT_LEAD:
+            different = len(set(prompt.generated.tolist()))
+            noise = np.abs(precise.logits(prompt.token_ids.tolist())[prompt.positions] - prompt.logits).max()
+            if lead >= LEAD and experts >= EXPERT_LEAD and different >= DIFFERENT and noise <= NOISE:
                 break
         else:
             raise ValueError(f"{name}: none of {attempts} prompts of {length} tokens has clear choices")
         tensors |= {f"{length}.{part}": np.ascontiguousarray(value) for part, value in vars(prompt).items()}
-        different = len(set(prompt.generated.tolist()))
-        told.append(f"{length}: lead {lead:.3f}, experts {experts:.1e}, {different} different, attempt {attempt}")
+        told.append(f"{length}: lead {lead:.3f}/{experts:.1e}, noise {noise:.0e}, {different} different, try {attempt}")
     facts = {"digest": models.digest(name), "origin": reference.origin}
     if model.served_length:
         facts["served_length"] = str(model.served_length)

@@ -44,6 +44,11 @@ class Model:
     """generation_config.json."""
 
     @property
+    def tied(self) -> bool:
+        """Whether the head is the table of embeddings."""
+        return not {"lm_head.weight", "output.weight"} & set(self.shapes)
+
+    @property
     def end_token_ids(self) -> list[int]:
         ends = self.generation["eos_token_id"]
         return ends if isinstance(ends, list) else [ends]

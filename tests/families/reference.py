@@ -1,4 +1,4 @@
-"""Logits of a written model from `transformers` in float32.
+"""Logits of a written model from `transformers` in float32, or, for families that it lacks, from `published.py`.
 
 Which reference is comparable: all are one forward without a cache. Two ways of stretching the rotary embedding depend
 on how long the text is by now: "dynamic" (Llama, InternLM2.5, InternLM3) takes its base from the length beyond
@@ -10,8 +10,10 @@ for these models the text is filled up to it, behind the positions that are read
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +22,68 @@ import numpy as np
 try:
     import torch
     import transformers
+    from safetensors.torch import load_file
 except ImportError as error:
     raise ImportError(
         "References need torch and transformers: pip install torch==2.13.0 transformers==5.23.0"
     ) from error
 
+from families import published
+
 FILLING = 7
 
 
 class Reference:
-    """One model in float32.
+    """One model.
 
     Args:
         folder: As `models.write` leaves it.
         served_length: Length whose rotary factors stand, see above.
+        dtype: float32 or float64, of all but the angles of the rotary embedding, which are float32 in any case.
     """
 
-    def __init__(self, folder: Path, served_length: int | None = None) -> None:
-        self.served_length = served_length
+    def __init__(self, folder: Path, served_length: int | None = None, dtype: str = "float32") -> None:
+        self.served_length, self.dtype = served_length, getattr(torch, dtype)
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.origin = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.network, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
-        )
-        unread = {key: found for key, found in report.items() if found}
-        if unread:
-            raise ValueError(f"{folder}: transformers does not read it whole: {unread}")
-        self.network.eval()
         self.expert_lead = math.inf
         """Of the last call: the smallest distance between the last expert a router chose and the first it did not."""
-        for name, module in self.network.named_modules():
-            if name.endswith(("mlp.gate", "block_sparse_moe.gate")):
-                module.register_forward_hook(self._see_router)
+        self._tensors: dict[str, torch.Tensor]
+        self._forward: Callable[[torch.Tensor], torch.Tensor]
+        self.origin = f"torch {torch.__version__.split('+')[0]}"
+        if published.is_published(self.config):
+            self._tensors = {name: x.to(self.dtype) for name, x in load_file(folder / "model.safetensors").items()}
+            self._forward = functools.partial(published.logits, self.config, self._tensors)
+        else:
+            self.origin += f", transformers {transformers.__version__}"
+            network = self._transformers_network(folder)
+            self._tensors = {name: parameter.data for name, parameter in network.named_parameters()}
+            self._forward = lambda ids: network(ids[None], use_cache=False).logits[0]
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """[num_tokens, vocab_size], float32."""
+        """[num_tokens, vocab_size]."""
         self.expert_lead = math.inf
         missing = max((self.served_length or 0) - len(token_ids), 0)
         with torch.no_grad():
-            ids = torch.tensor([[*token_ids, *[FILLING] * missing]])
-            return self.network(ids, use_cache=False).logits[0, : len(token_ids)].numpy()
+            return self._forward(torch.tensor([*token_ids, *[FILLING] * missing]))[: len(token_ids)].numpy()
 
     def vectors(self) -> dict[str, torch.Tensor]:
         """Gains and biases by name, as views: what is written into them counts in the next call."""
-        return {name: values.data for name, values in self.network.named_parameters() if values.dim() == 1}
+        return {name: values for name, values in self._tensors.items() if values.dim() == 1}
+
+    def _transformers_network(self, folder: Path) -> torch.nn.Module:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        network, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self.dtype, attn_implementation="eager", experts_implementation="eager",
+            output_loading_info=True, local_files_only=True,
+        )  # fmt: skip
+        unread = {key: found for key, found in report.items() if found}
+        if unread:
+            raise ValueError(f"{folder}: transformers does not read it whole: {unread}")
+        for name, module in network.named_modules():
+            if name.endswith(("mlp.gate", "block_sparse_moe.gate")):
+                module.register_forward_hook(self._see_router)
+        return network.eval()
 
     def _see_router(
         self, module: torch.nn.Module, inputs: tuple[torch.Tensor], outputs: tuple[torch.Tensor, ...]

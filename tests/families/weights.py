@@ -2,7 +2,8 @@
 
 A gain of one, a bias of zero, scores that are nearly equal or an embedding that alone decides the next token would hide
 mistakes. So gains and biases are spread, queries and keys are large enough for attention to choose, and routers to
-prefer. All values are bfloat16 exactly: a folder holds the same model in each of the three types.
+prefer. Where the head is the table, gains of either sign before it keep a token from calling for itself. All values are
+bfloat16 exactly: a folder holds the same model in each of the three types.
 """
 
 import math
@@ -31,6 +32,8 @@ def _tensor(key: str, name: str, shape: tuple[int, ...], model: Model) -> np.nda
 def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
     if name.endswith(".bias"):
         return 0.0, 0.4
+    if name == "model.norm.weight" and model.tied:
+        return -model.norm_offset, 1.2
     centre = 1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
     return centre - model.norm_offset, 0.3
 
@@ -38,11 +41,12 @@ def _gain_or_bias(name: str, model: Model) -> tuple[float, float]:
 def _spread(name: str, shape: tuple[int, ...], model: Model) -> float:
     part = name.split(".")[-2]
     if part in ("embed_tokens", "tok_embeddings"):
-        tied = not any(head in model.shapes for head in ("lm_head.weight", "output.weight"))
-        return 0.25 if tied else 1.0
+        return 0.15 if model.tied else 1.0
     factor = 1.2
-    if part in ("lm_head", "output", "gate", "shared_expert_gate"):
+    if part in ("lm_head", "output"):
+        factor = 1.5
+    elif part in ("gate", "shared_expert_gate"):
         factor = 2.5
     elif part in CHOOSING:
-        factor = 1.5
+        factor = 1.35
     return factor / math.sqrt(shape[1])

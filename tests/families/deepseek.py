@@ -1,0 +1,69 @@
+"""DeepSeek-V2: keys and values of a token are one latent vector; experts of groups beside shared ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from families.model import CROSSING, FAR, LONG, NEAR, PUBLISHED, SHORT, Model
+from families.shapes import Shapes, decoder, experts, linear, mlp, norms
+
+V2: dict[str, Any] = {
+    **PUBLISHED, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False,
+    "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1, "hidden_size": 64, "intermediate_size": 104,
+    "kv_lora_rank": 24, "max_position_embeddings": FAR, "moe_intermediate_size": 40, "moe_layer_freq": 1, "n_group": 4,
+    "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 4,
+    "num_experts_per_tok": 3, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 40,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 4, "mscale": 0.9, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": NEAR, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False,
+    "topk_group": 2, "topk_method": "group_limited_greedy", "v_head_dim": 12, "vocab_size": 200,
+}  # fmt: skip
+LITE: dict[str, Any] = V2 | {
+    "n_group": 1, "q_lora_rank": None, "rope_scaling": V2["rope_scaling"] | {"mscale": 0.707},
+    "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+}  # fmt: skip
+
+
+def _latent_attention(c: dict[str, Any]) -> Shapes:
+    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    q_rows = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    if c["q_lora_rank"]:
+        shapes = linear("self_attn.q_a_proj", c["q_lora_rank"], hidden)
+        shapes |= {"self_attn.q_a_layernorm.weight": (c["q_lora_rank"],)}
+        shapes |= linear("self_attn.q_b_proj", q_rows, c["q_lora_rank"])
+    else:
+        shapes = linear("self_attn.q_proj", q_rows, hidden)
+    return (
+        shapes
+        | linear("self_attn.kv_a_proj_with_mqa", rank + c["qk_rope_head_dim"], hidden)
+        | {"self_attn.kv_a_layernorm.weight": (rank,)}
+        | linear("self_attn.kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank)
+        | linear("self_attn.o_proj", hidden, heads * c["v_head_dim"])
+    )
+
+
+def _deepseek(config: dict[str, Any], *matters: dict[str, Any]) -> Model:
+    def layer(index: int) -> Shapes:
+        if index < config["first_k_dense_replace"]:
+            feed_forward = mlp(config)
+        else:
+            inner = config["moe_intermediate_size"]
+            feed_forward = experts(config, config["n_routed_experts"], inner)
+            feed_forward |= mlp(config, inner * config["n_shared_experts"], at="mlp.shared_experts.")
+        return _latent_attention(config) | feed_forward | norms(config, "input_layernorm", "post_attention_layernorm")
+
+    without = ({"rope_scaling": None}, {"rope_scaling": config["rope_scaling"] | {"mscale_all_dim": 0.5}})
+    return Model(
+        config, decoder(config, layer), lengths=(SHORT, CROSSING, LONG),
+        matters=(*without, {"num_experts_per_tok": 2}, {"routed_scaling_factor": 1.7}, *matters),
+    )  # fmt: skip
+
+
+def models() -> dict[str, Model]:
+    return {
+        "deepseek-v2": _deepseek(V2, {"topk_method": "greedy"}, {"topk_group": 3}),
+        "deepseek-v2-lite": _deepseek(LITE),
+    }

@@ -1,0 +1,53 @@
+"""Phi-3 and Phi-4: query, key and value joined, gate and up too. A window, long factors, parts of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from families.model import CROSSING, FAR, LONG, NEAR, PUBLISHED, SHORT, Model
+from families.shapes import attention, decoder, mlp, norms
+
+PHI3: dict[str, Any] = {
+    **PUBLISHED, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0,
+    "hidden_size": 96, "intermediate_size": 112, "max_position_embeddings": FAR, "num_attention_heads": 4,
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "original_max_position_embeddings": FAR, "pad_token_id": 0,
+    "resid_pdrop": 0.0, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": NEAR,
+    "tie_word_embeddings": False, "vocab_size": 200,
+}  # fmt: skip
+LONG_FACTORS = [1.0, 1.02, 1.1, 1.25, 1.45, 1.7, 2.0, 2.4, 2.8, 3.3, 3.8, 4.5]
+SHORT_FACTORS = [1.0, 1.0, 1.0, 1.02, 1.05, 1.08, 1.12, 1.18, 1.25, 1.35, 1.5, 1.7]
+STRETCHED: dict[str, Any] = {
+    "original_max_position_embeddings": NEAR, "sliding_window": 4 * FAR,
+    "rope_scaling": {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS, "type": "longrope"},
+}  # fmt: skip
+PARTLY: dict[str, Any] = {
+    "num_key_value_heads": 2, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+    "rope_scaling": {"long_factor": LONG_FACTORS[3:], "short_factor": SHORT_FACTORS[3:], "type": "longrope"},
+}  # fmt: skip
+
+
+def _phi3(changes: dict[str, Any], *matters: dict[str, Any], **facts: Any) -> Model:
+    config = PHI3 | changes
+
+    def layer(_: int) -> dict[str, tuple[int, ...]]:
+        return (
+            attention(config, joined="qkv_proj")
+            | mlp(config, joined="gate_up_proj")
+            | norms(config, "input_layernorm", "post_attention_layernorm")
+        )
+
+    return Model(config, decoder(config, layer), matters=matters, **facts)
+
+
+def models() -> dict[str, Model]:
+    beyond = (SHORT, CROSSING, LONG)
+    without: dict[str, Any] = {"rope_scaling": None}
+    return {
+        "phi3": _phi3({}, {"sliding_window": 4 * FAR}, {"sliding_window": NEAR - 1}, lengths=beyond),
+        "phi3-longrope": _phi3(STRETCHED, without, lengths=beyond, served_length=FAR),
+        "phi3-longrope-within": _phi3(STRETCHED, without, lengths=(SHORT, NEAR - 24), served_length=NEAR),
+        "phi4": _phi3({"num_key_value_heads": 2, "sliding_window": None}, {"rope_theta": 250000.0}),
+        "phi4-mini": _phi3(
+            STRETCHED | PARTLY, without, {"partial_rotary_factor": None} | without, lengths=beyond, served_length=FAR
+        ),
+    }
