@@ -6,6 +6,15 @@ on how long the text is by now: "dynamic" (Llama, InternLM2.5, InternLM3) takes 
 `original_max_position_embeddings`. A server that gives the same bytes whatever is cached chooses once, by the longest
 context it is configured for (`served_length`). `transformers`, unaltered, gives just that for a text of that length; so
 for these models the text is filled up to it, behind the positions that are read: attention is causal.
+
+    model                                         served   factors
+    llama-dynamic, internlm2.5, internlm3         256      of 256 tokens: factor 4 and a maximum of 64 make it 256
+    llama-longrope, phi3-longrope, phi4-mini      256      the long ones, for prompts of 5 tokens too
+    phi3-longrope-within                          64       the short ones; the same form of model as phi3-longrope
+    all others                                    any      do not depend on the length
+
+llama-linear and qwen2.5-yarn say a `max_position_embeddings` of 64 and are asked beyond it, as their factor allows.
+Attention masks, windows and routers are `transformers`' own, with `eager` attention and experts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The models are the same everywhere, and the golden values are theirs."""
 
+import importlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -100,6 +102,13 @@ def test_golden_values_are_small_and_each_has_a_model():
     files = list(GOLDEN.iterdir())
     assert {path.name for path in files} == {f"{name}.safetensors" for name in models.names()}
     assert sum(path.stat().st_size for path in files) < 1_500_000
+
+
+def test_without_torch_the_references_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "families.reference", raising=False)
+    with pytest.raises(ImportError, match=r"pip install torch==\S+ transformers==\S+"):
+        importlib.import_module("families.reference")
 
 
 def test_an_unknown_name_lists_the_known_ones():
