@@ -29,10 +29,13 @@ def embedding(token_ids: Integers, table: Floats) -> Doubles:
 
 
 def rms_norm(x: Floats, gamma: Floats, eps: float) -> Doubles:
-    """B. Zhang and R. Sennrich, Root Mean Square Layer Normalization (2019): [T, H], [H] -> [T, H]"""
-    values = _double(x)
+    """B. Zhang and R. Sennrich, Root Mean Square Layer Normalization (2019): [T, H], [G] -> [T, H]
+
+    G columns of a row after the other are normed by themselves; G divides H.
+    """
+    values = _double(x).reshape(len(x), -1, len(gamma))
     normed: Doubles = values / np.sqrt(np.mean(values**2, axis=-1, keepdims=True) + eps) * _double(gamma)
-    return normed
+    return normed.reshape(x.shape)
 
 
 def rotary(x: Floats, cos: Floats, sin: Floats) -> Doubles:
@@ -56,6 +59,65 @@ def swiglu(gate_up: Floats) -> Doubles:
     return gated
 
 
+def gelu_tanh_gated(gate_up: Floats) -> Doubles:
+    """D. Hendrycks and K. Gimpel, Gaussian Error Linear Units (2016), by way of tanh: [T, 2*I] -> [T, I]"""
+    gate, up = np.split(_double(gate_up), 2, axis=-1)
+    gated: Doubles = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    return gated
+
+
+def weigh(x: Floats, gate: Floats) -> Doubles:
+    """[T, H] times the sigmoid of [T, 1]"""
+    weighed: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
+    return weighed
+
+
+def cap(x: Floats, scale: float, largest: float) -> Doubles:
+    """scale * x, drawn in between -largest and largest; 0 for no such limit."""
+    scaled = _double(x) * scale
+    return largest * np.tanh(scaled / largest) if largest > 0 else scaled
+
+
+def route(
+    logits: Floats,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    normalise: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    correction: Floats | None = None,
+) -> tuple[Doubles, Integers]:
+    """Experts of rows [T, E]: shares and numbers [T, top_k], by falling score, the lower number first among equals.
+
+    Experts come from the `top_groups` best of `groups` alone: those with the largest score or, with a correction, with
+    the largest sum of two. The correction is added to scores for choosing only (DeepSeek-V3, 2024).
+    """
+    values = _double(logits)
+    scores = 1 / (1 + np.exp(-values)) if sigmoid else np.exp(values - values.max(axis=-1, keepdims=True))
+    scores = scores if sigmoid else scores / scores.sum(axis=-1, keepdims=True)
+    wanted = scores if correction is None else scores + _double(correction)
+    of_groups = wanted.reshape(len(logits), groups, -1).copy()
+    best = of_groups.max(-1) if correction is None else np.sort(of_groups, axis=-1)[..., -2:].sum(-1)
+    left_out = np.argsort(-best, axis=-1, kind="stable")[:, top_groups:]
+    np.put_along_axis(of_groups, left_out[..., None], -np.inf, axis=1)
+    chosen = np.argsort(-of_groups.reshape(scores.shape), axis=-1, kind="stable")[:, :top_k]
+    shares = np.take_along_axis(scores, chosen, -1)
+    shares = shares / shares.sum(axis=-1, keepdims=True) if normalise else shares
+    return shares * scale, chosen
+
+
+def experts(x: Floats, shares: Floats, chosen: Integers, gate_up: Floats, down: Floats) -> Doubles:
+    """[T, K], shares and experts of rows [T, top_k], [E, 2*I, K], [E, H, I] -> [T, H]: sums of shares of results."""
+    result = np.zeros((len(x), down.shape[1]))
+    for row, (row_shares, row_chosen) in enumerate(zip(shares, chosen, strict=True)):
+        for share, expert in zip(row_shares, row_chosen, strict=True):
+            inner = swiglu(linear(x[row : row + 1], gate_up[expert]))
+            result[row] += share * linear(inner, down[expert])[0]
+    return result
+
+
 def store_kv(k: Floats, v: Floats, key_cache: Floats, value_cache: Floats, slot_mapping: Integers) -> None:
     """Write rows [T, num_kv_heads*D] into caches [num_blocks, block_size, num_kv_heads, D] in place; -1 skips."""
     kept = slot_mapping >= 0
@@ -72,6 +134,10 @@ def attention(
     query_lens: Integers,
     context_lens: Integers,
     scale: float,
+    *,
+    window: int = 0,
+    largest: float = 0.0,
+    slopes: Floats | None = None,
 ) -> Doubles:
     """Causal attention of packed rows over a paged cache.
 
@@ -83,6 +149,9 @@ def attention(
         query_lens: [B].
         context_lens: [B], these rows included.
         scale: Factor of the scores.
+        window: Tokens a row sees, its own included; 0 for all.
+        largest: See `cap`: of the scores.
+        slopes: [num_heads], what scores lose with each token of distance (O. Press et al., ALiBi, 2021).
 
     Returns:
         [T, num_heads*D]
@@ -95,10 +164,13 @@ def attention(
         keys = _double(key_cache)[table].reshape(-1, num_kv_heads, head_dim)[:context]
         values = _double(value_cache)[table].reshape(-1, num_kv_heads, head_dim)[:context]
         for seen in range(context - num_queries + 1, context + 1):
-            scores = np.einsum("hgd,jhd->hgj", queries[row], keys[:seen]) * scale
+            first = max(0, seen - window) if window else 0
+            scores = cap(np.einsum("hgd,jhd->hgj", queries[row], keys[first:seen]), scale, largest)
+            if slopes is not None:
+                scores -= _double(slopes).reshape(num_kv_heads, -1, 1) * np.arange(seen - first)[::-1]
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
-            result[row] = np.einsum("hgj,jhd->hgd", weights, values[:seen])
+            result[row] = np.einsum("hgj,jhd->hgd", weights, values[first:seen])
             row += 1
     return result.reshape(q.shape)
 

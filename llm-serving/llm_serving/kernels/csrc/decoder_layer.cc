@@ -120,7 +120,7 @@ Passes DecoderLayer::multiply_and_gate(const Passes& passes, const void* x, void
   }
   LinearArgs args = gate_up_.product(passes, x, y);
   args.bias = vectors_.gate_up;
-  args.gated = true;
+  args.gate = Gate::kSilu;
   args.y_passes = down_.passes(passes.rows);
   llm::multiply(args);
   return args.y_passes;

@@ -1,4 +1,4 @@
-// RMSNorm, rotary embedding, SwiGLU and addition: rows of float arithmetic, rounded once at the end.
+// RMSNorm, rotary embedding, gates and sums: rows of float arithmetic, rounded once at the end.
 #pragma once
 
 #include "kernels.h"
@@ -30,32 +30,38 @@ void add_row(const Element* a, const Element* b, Element* y, size_t size) {
   }
 }
 
-template <class Element>
+template <class Element, class Gain>
 void rms_norm_rows(const RmsNormArgs& args) {
-  const Element* gamma = static_cast<const Element*>(args.gamma);
+  const Gain* gamma = static_cast<const Gain*>(args.gamma);
+  const size_t group = args.group > 0 ? args.group : args.size;
+  const Passes y_passes = args.y_passes.or_rows(args.rows, args.size);
+  auto or_size = [&](size_t stride) { return stride > 0 ? stride : args.size; };
   for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
-      const Element* x = static_cast<const Element*>(args.x) + row * args.size;
+      const Element* x = static_cast<const Element*>(args.x) + row * or_size(args.x_stride);
       if (args.added != nullptr) {
-        Element* sum = static_cast<Element*>(args.sum) + row * args.size;
-        add_row(x, static_cast<const Element*>(args.added) + row * args.size, sum, args.size);
+        Element* sum = static_cast<Element*>(args.sum) + row * or_size(args.sum_stride);
+        add_row(x, static_cast<const Element*>(args.added) + row * or_size(args.added_stride), sum, args.size);
         x = sum;
       }
-      Floats squares = zeros();
-      for (size_t i = 0; i < args.size; i += kLanes) {
-        const Floats value = load_first(x + i, args.size - i);
-        squares = multiply_add(value, value, squares);
-      }
-      const float mean = sum_lanes(squares) / static_cast<float>(args.size);
-      const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
-      if (args.rstd != nullptr) args.rstd[row] = rstd;
-      args.y_passes.or_rows(args.rows, args.size).for_runs(row, 0, args.size, [&](size_t begin, size_t end, size_t at) {
-        Element* y = static_cast<Element*>(args.y) + at;
-        for (size_t i = begin; i < end; i += kLanes) {
-          const size_t left = end - i;
-          store_first(y + i - begin, load_first(x + i, left) * broadcast(rstd) * load_first(gamma + i, left), left);
+      for (size_t column = 0; column < args.size; column += group, x += group) {
+        Floats squares = zeros();
+        for (size_t i = 0; i < group; i += kLanes) {
+          const Floats value = load_first(x + i, group - i);
+          squares = multiply_add(value, value, squares);
         }
-      });
+        const float mean = sum_lanes(squares) / static_cast<float>(group);
+        const float rstd = 1.0f / __builtin_sqrtf(mean + args.eps);
+        if (args.rstd != nullptr) args.rstd[row] = rstd;
+        y_passes.for_runs(row, column, column + group, [&](size_t begin, size_t end, size_t at) {
+          Element* y = static_cast<Element*>(args.y) + at;
+          for (size_t i = begin; i < end; i += kLanes) {
+            const size_t left = end - i;
+            const Floats gain = load_first(gamma + i - column, left);
+            store_first(y + i - begin, load_first(x + i - column, left) * broadcast(rstd) * gain, left);
+          }
+        });
+      }
     }
   });
 }
@@ -64,6 +70,7 @@ template <class Element, class Table>
 void rotate_rows(const RotaryArgs& args) {
   const size_t half = args.head_dim / 2;
   const size_t width = args.heads * args.head_dim;
+  const size_t y_stride = args.y_stride > 0 ? args.y_stride : width;
   for_row_ranges(args.rows, width, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
       const size_t at = args.positions == nullptr ? row : static_cast<size_t>(args.positions[row]);
@@ -71,7 +78,7 @@ void rotate_rows(const RotaryArgs& args) {
       const Table* sin = static_cast<const Table*>(args.sin) + at * args.head_dim;
       for (size_t head = 0; head < args.heads; head++) {
         const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride + head * args.head_dim;
-        Element* y = static_cast<Element*>(args.y) + row * width + head * args.head_dim;
+        Element* y = static_cast<Element*>(args.y) + row * y_stride + head * args.head_dim;
         for (size_t i = 0; i < half; i += kLanes) {
           const size_t left = half - i;
           const Floats a = load_first(x + i, left);
@@ -86,21 +93,41 @@ void rotate_rows(const RotaryArgs& args) {
   });
 }
 
-LLM_INLINE Floats silu_times(Floats gate, Floats up) { return gate / (broadcast(1.0f) + exp(zeros() - gate)) * up; }
+// x / (1 + e^-x); gelu is x / (1 + e^-2u) as well, since (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+template <Gate kGate>
+LLM_INLINE Floats gate_times(Floats gate, Floats up) {
+  Floats exponent = zeros() - gate;
+  if (kGate == Gate::kGeluTanh) {
+    const Floats cube = gate * gate * gate;
+    exponent = (gate + cube * broadcast(0.044715f)) * broadcast(-2 * 0.7978845608f);
+  }
+  return gate / (broadcast(1.0f) + exp(exponent)) * up;
+}
 
-template <class Element>
+template <class Element, Gate kGate>
 void swiglu_rows(const SwigluArgs& args) {
+  const size_t x_stride = args.x_stride > 0 ? args.x_stride : 2 * args.size;
+  const size_t y_stride = args.y_stride > 0 ? args.y_stride : args.size;
   for_row_ranges(args.rows, 2 * args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
-      const Element* gate = static_cast<const Element*>(args.x) + row * 2 * args.size;
+      const Element* gate = static_cast<const Element*>(args.x) + row * x_stride;
       const Element* up = gate + args.size;
-      Element* y = static_cast<Element*>(args.y) + row * args.size;
+      Element* y = static_cast<Element*>(args.y) + row * y_stride;
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
-        store_first(y + i, silu_times(load_first(gate + i, left), load_first(up + i, left)), left);
+        store_first(y + i, gate_times<kGate>(load_first(gate + i, left), load_first(up + i, left)), left);
       }
     }
   });
+}
+
+template <class Element>
+void add_scaled_row(const Element* a, const Element* b, float scale, Element* y, size_t size) {
+  for (size_t i = 0; i < size; i += kLanes) {
+    const size_t left = size - i;
+    const Floats scaled = load_first(b + i, left) * broadcast(scale);
+    store_first(y + i, a == nullptr ? scaled : load_first(a + i, left) + scaled, left);
+  }
 }
 
 template <class Element>
@@ -108,10 +135,66 @@ void add_elements(const AddArgs& args) {
   const Element* a = static_cast<const Element*>(args.a);
   const Element* b = static_cast<const Element*>(args.b);
   Element* y = static_cast<Element*>(args.y);
+  if (args.rows > 1) {
+    return for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
+      for (size_t row = first; row < last; row++) {
+        add_scaled_row(a == nullptr ? a : a + row * args.a_stride, b + row * args.b_stride, args.scale,
+                       y + row * args.y_stride, args.size);
+      }
+    });
+  }
   for_row_ranges((args.size + kLanes - 1) / kLanes, kLanes, [&](size_t first, size_t last) {
     const size_t at = first * kLanes;
     const size_t end = last * kLanes < args.size ? last * kLanes : args.size;
-    add_row(a + at, b + at, y + at, end - at);
+    add_scaled_row(a == nullptr ? a : a + at, b + at, args.scale, y + at, end - at);
+  });
+}
+
+template <class Element>
+void round_rows(const RoundArgs& args) {
+  for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) {
+      const float* x = args.x + row * args.size;
+      const Element* added = static_cast<const Element*>(args.added);
+      if (added != nullptr) added += row * args.added_stride;
+      Element* y = static_cast<Element*>(args.y) + row * args.y_stride;
+      for (size_t i = 0; i < args.size; i += kLanes) {
+        const size_t left = args.size - i;
+        Floats value = load_first(x + i, left);
+        if (added != nullptr) {
+          value = load_first(added + i, left) + rounded<Element>(value) * broadcast(args.scale);
+        }
+        store_first(y + i, value, left);
+      }
+    }
+  });
+}
+
+template <class Element>
+void weigh_rows(const WeighArgs& args) {
+  for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) {
+      const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride;
+      Element* y = static_cast<Element*>(args.y) + row * args.y_stride;
+      const Floats gate = load_first(static_cast<const Element*>(args.gate) + row * args.gate_stride, 1);
+      // All lanes but the first one are of no use.
+      alignas(64) float weights[kLanes];
+      store(weights, broadcast(1.0f) / (broadcast(1.0f) + exp(zeros() - gate)));
+      for (size_t i = 0; i < args.size; i += kLanes) {
+        const size_t left = args.size - i;
+        store_first(y + i, load_first(x + i, left) * broadcast(weights[0]), left);
+      }
+    }
+  });
+}
+
+inline void cap_logits(const CapArgs& args) {
+  for_row_ranges((args.size + kLanes - 1) / kLanes, kLanes, [&](size_t first, size_t last) {
+    for (size_t i = first * kLanes; i < last * kLanes && i < args.size; i += kLanes) {
+      Floats value = load_first(args.x + i, args.size - i) * broadcast(args.scale);
+      if (args.cap > 0.0f) value = broadcast(args.cap) * tanh(value / broadcast(args.cap));
+      store_first(args.x + i, value, args.size - i);
+    }
   });
 }
 

@@ -221,6 +221,7 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
   const size_t inputs = (args.k + 1) / 2 * 2;
   const Passes passes = {args.m, inputs < kBlockInputs ? inputs : kBlockInputs};
   const size_t blocks = (inputs + kBlockInputs - 1) / kBlockInputs;
+  const size_t stride = args.x_passes.or_rows(args.m, args.k).width;
   const size_t units_at = args.m * blocks * passes.width * sizeof(Fixed16);
   char* memory = static_cast<char*>(scratch(Scratch::kActivations, units_at + args.m * blocks * sizeof(float) + 1));
   auto* data = reinterpret_cast<Fixed16*>(memory);
@@ -229,7 +230,7 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
     for (size_t block = 0; block < blocks; block++) {
       const size_t k = block * kBlockInputs;
       const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
-      const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * args.k + k;
+      const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * stride + k;
       unit[block * args.m + row] = to_multiples(x, count, args.units->activation_norm, data + passes.at(row, k));
     }
   });

@@ -16,6 +16,10 @@ struct WeightUnits {
   float activation_norm;  // norm of a block of activations, in their units, up to which sums stay in 32 bits
 };
 
+// What is made of the first half of a row before it is multiplied by the second: x * sigmoid(x), or x times the normal
+// distribution function of x by way of tanh.
+enum class Gate : uint8_t { kNone, kSilu, kGeluTanh };
+
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
 // float32. What may follow, `bias` and `added`, rounds to the element type as an operator of its own would.
 struct LinearArgs {
@@ -28,13 +32,16 @@ struct LinearArgs {
   const WeightUnits* units = nullptr;  // null: the weight is kept as it is
   Passes x_passes = {};                // how x lies: as rows, or as `Kernels::passes` says
   const void* bias = nullptr;          // [n], added to each row; null: nothing is
-  const void* added = nullptr;         // [m, n], added after that; may be y
-  bool gated = false;    // y [m, n / 2] = silu(first half of a row) * second half, of type dtype; n / 2 % 16 is 0
-  Passes y_passes = {};  // how a gated y lies
+  const void* added = nullptr;         // [m, n], to which the rest is added, times `scale`; may be y
+  Gate gate = Gate::kNone;             // y [m, n / 2] = gate(first half of a row) * second half; n / 2 % 16 is 0
+  Passes y_passes = {};                // how y lies
+  size_t added_stride = 0;             // from a row to the next; 0: n
+  float scale = 1.0f;
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
-// to the element type, and is written to `sum`. y lies as y_passes say.
+// to the element type, and is written to `sum`. y lies as y_passes say. Each `group` of the columns of a row is a row
+// of its own to the mean and to gamma. Strides are from a row to the next; 0: size.
 struct RmsNormArgs {
   const void* x;
   const void* added;  // null: nothing is added
@@ -46,6 +53,9 @@ struct RmsNormArgs {
   size_t rows, size;
   float eps;
   Passes y_passes = {};
+  DType gamma_dtype = dtype;  // or float32
+  size_t group = 0;           // 0: size
+  size_t x_stride = 0, added_stride = 0, sum_stride = 0;
 };
 
 // Rotates pairs (i, i + head_dim / 2) of each head; row t uses row position(t) of cos and sin.
@@ -59,23 +69,81 @@ struct RotaryArgs {
   DType dtype;
   DType table_dtype;
   size_t rows, heads, head_dim;
+  size_t y_stride = 0;  // 0: heads * head_dim
 };
 
-// y [rows, size] = silu(gate) * up, where a row of x is gate, then up.
+// y [rows, size] = gate(first) * second, where a row of x is first, then second.
 struct SwigluArgs {
   const void* x;
   void* y;
   DType dtype;
   size_t rows, size;
+  Gate gate = Gate::kSilu;
+  size_t x_stride = 0, y_stride = 0;  // 0: as wide as the row
 };
 
-// y = a + b, element by element.
+// y = a + scale * b, element by element, of rows that are `stride` elements apart.
 struct AddArgs {
-  const void* a;
+  const void* a;  // null: zeros
   const void* b;
   void* y;
   DType dtype;
   size_t size;
+  float scale = 1.0f;
+  size_t rows = 1, a_stride = 0, b_stride = 0, y_stride = 0;
+};
+
+// y = added + scale * (x, rounded to the element type); without `added`, y = x rounded. x is float32 [rows, size].
+struct RoundArgs {
+  const float* x;
+  const void* added;
+  void* y;
+  DType dtype;
+  size_t rows, size;
+  size_t added_stride, y_stride;
+  float scale;
+};
+
+// y = x * sigmoid(gate), one gate for each row.
+struct WeighArgs {
+  const void* x;
+  const void* gate;
+  void* y;
+  DType dtype;
+  size_t rows, size;
+  size_t x_stride, gate_stride, y_stride;
+};
+
+// Logits in place: x = cap * tanh(scale * x / cap), or scale * x with a cap of 0.
+struct CapArgs {
+  float* x;
+  size_t size;
+  float scale, cap;
+};
+
+// The `top_k` experts of each row and their shares, by falling score, the lower index first among equals.
+struct RouteArgs {
+  float* logits;            // [rows, experts]; scores take their place
+  const float* correction;  // [experts], added to scores for choosing only; null: nothing is
+  float* shares;
+  int32_t* chosen;
+  size_t rows, experts, top_k;
+  size_t shares_stride, chosen_stride;
+  bool sigmoid;     // of each logit; otherwise softmax
+  bool normalises;  // shares of a row add up to `scale`
+  float scale;
+  // Experts are chosen from the `top_groups` best of so many groups: those with the largest score or, with a
+  // correction, with the largest sum of two.
+  size_t groups, top_groups;
+};
+
+// sums [.., size] of row index[i] += share[i] * x [i, size], in float32, for each i below `count`; no row twice.
+struct GatherSumArgs {
+  const float* x;
+  const uint32_t* index;
+  const float* share;
+  float* sums;
+  size_t count, size;
 };
 
 // Causal attention of packed query rows over a paged cache (kv_layout.h).
@@ -92,6 +160,15 @@ struct AttentionArgs {
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
   Passes y_passes = {};
+  size_t q_stride = 0;            // from a row of q to the next; 0: num_heads * head_dim
+  size_t window = 0;              // tokens a row sees, its own included; 0: all
+  float cap = 0.0f;               // c > 0: a score s becomes c * tanh(s / c)
+  const float* slopes = nullptr;  // [num_heads], times the distance in tokens taken off scores after that
+  // Latent attention: keys are values as well, and the other cache holds what of a key has been turned, `turned_dim`
+  // elements that belong to those of q_turned [rows, num_heads * turned_dim]; null: there is none.
+  const void* q_turned = nullptr;
+  size_t turned_stride = 0;  // from a row of q_turned to the next
+  size_t turned_dim = 0;
 };
 
 struct Kernels {
@@ -106,6 +183,11 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
+  void (*round)(const RoundArgs&);
+  void (*weigh)(const WeighArgs&);
+  void (*cap)(const CapArgs&);
+  void (*route)(const RouteArgs&);
+  void (*gather_sum)(const GatherSumArgs&);
   void (*attention)(const AttentionArgs&);
   void (*sample)(const SampleArgs&);
 };

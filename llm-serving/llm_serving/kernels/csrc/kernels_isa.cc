@@ -3,6 +3,7 @@
 #include "elementwise.h"
 #include "fixed_point.h"
 #include "linear.h"
+#include "routing.h"
 #include "sampling.h"
 
 #define LLM_TEXT_OF(name) #name
@@ -12,7 +13,14 @@ namespace llm::LLM_ISA {
 namespace {
 
 void rms_norm(const RmsNormArgs& args) {
-  with_element(args.dtype, [&](auto tag) { rms_norm_rows<typename decltype(tag)::Element>(args); });
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    if (args.gamma_dtype == DType::kFloat32) {
+      rms_norm_rows<Element, float>(args);
+    } else {
+      rms_norm_rows<Element, Element>(args);
+    }
+  });
 }
 
 void rotary(const RotaryArgs& args) {
@@ -27,11 +35,26 @@ void rotary(const RotaryArgs& args) {
 }
 
 void swiglu(const SwigluArgs& args) {
-  with_element(args.dtype, [&](auto tag) { swiglu_rows<typename decltype(tag)::Element>(args); });
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    if (args.gate == Gate::kGeluTanh) {
+      swiglu_rows<Element, Gate::kGeluTanh>(args);
+    } else {
+      swiglu_rows<Element, Gate::kSilu>(args);
+    }
+  });
 }
 
 void add(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
+}
+
+void round(const RoundArgs& args) {
+  with_element(args.dtype, [&](auto tag) { round_rows<typename decltype(tag)::Element>(args); });
+}
+
+void weigh(const WeighArgs& args) {
+  with_element(args.dtype, [&](auto tag) { weigh_rows<typename decltype(tag)::Element>(args); });
 }
 
 Passes passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
@@ -55,7 +78,8 @@ constexpr std::nullptr_t kToFixedPoint = nullptr;
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {LLM_TEXT(LLM_ISA), kLinear, passes, kToFixedPoint, rms_norm, rotary, swiglu, add,
-                          attention,         sample};
+const Kernels kKernels = {
+    LLM_TEXT(LLM_ISA), kLinear,    passes,     kToFixedPoint, rms_norm, rotary, swiglu, add, round, weigh,
+    cap_logits,        route_rows, gather_sum, attention,     sample};
 
 }  // namespace llm::LLM_ISA

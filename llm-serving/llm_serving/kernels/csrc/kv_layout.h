@@ -26,4 +26,9 @@ LLM_INLINE size_t value_offset(size_t token, size_t dim, bool pairs) {
   return panel + (pairs ? (token / 2 * kPanelWidth + column) * 2 + token % 2 : token * kPanelWidth + column);
 }
 
+// Element (token, dim) of a group of keys.
+LLM_INLINE size_t key_offset(size_t token, size_t dim, bool pairs) {
+  return pairs ? (dim / 2 * kGroupTokens + token) * 2 + dim % 2 : dim * kGroupTokens + token;
+}
+
 }  // namespace llm

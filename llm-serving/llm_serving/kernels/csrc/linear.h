@@ -93,7 +93,7 @@ Activations<Element> prepare_activations(const LinearArgs& args) {
   const size_t bytes = Passes::most_elements(args.m, form.inputs) * sizeof(Activation) + 1;
   auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, bytes));
   for_rows_of_x(args, [&](size_t row) {
-    const Element* x = static_cast<const Element*>(args.x) + row * args.k;
+    const Element* x = static_cast<const Element*>(args.x) + row * given.width;
     // No run begins behind the columns of x: only the last one has padding, and less than a run.
     passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       const size_t end = last < args.k ? last : args.k;
@@ -135,7 +135,7 @@ const Element* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, 
 constexpr size_t kStreamedRows = 64;
 
 // Columns of the weight that make one column of y.
-inline size_t halves(const LinearArgs& args) { return args.gated ? 2 : 1; }
+inline size_t halves(const LinearArgs& args) { return args.gate == Gate::kNone ? 1 : 2; }
 
 // How y is cut into units: blocks of rows times groups of panels. Which elements share a unit changes none of them.
 struct Units {
@@ -234,16 +234,20 @@ void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, 
 template <class Element>
 LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, size_t column) {
   Floats value = load(sums);
-  auto add = [&](const void* vector) {
-    value = rounded<Element>(value) + load_first(static_cast<const Element*>(vector) + column, args.n - column);
-  };
-  if (args.bias != nullptr) add(args.bias);
-  if (args.added != nullptr) add(static_cast<const Element*>(args.added) + row * args.n);
+  const size_t left = args.n - column;
+  if (args.bias != nullptr) {
+    value = rounded<Element>(value) + load_first(static_cast<const Element*>(args.bias) + column, left);
+  }
+  if (args.added != nullptr) {
+    const size_t stride = args.added_stride > 0 ? args.added_stride : args.n;
+    const Element* added = static_cast<const Element*>(args.added) + row * stride + column;
+    value = rounded<Element>(value) * broadcast(args.scale) + load_first(added, left);
+  }
   return value;
 }
 
 // Writes a unit's rows of y.
-template <class Element, class Result, bool kGated>
+template <class Element, class Result, Gate kGate>
 void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Element>& panels, const float* sums) {
   const size_t all_columns = args.n / halves(args);
   const size_t column = panels.first * kPanelWidth;
@@ -252,11 +256,11 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
   auto value = [&](size_t r, size_t i) {
     const float* from = sums + i * rows + r * kPanelWidth;
     const Floats first = finish<Element>(args, from, row + r, column + i);
-    if constexpr (!kGated) return first;
+    if constexpr (kGate == Gate::kNone) return first;
     const Floats second = finish<Element>(args, from + width * rows, row + r, all_columns + column + i);
-    return silu_times(rounded<Element>(first), rounded<Element>(second));
+    return gate_times<kGate>(rounded<Element>(first), rounded<Element>(second));
   };
-  const Passes passes = kGated ? args.y_passes : Passes{args.m, args.n};
+  const Passes passes = args.y_passes.or_rows(args.m, all_columns);
   auto* y = static_cast<Result*>(args.y) + passes.at(row, column);
 #if defined(__AVX512BF16__) || defined(LLM_AMX)
   if constexpr (std::is_same<Result, BFloat16>::value) {
@@ -290,9 +294,16 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
   auto* sums = static_cast<float*>(scratch(Scratch::kTile, size));
   sum_products(args, x, row, rows, panels, sums);
   if constexpr (std::is_same<Element, Result>::value) {
-    if (args.gated) return write_rows<Element, Result, true>(args, row, rows, panels, sums);
+    switch (args.gate) {
+      case Gate::kSilu:
+        return write_rows<Element, Result, Gate::kSilu>(args, row, rows, panels, sums);
+      case Gate::kGeluTanh:
+        return write_rows<Element, Result, Gate::kGeluTanh>(args, row, rows, panels, sums);
+      case Gate::kNone:
+        break;
+    }
   }
-  write_rows<Element, Result, false>(args, row, rows, panels, sums);
+  write_rows<Element, Result, Gate::kNone>(args, row, rows, panels, sums);
 }
 
 template <class Element, class Result, class Prepared>

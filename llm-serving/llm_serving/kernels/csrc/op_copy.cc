@@ -17,6 +17,27 @@ void for_copies(size_t count, size_t bytes_each, Body body) {
   parallel_for((count + each - 1) / each, task);
 }
 
+int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stride) {
+  const size_t rows = call.dim(table, 0);
+  const size_t columns = call.dim(table, 1);
+  const size_t bytes = columns * call.element_bytes(table);
+  if (y_stride == 0) y_stride = bytes;
+  if (const int status = check_indices(call, indices, rows)) return status;
+  const char* data = call.data<const char>(table);
+  const PackedWeight weight(data, call.dtype(table), rows, columns);
+  for_copies(call.elements(indices), bytes, [&](size_t i) {
+    const size_t row = static_cast<size_t>(call.integer(indices, i));
+    if (weight.is_packed()) {
+      weight.unpack_row(row, y + i * y_stride);
+    } else {
+      std::memcpy(y + i * y_stride, data + row * bytes, bytes);
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+
 int check_indices(const Call& call, int indices, size_t rows) {
   if (!call.is_integer(indices)) return call.fail("indices must be int32 or int64");
   for (size_t i = 0; i < call.elements(indices); i++) {
@@ -28,30 +49,10 @@ int check_indices(const Call& call, int indices, size_t rows) {
   return 0;
 }
 
-int gather_rows(const Call& call, int table, int indices, char* y) {
-  const size_t rows = call.dim(table, 0);
-  const size_t columns = call.dim(table, 1);
-  const size_t bytes = columns * call.element_bytes(table);
-  if (const int status = check_indices(call, indices, rows)) return status;
-  const char* data = call.data<const char>(table);
-  const PackedWeight weight(data, call.dtype(table), rows, columns);
-  for_copies(call.elements(indices), bytes, [&](size_t i) {
-    const size_t row = static_cast<size_t>(call.integer(indices, i));
-    if (weight.is_packed()) {
-      weight.unpack_row(row, y + i * bytes);
-    } else {
-      std::memcpy(y + i * bytes, data + row * bytes, bytes);
-    }
-  });
-  return 0;
-}
-
-}  // namespace
-
-int look_up(const Call& call, int table, int indices, char* y) {
+int look_up(const Call& call, int table, int indices, char* y, size_t y_stride) {
   static OperatorClock clock("Gather");
   const Timed timed(clock);
-  return gather_rows(call, table, indices, y);
+  return gather_rows(call, table, indices, y, y_stride);
 }
 
 }  // namespace llm
@@ -66,7 +67,7 @@ LLM_OPERATOR(Gather) {
   if (axis < 0 || axis >= call.rank(0)) return call.fail("axis %lld is out of range", static_cast<long long>(given));
   const size_t bytes = call.element_bytes(0);
   if (bytes == 0) return call.fail("the type of the table is not supported");
-  if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4));
+  if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4), 0);
   size_t outer = 1;
   size_t inner = bytes;
   for (int i = 0; i < axis; i++) outer *= call.dim(0, i);

@@ -12,8 +12,12 @@ void multiply(const LinearArgs& args);
 void gate(const SwigluArgs& args);
 
 // y [count, columns]: the rows of a table [rows, columns], which may be a packed weight, that the integers of parameter
-// `indices` name. Returns a status as operators do; nothing is written unless it is 0.
-int look_up(const Call& call, int table, int indices, char* y);
+// `indices` name. Rows of y begin `y_stride` bytes from each other; 0: they are contiguous. Returns a status as
+// operators do; nothing is written unless it is 0.
+int look_up(const Call& call, int table, int indices, char* y, size_t y_stride = 0);
+
+// Refuses integers of `indices` that name no row of a table.
+int check_indices(const Call& call, int indices, size_t rows);
 
 // Rows of query, key and value, `width` elements each and `q_width` of them queries, and the parameters of a call that
 // go with them; `cos` and `sin` have a row for each position.
@@ -39,28 +43,49 @@ class Weight {
         data_(call.data<void>(parameter)),
         dtype_(dtype),
         n_(call.dim(parameter, 0)),
-        k_(call.dim(parameter, 1)),
-        packed_(data_, dtype, n_, k_) {}
+        k_(call.dim(parameter, 1)) {
+    const PackedWeight packed(data_, dtype, n_, k_);
+    is_packed_ = packed.is_packed();
+    if (packed.units() == nullptr) return;
+    has_units_ = true;
+    units_ = *packed.units();
+  }
+
+  bool is_packed() const { return is_packed_; }
+  size_t rows() const { return n_; }
+  size_t columns() const { return k_; }
+  // Of a weight that is kept as multiples, otherwise null.
+  const WeightUnits* units() const { return has_units_ ? &units_ : nullptr; }
+
+  // `count` rows of a packed weight, from `first` on; both are whole panels.
+  Weight part(size_t first, size_t count) const {
+    Weight result = *this;
+    result.data_ = static_cast<const char*>(data_) + first * k_ * element_size(dtype_, nullptr);
+    result.n_ = count;
+    if (has_units_) result.units_.unit += first;
+    return result;
+  }
 
   // Refuses any but a packed weight [n, k] that the kernels in use can read.
   int check(const Call& call, size_t n, size_t k) const;
 
   // How products want their `count` rows.
-  Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, packed_.units()); }
+  Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, units()); }
 
-  // y = x * weight^T, of which x has the rows `passes` say.
+  // y = x * weight^T, of which x has the rows `passes` say. Valid as long as this object.
   LinearArgs product(const Passes& passes, const void* x, void* y) const {
-    LinearArgs args = {x, data_, y, dtype_, dtype_, passes.rows, n_, k_, packed_.units()};
+    LinearArgs args = {x, data_, y, dtype_, dtype_, passes.rows, n_, k_, units()};
     args.x_passes = passes;
     return args;
   }
 
  private:
-  const char* const name_;
-  const void* const data_;
-  const DType dtype_;
-  const size_t n_, k_;
-  const PackedWeight packed_;
+  const char* name_;
+  const void* data_;
+  DType dtype_;
+  size_t n_, k_;
+  bool is_packed_ = false, has_units_ = false;
+  WeightUnits units_ = {};
 };
 
 }  // namespace llm

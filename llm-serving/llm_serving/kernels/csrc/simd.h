@@ -99,6 +99,26 @@ LLM_INLINE Floats maximum(Floats a, Floats b) {
   return a;
 }
 
+// The number of each lane.
+LLM_INLINE Floats lane_numbers() {
+  Floats result;
+  LLM_FOR_PARTS {
+    for (size_t j = 0; j < kNative; j++) result.part[i][j] = static_cast<float>(i * kNative + j);
+  }
+  return result;
+}
+
+// Lanes of `value` from `count` on, `other` below.
+LLM_INLINE Floats keep_from(Floats value, size_t count, float other) {
+  const int32_t limit = static_cast<int32_t>(count < kLanes ? count : kLanes);
+  LLM_FOR_PARTS {
+    NativeInt index;
+    for (size_t j = 0; j < kNative; j++) index[j] = static_cast<int32_t>(i * kNative + j);
+    value.part[i] = index >= limit ? value.part[i] : native_broadcast(other);
+  }
+  return value;
+}
+
 // Lanes of `value` below `count`, `other` in the rest.
 LLM_INLINE Floats keep_first(Floats value, size_t count, float other) {
   const int32_t limit = static_cast<int32_t>(count < kLanes ? count : kLanes);
@@ -368,6 +388,30 @@ LLM_INLINE NativeFloat native_exp2(NativeFloat x) {
 
 LLM_INLINE Floats exp2(Floats x) {
   LLM_FOR_PARTS x.part[i] = native_exp2(x.part[i]);
+  return x;
+}
+
+// ---- Hyperbolic tangent --------------------------------------------------------------------------------------------
+
+// tanh x within 2^-22 of its magnitude; NaN for NaN. An odd polynomial below 0.625 (S. Moshier, Cephes), above
+// 1 - 2 / (e^2x + 1) with the sign of x.
+LLM_INLINE NativeFloat native_tanh(NativeFloat x) {
+  const NativeFloat magnitude = (NativeFloat)((NativeUint)x & 0x7fffffff);
+  const NativeFloat square = x * x;
+  NativeFloat p = native_broadcast(-5.70498872745e-3f);
+  p = native_multiply_add(p, square, native_broadcast(2.06390887954e-2f));
+  p = native_multiply_add(p, square, native_broadcast(-5.37397155531e-2f));
+  p = native_multiply_add(p, square, native_broadcast(1.33314422036e-1f));
+  p = native_multiply_add(p, square, native_broadcast(-3.33332819422e-1f));
+  const NativeFloat small = native_multiply_add(p * square, x, x);
+  const NativeFloat one = native_broadcast(1.0f);
+  const NativeFloat large = one - native_broadcast(2.0f) / (native_exp(magnitude + magnitude) + one);
+  const NativeFloat with_sign = (NativeFloat)((NativeUint)large | ((NativeUint)x & 0x80000000));
+  return magnitude < native_broadcast(0.625f) ? small : with_sign;
+}
+
+LLM_INLINE Floats tanh(Floats x) {
+  LLM_FOR_PARTS x.part[i] = native_tanh(x.part[i]);
   return x;
 }
 

@@ -1,0 +1,247 @@
+#include "attending.h"
+
+#include <algorithm>
+
+#include "kv_layout.h"
+#include "thread_pool.h"
+
+namespace llm {
+
+const char kCacheRule[] =
+    "caches must be [num_blocks, block_size, num_kv_heads, head_dim] of the type of the rows, block_size and head_dim "
+    "multiples of 16";
+
+namespace {
+
+// Writes the key of one head into column `lane` of a group; `kInputs` of its dims stay together.
+template <class Element, size_t kInputs>
+void store_key(const Element* key, size_t head_dim, size_t lane, Element* group) {
+  for (size_t dim = 0; dim < head_dim; dim += kInputs) {
+    __builtin_memcpy(group + dim * kGroupTokens + lane * kInputs, key + dim, kInputs * sizeof(Element));
+  }
+}
+
+// Writes the value of one head into input `lane` of a group. `kInputs` tokens stay together in a panel of 16 dims.
+template <class Element, size_t kInputs>
+void store_value(const Element* value, size_t head_dim, size_t lane, Element* group) {
+  for (size_t panel = 0; panel < head_dim; panel += kPanelWidth) {
+    Element* row = group + panel * kGroupTokens + lane / kInputs * kInputs * kPanelWidth + lane % kInputs;
+    for (size_t column = 0; column < kPanelWidth; column++) row[column * kInputs] = value[panel + column];
+  }
+}
+
+// Neighbours in a sequence share cache lines of their group, so one thread stores a run of them.
+constexpr size_t kTokensPerTask = 64;
+// Tasks a thread, where there are tokens for them.
+constexpr size_t kTasksPerThread = 4;
+
+template <class Element, size_t kInputs>
+void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+  const auto* k = reinterpret_cast<const Element*>(rows.k);
+  const auto* v = reinterpret_cast<const Element*>(rows.v);
+  auto* keys = reinterpret_cast<Element*>(cache.keys);
+  auto* values = reinterpret_cast<Element*>(cache.values);
+  for (size_t head = 0; head < cache.heads; head++) {
+    for (size_t token = first; token < last; token++) {
+      if (rows.slots[token] < 0) continue;
+      const size_t slot = static_cast<size_t>(rows.slots[token]);
+      const size_t in_block = slot % cache.block_size;
+      auto group = [&](size_t dim) {
+        return group_offset(slot / cache.block_size, in_block / kGroupTokens, head, cache.block_size, cache.heads, dim);
+      };
+      const size_t lane = in_block % kGroupTokens;
+      store_key<Element, kInputs>(k + token * rows.k_stride + head * cache.key_dim, cache.key_dim, lane,
+                                  keys + group(cache.key_dim));
+      store_value<Element, kInputs>(v + token * rows.v_stride + head * cache.value_dim, cache.value_dim, lane,
+                                    values + group(cache.value_dim));
+    }
+  }
+}
+
+// Stores the tokens from `first` to `last`.
+void store_run(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+  if (cache.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(cache, rows, first, last);
+  if (cache.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(cache, rows, first, last);
+  store_tokens<uint16_t, 1>(cache, rows, first, last);
+}
+
+// Calls body(first, last) for runs of tokens that one thread has in its caches; a single run is for all threads.
+template <class Body>
+void for_token_runs(size_t tokens, Body body) {
+  const size_t wanted = tokens / (kTasksPerThread * num_threads());
+  size_t run = (wanted + kGroupTokens - 1) / kGroupTokens * kGroupTokens;
+  run = std::clamp(run, kGroupTokens, kTokensPerTask);
+  auto task = [&](size_t i) { body(i * run, std::min((i + 1) * run, tokens)); };
+  parallel_for((tokens + run - 1) / run, task);
+}
+
+std::vector<int64_t> integers(const Call& call, int i) {
+  std::vector<int64_t> values(call.elements(i));
+  for (size_t j = 0; j < values.size(); j++) values[j] = call.integer(i, j);
+  return values;
+}
+
+// Rows of heads on their way to the cache or to attention.
+struct Heads {
+  const char* x;
+  size_t stride;  // elements
+};
+
+// How heads of queries or of keys are prepared.
+struct Preparation {
+  const AttendArgs& args;
+  size_t count;
+  const void* gain;
+  DType gain_dtype;
+  char* y;  // [tokens, count * head_dim]
+
+  bool changes() const { return gain != nullptr || args.cos != nullptr; }
+
+  Heads prepared(Heads heads) const { return changes() ? Heads{y, count * args.cache.key_dim} : heads; }
+
+  void run(Heads heads, size_t first, size_t last) const {
+    const size_t head_dim = args.cache.key_dim;
+    const size_t width = count * head_dim;
+    const DType dtype = args.cache.dtype;
+    const size_t bytes = element_size(dtype, nullptr);
+    char* target = y + first * width * bytes;
+    const char* x = heads.x + first * heads.stride * bytes;
+    size_t stride = heads.stride;
+    if (gain != nullptr) {
+      RmsNormArgs norm = {x, nullptr, nullptr, gain, target, nullptr, dtype, last - first, width, args.eps};
+      norm.gamma_dtype = gain_dtype;
+      norm.group = head_dim;
+      norm.x_stride = stride;
+      kernels().rms_norm(norm);
+      x = target;
+      stride = width;
+    }
+    if (args.cos == nullptr) return;
+    kernels().rotary({x, stride, args.cos, args.sin, target, args.positions + first, dtype, args.table_dtype,
+                      last - first, count, head_dim});
+  }
+};
+
+}  // namespace
+
+int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
+                  Requests& requests) {
+  if (call.rank(block_tables) != 2 || !call.is_integer(block_tables) || !call.is_integer(context_lens)) {
+    return call.fail("block_tables [B, W] and context_lens [B] must be int32 or int64");
+  }
+  const size_t batch = call.elements(context_lens);
+  requests.query_lens.assign(batch, 1);
+  if (query_lens >= 0 && call.present(query_lens)) {
+    if (!call.is_integer(query_lens)) return call.fail("query_lens [B] must be int32 or int64");
+    requests.query_lens = integers(call, query_lens);
+  }
+  if (call.dim(block_tables, 0) != batch || requests.query_lens.size() != batch) {
+    return call.fail("block_tables, query_lens and context_lens must have one entry a request");
+  }
+  requests.block_tables = integers(call, block_tables);
+  requests.context_lens = integers(call, context_lens);
+  requests.table_width = call.dim(block_tables, 1);
+  size_t total = 0;
+  for (size_t i = 0; i < batch; i++) {
+    const int64_t queries = requests.query_lens[i];
+    if (queries < 0 || requests.context_lens[i] < queries) {
+      return call.fail("request %zu has %lld query rows in a context of %lld", i, static_cast<long long>(queries),
+                       static_cast<long long>(requests.context_lens[i]));
+    }
+    total += static_cast<size_t>(queries);
+  }
+  return total == rows ? 0 : call.fail("query_lens add up to %zu, q has %zu rows", total, rows);
+}
+
+int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, size_t block_size, size_t window) {
+  const size_t width = requests.table_width;
+  for (size_t i = 0; i < requests.query_lens.size(); i++) {
+    if (requests.query_lens[i] == 0) continue;
+    const size_t context = static_cast<size_t>(requests.context_lens[i]);
+    const size_t blocks = (context + block_size - 1) / block_size;
+    if (blocks > width) return call.fail("request %zu needs %zu blocks, its table has %zu", i, blocks, width);
+    const size_t position = context - static_cast<size_t>(requests.query_lens[i]);
+    const size_t first = window == 0 || position < window ? 0 : position + 1 - window;
+    for (size_t j = first / block_size; j < blocks; j++) {
+      const int64_t block = requests.block_tables[i * width + j];
+      if (block < 0 || static_cast<size_t>(block) >= num_blocks) {
+        return call.fail("block %lld of request %zu is outside the %zu blocks of the cache",
+                         static_cast<long long>(block), i, num_blocks);
+      }
+    }
+  }
+  return 0;
+}
+
+bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache) {
+  auto fits = [&](int parameter) {
+    return call.rank(parameter) == 4 && call.dtype(parameter) == dtype && call.dim(parameter, 1) % kGroupTokens == 0 &&
+           call.dim(parameter, 1) > 0 && call.dim(parameter, 3) % kPanelWidth == 0;
+  };
+  if (!is_float(dtype) || !fits(keys) || !fits(values)) return false;
+  for (const int axis : {0, 1, 2}) {
+    if (call.dim(keys, axis) != call.dim(values, axis)) return false;
+  }
+  cache = {call.data<char>(keys), call.data<char>(values), dtype,
+           call.dim(keys, 0),     call.dim(keys, 1),       call.dim(keys, 2),
+           call.dim(keys, 3),     call.dim(values, 3)};
+  return true;
+}
+
+void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens) {
+  for_token_runs(tokens, [&](size_t first, size_t last) { store_run(cache, rows, first, last); });
+}
+
+void attend(const AttendArgs& args) {
+  static OperatorClock clock("Attention");
+  const Timed timed(clock);
+  const KvCache& cache = args.cache;
+  const size_t width = args.num_heads * cache.key_dim;
+  Heads q = {args.q, args.q_stride};
+  if (args.rows.k != nullptr) {
+    const size_t bytes = element_size(cache.dtype, nullptr);
+    const size_t kv_width = cache.heads * cache.key_dim;
+    const bool changes = args.cos != nullptr || args.q_gain != nullptr || args.k_gain != nullptr;
+    const size_t room = changes ? args.tokens * (width + kv_width) * bytes : 0;
+    char* memory = static_cast<char*>(scratch(Scratch::kActivations, room + 1));
+    const Preparation of_q = {args, args.num_heads, args.q_gain, args.q_gain_dtype, memory};
+    const Preparation of_k = {args, cache.heads, args.k_gain, args.k_gain_dtype, memory + args.tokens * width * bytes};
+    const Heads k = {args.rows.k, args.rows.k_stride};
+    const Heads stored = of_k.prepared(k);
+    const KvRows rows = {stored.x, stored.stride, args.rows.v, args.rows.v_stride, args.rows.slots};
+    for_token_runs(args.tokens, [&](size_t first, size_t last) {
+      of_q.run(q, first, last);
+      of_k.run(k, first, last);
+      store_run(cache, rows, first, last);
+    });
+    q = of_q.prepared(q);
+  }
+  const Requests& requests = *args.requests;
+  AttentionArgs attention = {q.x,
+                             cache.keys,
+                             cache.values,
+                             args.y,
+                             requests.block_tables.data(),
+                             requests.query_lens.data(),
+                             requests.context_lens.data(),
+                             cache.dtype,
+                             args.tokens,
+                             requests.query_lens.size(),
+                             requests.table_width,
+                             cache.block_size,
+                             args.num_heads,
+                             cache.heads,
+                             cache.key_dim,
+                             args.scale,
+                             args.y_passes};
+  attention.q_stride = q.stride;
+  attention.window = args.window;
+  attention.cap = args.cap;
+  attention.slopes = args.slopes;
+  attention.q_turned = args.q_turned;
+  attention.turned_stride = args.turned_stride;
+  attention.turned_dim = cache.value_dim;
+  kernels().attention(attention);
+}
+
+}  // namespace llm

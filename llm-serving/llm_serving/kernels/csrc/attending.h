@@ -1,0 +1,80 @@
+// Attention as larger operators are made of it: what it needs of a call, and the run from new rows to results.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "call.h"
+#include "kernels.h"
+
+namespace llm {
+
+// The requests of a step: integers of a call.
+struct Requests {
+  std::vector<int64_t> block_tables;  // [B, table_width]
+  std::vector<int64_t> query_lens, context_lens;
+  size_t table_width = 0;
+};
+
+// Reads the requests that own `rows` rows; without query_lens (-1 or absent), one each. Returns a status as operators.
+int read_requests(const Call& call, int block_tables, int query_lens, int context_lens, size_t rows,
+                  Requests& requests);
+
+// Refuses requests whose tables do not name a block of the cache for every token that a row sees.
+int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, size_t block_size, size_t window);
+
+// Keys and values of a layer (kv_layout.h).
+struct KvCache {
+  char *keys, *values;
+  DType dtype;
+  size_t num_blocks, block_size, heads, key_dim, value_dim;
+
+  size_t slots() const { return num_blocks * block_size; }
+};
+
+// Reads a cache of two parameters; false if they are none of this type.
+bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache);
+
+extern const char kCacheRule[];
+
+// Rows of new keys and values, `stride` elements apart, and where each goes; -1 skips it.
+struct KvRows {
+  const char* k;
+  size_t k_stride;
+  const char* v;
+  size_t v_stride;
+  const int64_t* slots;
+};
+
+// Stores all of `tokens` rows, by several threads.
+void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens);
+
+// What `attend` computes. Gains are [dim of a head], of the type of the cache or float32; tables have a row for each
+// position and are of either type.
+struct AttendArgs {
+  const char* q;
+  size_t q_stride;
+  KvRows rows;  // without k: all keys and values are stored
+  KvCache cache;
+  const Requests* requests;
+  size_t tokens, num_heads;
+  const int64_t* positions;
+  const void *cos = nullptr, *sin = nullptr;  // null: nothing is rotated
+  DType table_dtype = DType::kNone;
+  const void *q_gain = nullptr, *k_gain = nullptr;  // null: no norm of heads
+  DType q_gain_dtype = DType::kNone, k_gain_dtype = DType::kNone;
+  float eps = 0.0f;
+  float scale = 1.0f;
+  size_t window = 0;
+  float cap = 0.0f;
+  const float* slopes = nullptr;
+  const char* q_turned = nullptr;  // null: keys are no latents (see AttentionArgs)
+  size_t turned_stride = 0;
+  void* y = nullptr;
+  Passes y_passes = {};
+};
+
+// Norms and rotates heads of queries and keys, stores keys and values, attends: the bits of the operations one by one.
+void attend(const AttendArgs& args);
+
+}  // namespace llm

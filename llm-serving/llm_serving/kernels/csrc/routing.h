@@ -1,0 +1,112 @@
+// Which experts rows go to, and the sums of what those make of them.
+#pragma once
+
+#include "elementwise.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace llm::LLM_ISA {
+
+// Turns the logits of a row into scores: a sigmoid each, or their softmax.
+inline void score_experts(float* logits, size_t count, bool sigmoid) {
+  float largest = -__builtin_inff();
+  for (size_t i = 0; i < count; i++) largest = logits[i] > largest ? logits[i] : largest;
+  Floats total = zeros();
+  for (size_t i = 0; i < count; i += kLanes) {
+    const size_t left = count - i;
+    const Floats logit = load_first(logits + i, left);
+    const Floats one = broadcast(1.0f);
+    const Floats score = sigmoid ? one / (one + exp(zeros() - logit)) : exp(logit - broadcast(largest));
+    total = total + keep_first(score, left, 0.0f);
+    store_first(logits + i, score, left);
+  }
+  if (sigmoid) return;
+  const Floats sum = broadcast(sum_lanes(total));
+  for (size_t i = 0; i < count; i += kLanes)
+    store_first(logits + i, load_first(logits + i, count - i) / sum, count - i);
+}
+
+// The largest of `count` numbers that are not taken, the lower index first among equals; one that is not, if all are
+// NaN.
+inline size_t find_best(const float* numbers, const bool* taken, size_t count) {
+  size_t best = count;
+  for (size_t i = 0; i < count; i++) {
+    if (taken[i]) continue;
+    if (best == count || numbers[i] > numbers[best] || numbers[best] != numbers[best]) best = i;
+  }
+  return best;
+}
+
+// What a group of experts is worth: its largest score, or the sum of two.
+inline float worth_of_group(const float* wanted, size_t size, bool sums_two) {
+  float first = -__builtin_inff();
+  float second = -__builtin_inff();
+  for (size_t i = 0; i < size; i++) {
+    if (wanted[i] > first) {
+      second = first;
+      first = wanted[i];
+    } else if (wanted[i] > second) {
+      second = wanted[i];
+    }
+  }
+  return sums_two && size > 1 ? first + second : first;
+}
+
+// Marks the experts of all groups but the best as taken.
+inline void leave_groups_out(const RouteArgs& args, const float* wanted, float* worth, bool* taken_groups,
+                             bool* taken) {
+  const size_t size = args.experts / args.groups;
+  for (size_t group = 0; group < args.groups; group++) {
+    worth[group] = worth_of_group(wanted + group * size, size, args.correction != nullptr);
+    taken_groups[group] = false;
+  }
+  for (size_t i = 0; i < args.top_groups; i++) taken_groups[find_best(worth, taken_groups, args.groups)] = true;
+  for (size_t i = 0; i < args.experts; i++) taken[i] = !taken_groups[i / size];
+}
+
+inline void route_row(const RouteArgs& args, size_t row) {
+  const size_t count = args.experts;
+  float* scores = args.logits + row * count;
+  score_experts(scores, count, args.sigmoid);
+  float* memory = static_cast<float*>(scratch(Scratch::kTile, 2 * count * (sizeof(float) + sizeof(bool))));
+  float* wanted = memory;
+  bool* taken = reinterpret_cast<bool*>(memory + 2 * count);
+  for (size_t i = 0; i < count; i++) {
+    wanted[i] = args.correction == nullptr ? scores[i] : scores[i] + args.correction[i];
+    taken[i] = false;
+  }
+  if (args.groups > 1) leave_groups_out(args, wanted, memory + count, taken + count, taken);
+  float* shares = args.shares + row * args.shares_stride;
+  int32_t* chosen = args.chosen + row * args.chosen_stride;
+  float total = 0.0f;
+  for (size_t i = 0; i < args.top_k; i++) {
+    const size_t best = find_best(wanted, taken, count);
+    taken[best] = true;
+    chosen[i] = static_cast<int32_t>(best);
+    shares[i] = scores[best];
+    total += scores[best];
+  }
+  for (size_t i = 0; i < args.top_k; i++) shares[i] = (args.normalises ? shares[i] / total : shares[i]) * args.scale;
+}
+
+inline void route_rows(const RouteArgs& args) {
+  for_row_ranges(args.rows, args.experts * args.top_k, [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) route_row(args, row);
+  });
+}
+
+inline void gather_sum(const GatherSumArgs& args) {
+  for_row_ranges(args.count, args.size, [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) {
+      const float* x = args.x + row * args.size;
+      float* sums = args.sums + args.index[row] * args.size;
+      for (size_t i = 0; i < args.size; i += kLanes) {
+        const size_t left = args.size - i;
+        const Floats share = broadcast(args.share[row]) * load_first(x + i, left);
+        store_first(sums + i, load_first(sums + i, left) + share, left);
+      }
+    }
+  });
+}
+
+}  // namespace llm::LLM_ISA
