@@ -1,0 +1,64 @@
+// A whole network as one operator: MindSpore spends more on a step's operators than a small model computes in them, and
+// finds its own data gone from the caches after each layer of a large one.
+#include "ending.h"
+#include "program.h"
+
+namespace llm {
+namespace {
+
+// In the order of their numbers.
+const Operation* const kOperations[] = {&kGather, &kLinear, &kNorm,    &kRotate, &kStore,  &kAttend, &kActivate,
+                                        &kAdd,    &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh};
+constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
+
+const Operation* operation(const Program& program, size_t i) {
+  return kOperations[static_cast<size_t>(*program.instruction(i))];
+}
+
+int check_instructions(Program& program) {
+  const Call& call = program.call();
+  for (size_t i = 0; i < program.num_instructions(); i++) {
+    const int32_t number = *program.instruction(i);
+    if (number < 0 || static_cast<size_t>(number) >= kNumOperations) {
+      return call.fail("instruction %zu: there is no operation %d", i, number);
+    }
+    const Operation& op = *operation(program, i);
+    const Signature& signature = op.signature;
+    const Instruction instruction(program, i, signature);
+    const int numbers = 1 + signature.outputs + signature.inputs + signature.weights + signature.attributes;
+    if (static_cast<size_t>(numbers) > program.length())
+      return instruction.fail("has more than %zu numbers", program.length());
+    if (const int status = instruction.check()) return status;
+    if (const int status = op.check(instruction)) return status;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace llm
+
+// instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W], query_lens [B],
+// context_lens [B], sample_indices [S]; weights, of which the first is that of the result [V, H]; key_cache and
+// value_cache of each layer | float32 [S, V] of the rows that sample. A custom operator; the bits of an operation do
+// not depend on which others are part of it.
+LLM_OPERATOR(program) {
+  using namespace llm;
+  Program program(call);
+  if (const int status = program.read()) return status;
+  if (const int status = check_instructions(program)) return status;
+  program.begin();
+  Ending ending(program.num_layers());
+  size_t attended = 0;
+  for (size_t i = 0; i < program.num_instructions(); i++) {
+    const Operation* op = operation(program, i);
+    // A layer is done where the next one attends, and the last one before the result.
+    const bool next_layer = op == &kAttend && attended++ > 0;
+    if (next_layer || op == &kOutput) ending.layer_done();
+    if (const int status = op->run(Instruction(program, i, op->signature))) return status;
+  }
+  return 0;
+}
+
+LLM_EXPORT std::vector<int64_t> programInferShape(int*, int64_t** shapes, void*) {
+  return {shapes[llm::kSampleIndices][0], shapes[llm::kWeights][0]};
+}

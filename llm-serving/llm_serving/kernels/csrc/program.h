@@ -1,0 +1,203 @@
+// A network as integers, and what its instructions see of a step.
+//
+// `instructions` int32 [1 + n, L]: a header, then one operation a row: its number, outputs, inputs, weights and
+// attributes in the order that its file states; -1 is absent, floats are their bits. Outputs and inputs number
+// operands, weights number the weights of the call. What the numbers of operations mean stands in op_program.cc.
+//
+// `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, where it is `selected`,
+// for each that gives a result.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "attending.h"
+#include "call.h"
+#include "parts.h"
+
+namespace llm {
+
+// Parameters of the operator. Behind the weights come keys and values of each layer, then the result.
+enum ProgramParameter {
+  kInstructions,
+  kOperands,
+  kTokenIds,
+  kPositions,
+  kSlotMapping,
+  kBlockTables,
+  kQueryLens,
+  kContextLens,
+  kSampleIndices,
+  kWeights
+};
+
+struct Operand {
+  size_t place;    // bytes for each row before its buffer
+  size_t columns;  // elements from a row of the buffer to the next
+  size_t start, width;
+  bool selected;
+  DType dtype;
+};
+
+// An operand in a step: `count` rows of `width` elements.
+struct Rows {
+  char* data;
+  size_t stride;  // elements
+  size_t count, width;
+
+  // As they lie. One row has no next one.
+  Passes passes() const { return {count, count == 1 ? width : stride}; }
+};
+
+class Program {
+ public:
+  explicit Program(const Call& call) : call_(call) {}
+
+  // Reads header, operands and the arguments of the step; a status as operators return it.
+  int read();
+  // Provides memory for the operands. To be called after the instructions have been checked.
+  void begin();
+
+  const Call& call() const { return call_; }
+  DType dtype() const { return dtype_; }
+  size_t element_bytes() const { return element_size(dtype_, nullptr); }
+  size_t num_instructions() const { return call_.dim(kInstructions, 0) - 1; }
+  size_t length() const { return call_.dim(kInstructions, 1); }
+  const int32_t* instruction(size_t i) const { return call_.data<const int32_t>(kInstructions) + (i + 1) * length(); }
+  size_t num_weights() const { return num_weights_; }
+  size_t num_layers() const { return num_layers_; }
+  const std::vector<Operand>& operands() const { return operands_; }
+  int result() const { return call_.count() - 1; }
+
+  // Null if it is no packed weight of the model's type.
+  const Weight* weight(size_t i) const { return weights_[i].has_value() ? &*weights_[i] : nullptr; }
+
+  size_t tokens() const { return tokens_; }
+  size_t samples() const { return call_.elements(kSampleIndices); }
+  size_t count(bool selected) const { return selected ? samples() : tokens_; }
+  Rows rows(const Operand& operand) const;
+  // Whether a buffer has room for `width` columns in the order of any reader.
+  bool has_room(const Operand& operand) const;
+
+  const int64_t* positions() const { return positions_.data(); }
+  const int64_t* slots() const { return slots_.data(); }
+  const Requests& requests() const { return requests_; }
+  int check_positions(size_t rows_of_tables) const;
+  int check_slots(size_t slots) const;
+  // Refuses blocks that attention would read outside of a cache.
+  int check_blocks(size_t num_blocks, size_t block_size, size_t window);
+
+ private:
+  int read_header();
+  int read_operands();
+  int read_step();
+  void read_weights();
+
+  struct CheckedBlocks {
+    size_t num_blocks, block_size, window;
+  };
+
+  const Call& call_;
+  DType dtype_ = DType::kNone;
+  size_t num_weights_ = 0, num_layers_ = 0, memory_ = 0;  // memory_: bytes for each row
+  std::vector<Operand> operands_;
+  std::vector<std::optional<Weight>> weights_;
+  size_t tokens_ = 0, row_capacity_ = 0;
+  std::vector<int64_t> positions_, slots_;
+  int64_t last_position_ = -1, last_slot_ = -1;
+  Requests requests_;
+  std::vector<CheckedBlocks> checked_blocks_;
+  char* data_ = nullptr;
+};
+
+// How many numbers of each kind an operation takes.
+struct Signature {
+  const char* name;
+  int outputs, inputs, weights, attributes;
+};
+
+// One instruction: its numbers by kind, each in the order of its signature.
+class Instruction {
+ public:
+  Instruction(Program& program, size_t index, const Signature& signature)
+      : program_(program), index_(index), signature_(signature), numbers_(program.instruction(index) + 1) {}
+
+  // Refuses operands and weights that there are not.
+  int check() const;
+
+  Program& program() const { return program_; }
+  const Call& call() const { return program_.call(); }
+
+  // Null where absent.
+  const Operand* output(int i) const { return operand(numbers_[i]); }
+  const Operand* input(int i) const { return operand(numbers_[signature_.outputs + i]); }
+  Rows rows(const Operand* operand) const { return program_.rows(*operand); }
+
+  bool has_weight(int i) const { return weight_number(i) >= 0; }
+  // Among the parameters of the call.
+  int parameter(int i) const { return kWeights + weight_number(i); }
+  int weight_number(int i) const { return numbers_[signature_.outputs + signature_.inputs + i]; }
+  const Weight& weight(int i) const { return *program_.weight(static_cast<size_t>(weight_number(i))); }
+  const char* weight_data(int i) const { return has_weight(i) ? call().data<const char>(parameter(i)) : nullptr; }
+
+  int32_t integer(int i) const { return numbers_[signature_.outputs + signature_.inputs + signature_.weights + i]; }
+  float number(int i) const;
+  // The weight that attribute i numbers; null for -1. It has been checked.
+  const Weight* reader(int i) const {
+    return integer(i) < 0 ? nullptr : program_.weight(static_cast<size_t>(integer(i)));
+  }
+
+  // As Call::fail, of this instruction.
+  int fail(const char* format, ...) const __attribute__((format(printf, 2, 3)));
+
+  // Checks that several operations share; statuses as operators return them.
+  // An operand is there, of the type, and has the rows of `like`.
+  int check_rows(const char* name, const Operand* operand, DType dtype, bool selected) const;
+  int check_rows(const char* name, const Operand* operand, bool selected) const {
+    return check_rows(name, operand, program_.dtype(), selected);
+  }
+  int check_width(const char* name, const Operand& operand, size_t width) const;
+  // Weight i is packed, [n, k], and the kernels in use can read it.
+  int check_product(const char* name, int i, size_t n, size_t k) const;
+  // Weight i, if it is there, has `size` elements of the model's type or, if `wide`, float32.
+  int check_vector(const char* name, int i, size_t size, bool wide) const;
+  // Attribute i numbers a packed weight that reads `y`, or is -1; y has room for its order.
+  int check_reader(int i, const Operand& y) const;
+
+ private:
+  const Operand* operand(int32_t number) const {
+    return number < 0 ? nullptr : &program_.operands()[static_cast<size_t>(number)];
+  }
+
+  Program& program_;
+  const size_t index_;
+  const Signature& signature_;
+  const int32_t* const numbers_;
+};
+
+// An operation: what `check` lets pass `run` can compute, unless it says otherwise. Both return statuses as operators.
+struct Operation {
+  Signature signature;
+  int (*check)(const Instruction&);
+  int (*run)(const Instruction&);
+};
+
+// Each operation states its numbers where it is defined.
+extern const Operation kGather, kNorm, kActivate, kAdd, kSelect, kWeigh;  // program_rows.cc
+extern const Operation kLinear, kOutput;                                  // program_products.cc
+extern const Operation kRotate, kStore, kAttend;                          // program_attention.cc
+extern const Operation kRoute, kExperts;                                  // program_experts.cc
+
+// What attribute `function` numbers: 0 none, 1 silu, 2 gelu_tanh.
+inline bool is_gate(int32_t function) { return function == 1 || function == 2; }
+inline Gate gate_of(int32_t function) {
+  return function == 1 ? Gate::kSilu : function == 2 ? Gate::kGeluTanh : Gate::kNone;
+}
+
+// How y lies: in the order of the weight that reads it, or as rows.
+inline Passes passes_for(const Weight* reader, const Rows& y) {
+  return reader == nullptr ? y.passes() : reader->passes(y.count);
+}
+
+}  // namespace llm

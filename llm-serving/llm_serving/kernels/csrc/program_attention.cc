@@ -1,0 +1,179 @@
+// Operations of attention: rotate, store, attend.
+#include "program.h"
+
+namespace llm {
+namespace {
+
+// Heads of `columns` that tables cos and sin, weights i and i + 1, turn; a status as operators return it.
+int check_tables(const Instruction& in, int i, size_t head_dim) {
+  const Call& call = in.call();
+  const DType dtype = call.dtype(in.parameter(i));
+  for (const int table : {i, i + 1}) {
+    if (!in.has_weight(table)) return in.fail("cos and sin go together");
+    const int parameter = in.parameter(table);
+    if ((dtype != in.program().dtype() && dtype != DType::kFloat32) || call.dtype(parameter) != dtype ||
+        call.rank(parameter) != 2 || call.dim(parameter, 1) != head_dim ||
+        call.dim(parameter, 0) != call.dim(in.parameter(i), 0)) {
+      return in.fail("cos and sin must be tables [positions, %zu] of the type of weight 0 or float32", head_dim);
+    }
+  }
+  return in.program().check_positions(call.dim(in.parameter(i), 0));
+}
+
+// rotate: y | x | cos sin |. Element i of a head turns with element i + head_dim / 2.
+
+int check_rotate(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0);
+  if (const int status = in.check_rows("y", y, false)) return status;
+  if (const int status = in.check_rows("x", x, false)) return status;
+  if (const int status = in.check_width("x", *x, y->width)) return status;
+  if (!in.has_weight(0)) return in.fail("cos is absent");
+  const Call& call = in.call();
+  const size_t head_dim = call.rank(in.parameter(0)) == 2 ? call.dim(in.parameter(0), 1) : 0;
+  if (head_dim == 0 || head_dim % 2 != 0 || y->width % head_dim != 0) {
+    return in.fail("%zu columns are not heads of the %zu elements of cos", y->width, head_dim);
+  }
+  return check_tables(in, 0, head_dim);
+}
+
+int run_rotate(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  const size_t head_dim = in.call().dim(in.parameter(0), 1);
+  kernels().rotary({x.data, x.stride, in.weight_data(0), in.weight_data(1), y.data, in.program().positions(),
+                    in.program().dtype(), in.call().dtype(in.parameter(0)), y.count, y.width / head_dim, head_dim,
+                    y.stride});
+  return 0;
+}
+
+int read_layer(const Instruction& in, int32_t layer, KvCache& cache) {
+  const Program& program = in.program();
+  if (layer < 0 || static_cast<size_t>(layer) >= program.num_layers()) return in.fail("there is no layer %d", layer);
+  const int keys = kWeights + static_cast<int>(program.num_weights()) + 2 * layer;
+  return read_cache(in.call(), keys, keys + 1, program.dtype(), cache) && cache.heads > 0 && cache.key_dim > 0
+             ? 0
+             : in.fail("%s", kCacheRule);
+}
+
+// Operands that go to the cache.
+int check_stored(const Instruction& in, const Operand* k, const Operand* v, const KvCache& cache) {
+  if (const int status = in.check_rows("k", k, false)) return status;
+  if (const int status = in.check_rows("v", v, false)) return status;
+  if (const int status = in.check_width("k", *k, cache.heads * cache.key_dim)) return status;
+  if (const int status = in.check_width("v", *v, cache.heads * cache.value_dim)) return status;
+  return in.program().check_slots(cache.slots());
+}
+
+KvRows stored_rows(const Instruction& in, const Operand* k, const Operand* v) {
+  const Rows keys = in.rows(k), values = in.rows(v);
+  return {keys.data, keys.stride, values.data, values.stride, in.program().slots()};
+}
+
+// store: | k v | | layer
+
+int check_store(const Instruction& in) {
+  KvCache cache;
+  if (const int status = read_layer(in, in.integer(0), cache)) return status;
+  return check_stored(in, in.input(0), in.input(1), cache);
+}
+
+int run_store(const Instruction& in) {
+  KvCache cache;
+  if (const int status = read_layer(in, in.integer(0), cache)) return status;
+  store_kv(cache, stored_rows(in, in.input(0), in.input(1)), in.program().tokens());
+  return 0;
+}
+
+// attend: y | q q_turned k v | slopes cos sin q_gain k_gain | layer scale window cap eps reader. With k and v: norm of
+// heads where there are gains, rotated where there are tables, stored, and attended to; without, they are stored
+// already. A row sees `window` tokens, its own included, or all. With q_turned, keys are values as well, and what is
+// stored as values is the turned part of keys, to which q_turned belongs (DeepSeek-V2, 2024, section 2.1).
+
+enum AttendWeight { kSlopes, kCos, kSin, kQGain, kKGain };
+enum AttendAttribute { kLayer, kScale, kWindow, kCap, kEps, kReader };
+
+int check_attend(const Instruction& in) {
+  const Operand *y = in.output(0), *q = in.input(0), *k = in.input(2), *v = in.input(3);
+  KvCache cache;
+  if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
+  const Operand* q_turned = in.input(1);
+  if (q_turned == nullptr && cache.key_dim != cache.value_dim) {
+    return in.fail("keys and values must be of one width where there is no q_turned");
+  }
+  if (const int status = in.check_rows("y", y, false)) return status;
+  if (const int status = in.check_rows("q", q, false)) return status;
+  if (const int status = in.check_width("q", *q, y->width)) return status;
+  if (q->width % (cache.heads * cache.key_dim) != 0) {
+    return in.fail("%zu columns of q are not heads of %zu elements, shared by %zu heads of the cache", q->width,
+                   cache.key_dim, cache.heads);
+  }
+  if (q_turned != nullptr) {
+    if (const int status = in.check_rows("q_turned", q_turned, false)) return status;
+    const size_t width = q->width / cache.key_dim * cache.value_dim;
+    if (const int status = in.check_width("q_turned", *q_turned, width)) return status;
+    if (k != nullptr) return in.fail("latent keys must be stored already");
+  }
+  if ((k == nullptr) != (v == nullptr)) return in.fail("k and v go together");
+  if (k != nullptr) {
+    if (const int status = check_stored(in, k, v, cache)) return status;
+    if (in.has_weight(kCos)) {
+      if (const int status = check_tables(in, kCos, cache.key_dim)) return status;
+    }
+    if (in.has_weight(kSin) && !in.has_weight(kCos)) return in.fail("cos and sin go together");
+  } else {
+    for (const int weight : {kCos, kSin, kQGain, kKGain}) {
+      if (in.has_weight(weight)) return in.fail("heads that are stored already are neither normed nor rotated");
+    }
+  }
+  if (const int status = in.check_vector("q_gain", kQGain, cache.key_dim, true)) return status;
+  if (const int status = in.check_vector("k_gain", kKGain, cache.key_dim, true)) return status;
+  const size_t num_heads = q->width / cache.key_dim;
+  if (in.has_weight(kSlopes) && (in.call().dtype(in.parameter(kSlopes)) != DType::kFloat32 ||
+                                 in.call().elements(in.parameter(kSlopes)) != num_heads)) {
+    return in.fail("slopes must be float32, one for each of %zu heads", num_heads);
+  }
+  if (in.integer(kWindow) < 0) return in.fail("window must be 0 or more, is %d", in.integer(kWindow));
+  if (!(in.number(kCap) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(kCap)));
+  const size_t window = static_cast<size_t>(in.integer(kWindow));
+  if (const int status = in.program().check_blocks(cache.num_blocks, cache.block_size, window)) return status;
+  return in.check_reader(kReader, *y);
+}
+
+int run_attend(const Instruction& in) {
+  const Program& program = in.program();
+  KvCache cache;
+  if (const int status = read_layer(in, in.integer(kLayer), cache)) return status;
+  const Rows y = in.rows(in.output(0)), q = in.rows(in.input(0));
+  AttendArgs args = {
+      q.data, q.stride, {}, cache, &program.requests(), q.count, q.width / cache.key_dim, program.positions()};
+  if (in.input(2) != nullptr) args.rows = stored_rows(in, in.input(2), in.input(3));
+  auto dtype = [&](int weight) { return in.has_weight(weight) ? in.call().dtype(in.parameter(weight)) : DType::kNone; };
+  args.cos = in.weight_data(kCos);
+  args.sin = in.weight_data(kSin);
+  args.table_dtype = dtype(kCos);
+  args.q_gain = in.weight_data(kQGain);
+  args.q_gain_dtype = dtype(kQGain);
+  args.k_gain = in.weight_data(kKGain);
+  args.k_gain_dtype = dtype(kKGain);
+  args.eps = in.number(kEps);
+  args.scale = in.number(kScale);
+  args.window = static_cast<size_t>(in.integer(kWindow));
+  args.cap = in.number(kCap);
+  args.slopes = reinterpret_cast<const float*>(in.weight_data(kSlopes));
+  if (in.input(1) != nullptr) {
+    const Rows turned = in.rows(in.input(1));
+    args.q_turned = turned.data;
+    args.turned_stride = turned.stride;
+  }
+  args.y = y.data;
+  args.y_passes = in.reader(kReader) == nullptr ? Passes{y.count, y.stride} : in.reader(kReader)->passes(y.count);
+  attend(args);
+  return 0;
+}
+
+}  // namespace
+
+const Operation kRotate = {{"rotate", 1, 1, 2, 0}, check_rotate, run_rotate};
+const Operation kStore = {{"store", 0, 2, 0, 1}, check_store, run_store};
+const Operation kAttend = {{"attend", 1, 4, 5, 6}, check_attend, run_attend};
+
+}  // namespace llm

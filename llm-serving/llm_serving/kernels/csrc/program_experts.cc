@@ -1,0 +1,212 @@
+// Operations of experts: route, experts.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "program.h"
+#include "thread_pool.h"
+
+namespace llm {
+namespace {
+
+// route: shares chosen | x | weight correction | top_k score normalise scale groups top_groups. Logits are not rounded;
+// score 0 is their softmax, 1 a sigmoid of each.
+
+enum RouteAttribute { kTopK, kScore, kNormalise, kRouteScale, kGroups, kTopGroups };
+
+int check_route(const Instruction& in) {
+  const Operand *shares = in.output(0), *chosen = in.output(1), *x = in.input(0);
+  if (x == nullptr) return in.fail("x is absent");
+  if (const int status = in.check_rows("x", x, x->selected)) return status;
+  if (const int status = in.check_rows("shares", shares, DType::kFloat32, x->selected)) return status;
+  if (const int status = in.check_rows("chosen", chosen, DType::kInt32, x->selected)) return status;
+  if (!in.has_weight(0)) return in.fail("weight is absent");
+  const int parameter = in.parameter(0);
+  const size_t experts = in.call().rank(parameter) == 2 ? in.call().dim(parameter, 0) : 0;
+  if (const int status = in.check_product("weight", 0, experts, x->width)) return status;
+  const int64_t groups = in.integer(kGroups), top_groups = in.integer(kTopGroups), top_k = in.integer(kTopK);
+  if (groups < 1 || experts % static_cast<size_t>(groups) != 0 || top_groups < 1 || top_groups > groups) {
+    return in.fail("%zu experts cannot be of %lld groups, %lld of them chosen", experts, static_cast<long long>(groups),
+                   static_cast<long long>(top_groups));
+  }
+  const int64_t most = static_cast<int64_t>(experts) / groups * top_groups;
+  if (top_k < 1 || top_k > most) {
+    return in.fail("top_k must be between 1 and %lld, is %lld", static_cast<long long>(most),
+                   static_cast<long long>(top_k));
+  }
+  if (const int status = in.check_width("shares", *shares, static_cast<size_t>(top_k))) return status;
+  if (const int status = in.check_width("chosen", *chosen, static_cast<size_t>(top_k))) return status;
+  if (in.integer(kScore) < 0 || in.integer(kScore) > 1) {
+    return in.fail("score must be 0 or 1, is %d", in.integer(kScore));
+  }
+  if (in.has_weight(1) &&
+      (in.call().dtype(in.parameter(1)) != DType::kFloat32 || in.call().elements(in.parameter(1)) != experts)) {
+    return in.fail("correction must be float32, one for each of %zu experts", experts);
+  }
+  return 0;
+}
+
+int run_route(const Instruction& in) {
+  const Rows x = in.rows(in.input(0)), shares = in.rows(in.output(0)), chosen = in.rows(in.output(1));
+  const Weight& weight = in.weight(0);
+  const size_t experts = weight.rows();
+  auto* logits = static_cast<float*>(scratch(Scratch::kScores, x.count * experts * sizeof(float) + 1));
+  LinearArgs product = weight.product(x.passes(), x.data, logits);
+  product.y_dtype = DType::kFloat32;
+  multiply(product);
+  static OperatorClock clock("Route");
+  const Timed timed(clock);
+  auto size = [&](int attribute) { return static_cast<size_t>(in.integer(attribute)); };
+  kernels().route({logits, reinterpret_cast<const float*>(in.weight_data(1)), reinterpret_cast<float*>(shares.data),
+                   reinterpret_cast<int32_t*>(chosen.data), x.count, experts, size(kTopK), shares.stride, chosen.stride,
+                   in.integer(kScore) == 1, in.integer(kNormalise) != 0, in.number(kRouteScale), size(kGroups),
+                   size(kTopGroups)});
+  return 0;
+}
+
+// experts: y | x shares chosen added | gate_up down | function scale experts. Each row is the sum over its experts, in
+// ascending order, of share * down(function(gate) * up), rounded once; then as `added` of linear. Rows of an expert are
+// multiplied together, and only experts that a row has chosen are read.
+
+struct ExpertSizes {
+  size_t experts, hidden, inner;
+
+  explicit ExpertSizes(const Instruction& in)
+      : experts(static_cast<size_t>(in.integer(2))),
+        hidden(in.weight(1).rows() / experts),
+        inner(in.weight(1).columns()) {}
+};
+
+int check_experts(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0), *shares = in.input(1), *chosen = in.input(2), *added = in.input(3);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  if (const int status = in.check_rows("shares", shares, DType::kFloat32, y->selected)) return status;
+  if (const int status = in.check_rows("chosen", chosen, DType::kInt32, y->selected)) return status;
+  if (const int status = in.check_width("chosen", *chosen, shares->width)) return status;
+  if (added != nullptr) {
+    if (const int status = in.check_rows("added", added, y->selected)) return status;
+    if (const int status = in.check_width("added", *added, y->width)) return status;
+  } else if (in.number(1) != 1.0f) {
+    return in.fail("scale is of what is added to something");
+  }
+  if (!is_gate(in.integer(0))) return in.fail("function must be 1 or 2, is %d", in.integer(0));
+  if (in.integer(2) < 1) return in.fail("there must be an expert, not %d", in.integer(2));
+  const size_t experts = static_cast<size_t>(in.integer(2));
+  if (!in.has_weight(1)) return in.fail("down is absent");
+  const int down = in.parameter(1);
+  const size_t inner = in.call().rank(down) == 2 ? in.call().dim(down, 1) : 0;
+  if (inner == 0 || inner % kPanelWidth != 0 || y->width % kPanelWidth != 0) {
+    return in.fail("%zu columns and %zu inner ones must be multiples of 16", y->width, inner);
+  }
+  if (const int status = in.check_product("gate_up", 0, experts * 2 * inner, x->width)) return status;
+  return in.check_product("down", 1, experts * y->width, inner);
+}
+
+// Rows in the order of the experts they chose; those of expert e are the entries from first[e] to first[e + 1].
+struct Assignment {
+  std::vector<uint32_t> first, row;
+  std::vector<float> share;
+
+  // Returns an expert that there is not, or -1.
+  int64_t sort(const Rows& shares, const Rows& chosen, size_t experts) {
+    first.assign(experts + 1, 0);
+    auto expert_of = [&](size_t i, size_t k) {
+      return reinterpret_cast<const int32_t*>(chosen.data)[i * chosen.stride + k];
+    };
+    for (size_t i = 0; i < chosen.count; i++) {
+      for (size_t k = 0; k < chosen.width; k++) {
+        const int32_t expert = expert_of(i, k);
+        if (expert < 0 || static_cast<size_t>(expert) >= experts) return static_cast<uint32_t>(expert);
+        first[static_cast<size_t>(expert) + 1]++;
+      }
+    }
+    for (size_t e = 0; e < experts; e++) first[e + 1] += first[e];
+    row.resize(chosen.count * chosen.width);
+    share.resize(row.size());
+    std::vector<uint32_t> next(first.begin(), first.end() - 1);
+    for (size_t i = 0; i < chosen.count; i++) {
+      for (size_t k = 0; k < chosen.width; k++) {
+        const uint32_t at = next[static_cast<size_t>(expert_of(i, k))]++;
+        row[at] = static_cast<uint32_t>(i);
+        share[at] = reinterpret_cast<const float*>(shares.data)[i * shares.stride + k];
+      }
+    }
+    return -1;
+  }
+
+  size_t most_of_an_expert() const {
+    uint32_t most = 0;
+    for (size_t e = 0; e + 1 < first.size(); e++) most = std::max(most, first[e + 1] - first[e]);
+    return most;
+  }
+};
+
+// Memory for the sums of all rows, and for the rows of one expert on their way.
+struct ExpertRows {
+  float* sums;    // [rows, hidden]
+  float* result;  // [most, hidden]
+  char* x;        // [most, columns of x]
+  char* inner;    // as `down` reads it
+
+  ExpertRows(const ExpertSizes& sizes, size_t rows, size_t most, size_t columns, size_t bytes) {
+    auto whole_lines = [](size_t size) { return Passes::padded(size, 64); };
+    const size_t sums_bytes = whole_lines(rows * sizes.hidden * sizeof(float));
+    const size_t result_bytes = whole_lines(most * sizes.hidden * sizeof(float));
+    const size_t x_bytes = whole_lines(most * columns * bytes);
+    const size_t inner_bytes = Passes::most_elements(most, sizes.inner) * bytes;
+    char* memory = static_cast<char*>(scratch(Scratch::kScores, sums_bytes + result_bytes + x_bytes + inner_bytes + 1));
+    sums = reinterpret_cast<float*>(memory);
+    result = reinterpret_cast<float*>(memory + sums_bytes);
+    x = memory + sums_bytes + result_bytes;
+    inner = x + x_bytes;
+    std::memset(sums, 0, sums_bytes);
+  }
+};
+
+int run_experts(const Instruction& in) {
+  static OperatorClock clock("Experts");
+  const Timed timed(clock);
+  const Rows x = in.rows(in.input(0)), y = in.rows(in.output(0));
+  const ExpertSizes sizes(in);
+  const size_t bytes = in.program().element_bytes();
+  Assignment assignment;
+  const int64_t unknown = assignment.sort(in.rows(in.input(1)), in.rows(in.input(2)), sizes.experts);
+  if (unknown >= 0) return in.fail("there is no expert %d", static_cast<int>(unknown));
+  const ExpertRows rows(sizes, x.count, assignment.most_of_an_expert(), x.width, bytes);
+  for (size_t expert = 0; expert < sizes.experts; expert++) {
+    const size_t begin = assignment.first[expert];
+    const size_t count = assignment.first[expert + 1] - begin;
+    if (count == 0) continue;
+    for (size_t i = 0; i < count; i++) {
+      std::memcpy(rows.x + i * x.width * bytes, x.data + assignment.row[begin + i] * x.stride * bytes, x.width * bytes);
+    }
+    const Weight gate_up = in.weight(0).part(expert * 2 * sizes.inner, 2 * sizes.inner);
+    const Weight down = in.weight(1).part(expert * sizes.hidden, sizes.hidden);
+    LinearArgs first = gate_up.product({count, x.width}, rows.x, rows.inner);
+    first.gate = gate_of(in.integer(0));
+    first.y_passes = down.passes(count);
+    multiply(first);
+    LinearArgs second = down.product(first.y_passes, rows.inner, rows.result);
+    second.y_dtype = DType::kFloat32;
+    multiply(second);
+    kernels().gather_sum(
+        {rows.result, assignment.row.data() + begin, assignment.share.data() + begin, rows.sums, count, sizes.hidden});
+  }
+  RoundArgs round = {rows.sums, nullptr, y.data, in.program().dtype(), y.count, y.width, 0, y.stride, in.number(1)};
+  if (in.input(3) != nullptr) {
+    const Rows added = in.rows(in.input(3));
+    round.added = added.data;
+    round.added_stride = added.stride;
+  }
+  kernels().round(round);
+  return 0;
+}
+
+}  // namespace
+
+const Operation kRoute = {{"route", 2, 1, 2, 6}, check_route, run_route};
+const Operation kExperts = {{"experts", 1, 4, 2, 3}, check_experts, run_experts};
+
+}  // namespace llm

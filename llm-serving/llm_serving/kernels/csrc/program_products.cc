@@ -1,0 +1,109 @@
+// Operations that multiply by a weight: linear, output.
+#include "program.h"
+
+namespace llm {
+namespace {
+
+// linear: y | x added | weight bias | function scale ordered reader heads. z = x * weight^T + bias; y = z, or
+// function(first half of z) * second half, or added + scale * z. Each head of x has its own rows of the weight.
+
+struct LinearSizes {
+  size_t heads, n, k;  // of a head
+
+  explicit LinearSizes(const Instruction& in)
+      : heads(static_cast<size_t>(in.integer(4))), n(in.weight(0).rows() / heads), k(in.weight(0).columns()) {}
+};
+
+int check_added(const Instruction& in, const Operand& y) {
+  const Operand* added = in.input(1);
+  if (added == nullptr) return in.number(1) == 1.0f ? 0 : in.fail("scale is of what is added to something");
+  if (in.integer(0) != 0) return in.fail("a gated product is added to nothing");
+  if (const int status = in.check_rows("added", added, y.selected)) return status;
+  return in.check_width("added", *added, y.width);
+}
+
+int check_ordered(const Instruction& in, const Operand& x, int attribute) {
+  const int32_t ordered = in.integer(attribute);
+  if (ordered != 0 && ordered != 1) return in.fail("ordered must be 0 or 1, is %d", ordered);
+  return ordered == 0 || in.program().has_room(x) ? 0 : in.fail("x has no room for the order in which it is read");
+}
+
+int check_linear(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  const int32_t function = in.integer(0);
+  if (function < 0 || function > 2) return in.fail("function must be 0, 1 or 2, is %d", function);
+  const int32_t heads = in.integer(4);
+  if (heads < 1 || x->width % static_cast<size_t>(heads) != 0) {
+    return in.fail("%zu columns of x are not %d heads", x->width, heads);
+  }
+  const size_t n = is_gate(function) ? 2 * y->width : y->width;
+  if (const int status = in.check_product("weight", 0, n, x->width / static_cast<size_t>(heads))) return status;
+  if (heads > 1 && (n % (static_cast<size_t>(heads) * kPanelWidth) != 0 || in.integer(2) != 0 || is_gate(function))) {
+    return in.fail("the rows of each of %d heads must be a multiple of 16, neither ordered nor gated", heads);
+  }
+  if (is_gate(function) && y->width % kPanelWidth != 0) {
+    return in.fail("a product that is gated must have a multiple of 16 columns, has %zu", y->width);
+  }
+  if (const int status = in.check_vector("bias", 1, n, false)) return status;
+  if (const int status = check_added(in, *y)) return status;
+  if (const int status = check_ordered(in, *x, 2)) return status;
+  if (in.integer(3) != -1 && !is_gate(function)) return in.fail("a product that is not gated lies as rows");
+  return in.check_reader(3, *y);
+}
+
+int run_linear(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  const size_t bytes = in.program().element_bytes();
+  const LinearSizes sizes(in);
+  for (size_t head = 0; head < sizes.heads; head++) {
+    const Weight weight = sizes.heads == 1 ? in.weight(0) : in.weight(0).part(head * sizes.n, sizes.n);
+    const size_t column = head * sizes.n;
+    Passes passes = in.integer(2) == 1 ? weight.passes(x.count) : x.passes();
+    if (sizes.heads > 1 && x.count == 1) passes.width = sizes.k;
+    LinearArgs args = weight.product(passes, x.data + head * sizes.k * bytes, y.data + column * bytes);
+    if (in.has_weight(1)) args.bias = in.weight_data(1) + column * bytes;
+    if (in.input(1) != nullptr) {
+      const Rows added = in.rows(in.input(1));
+      args.added = added.data + column * bytes;
+      args.added_stride = added.stride;
+      args.scale = in.number(1);
+    }
+    args.gate = gate_of(in.integer(0));
+    args.y_passes = in.reader(3) == nullptr ? Passes{y.count, y.stride} : in.reader(3)->passes(y.count);
+    multiply(args);
+  }
+  return 0;
+}
+
+// output: | x | weight | scale cap ordered. The result: scale * x * weight^T or, with a cap, cap * tanh(that / cap).
+
+int check_output(const Instruction& in) {
+  const Operand* x = in.input(0);
+  if (const int status = in.check_rows("x", x, true)) return status;
+  const Call& call = in.call();
+  if (const int status = in.check_product("weight", 0, call.dim(in.program().result(), 1), x->width)) return status;
+  if (!(in.number(1) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(1)));
+  return check_ordered(in, *x, 2);
+}
+
+int run_output(const Instruction& in) {
+  const Rows x = in.rows(in.input(0));
+  const Weight& weight = in.weight(0);
+  auto* logits = in.call().data<float>(in.program().result());
+  LinearArgs args = weight.product(in.integer(2) == 1 ? weight.passes(x.count) : x.passes(), x.data, logits);
+  args.y_dtype = DType::kFloat32;
+  multiply(args);
+  const float scale = in.number(0), cap = in.number(1);
+  if (scale != 1.0f || cap > 0.0f) kernels().cap({logits, x.count * weight.rows(), scale, cap});
+  return 0;
+}
+
+}  // namespace
+
+const Operation kLinear = {{"linear", 1, 2, 2, 5}, check_linear, run_linear};
+const Operation kOutput = {{"output", 0, 1, 1, 3}, check_output, run_output};
+
+}  // namespace llm

@@ -1,0 +1,177 @@
+// Operations on rows by themselves: gather, norm, activate, add, select, weigh.
+#include <cstring>
+
+#include "program.h"
+#include "thread_pool.h"
+
+namespace llm {
+namespace {
+
+// gather: y | | table | scale. y = scale * table[token_ids], rounded once.
+
+int check_gather(const Instruction& in) {
+  const Operand* y = in.output(0);
+  if (const int status = in.check_rows("y", y, false)) return status;
+  if (!in.has_weight(0)) return in.fail("table is absent");
+  const int table = in.parameter(0);
+  if (in.call().rank(table) != 2 || in.call().dtype(table) != in.program().dtype() ||
+      in.call().dim(table, 1) != y->width) {
+    return in.fail("table must be [V, %zu] of the type of weight 0", y->width);
+  }
+  return check_indices(in.call(), kTokenIds, in.call().dim(table, 0));
+}
+
+int run_gather(const Instruction& in) {
+  const Rows y = in.rows(in.output(0));
+  const size_t bytes = in.program().element_bytes();
+  if (const int status = look_up(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes)) return status;
+  const float scale = in.number(0);
+  if (scale == 1.0f) return 0;
+  kernels().add({nullptr, y.data, y.data, in.program().dtype(), y.width, scale, y.count, y.stride, y.stride, y.stride});
+  return 0;
+}
+
+// norm: y sum | x added | gain | eps group reader. sum = x + added; y = its root mean square norm, of all columns or of
+// each `group` of them.
+
+int check_norm(const Instruction& in) {
+  const Operand *y = in.output(0), *sum = in.output(1), *x = in.input(0), *added = in.input(1);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  if (const int status = in.check_width("x", *x, y->width)) return status;
+  if (sum != nullptr && added == nullptr) return in.fail("a sum needs what is added");
+  if (added != nullptr) {
+    if (const int status = in.check_rows("added", added, y->selected)) return status;
+    if (const int status = in.check_width("added", *added, y->width)) return status;
+  }
+  if (sum != nullptr) {
+    if (const int status = in.check_rows("sum", sum, y->selected)) return status;
+    if (const int status = in.check_width("sum", *sum, y->width)) return status;
+  }
+  const int32_t group = in.integer(1);
+  if (group < 0 || (group > 0 && y->width % static_cast<size_t>(group) != 0)) {
+    return in.fail("groups of %d do not make %zu columns", group, y->width);
+  }
+  if (!in.has_weight(0)) return in.fail("gain is absent");
+  if (const int status = in.check_vector("gain", 0, group > 0 ? static_cast<size_t>(group) : y->width, true)) {
+    return status;
+  }
+  return in.check_reader(2, *y);
+}
+
+int run_norm(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  const DType dtype = in.program().dtype();
+  RmsNormArgs args = {x.data,  nullptr, nullptr, in.weight_data(0), y.data,
+                      nullptr, dtype,   y.count, y.width,           in.number(0)};
+  args.y_passes = passes_for(in.reader(2), y);
+  args.gamma_dtype = in.call().dtype(in.parameter(0));
+  args.group = static_cast<size_t>(in.integer(1));
+  args.x_stride = x.stride;
+  if (in.input(1) != nullptr) {
+    const Rows added = in.rows(in.input(1));
+    args.added = added.data;
+    args.added_stride = added.stride;
+    if (in.output(1) != nullptr) {
+      const Rows sum = in.rows(in.output(1));
+      args.sum = sum.data;
+      args.sum_stride = sum.stride;
+    } else {
+      args.sum = scratch(Scratch::kActivations, y.count * y.width * in.program().element_bytes() + 1);
+    }
+  }
+  normalize(args);
+  return 0;
+}
+
+// activate: y | x | | function. y = function(first half of x) * second half.
+
+int check_activate(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  if (const int status = in.check_width("x", *x, 2 * y->width)) return status;
+  return is_gate(in.integer(0)) ? 0 : in.fail("function must be 1 or 2, is %d", in.integer(0));
+}
+
+int run_activate(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  gate({x.data, y.data, in.program().dtype(), y.count, y.width, gate_of(in.integer(0)), x.stride, y.stride});
+  return 0;
+}
+
+// add: y | a b | | scale. y = a + scale * b, rounded once.
+
+int check_add(const Instruction& in) {
+  const Operand* y = in.output(0);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  for (int i = 0; i < 2; i++) {
+    const char* name = i == 0 ? "a" : "b";
+    if (const int status = in.check_rows(name, in.input(i), y->selected)) return status;
+    if (const int status = in.check_width(name, *in.input(i), y->width)) return status;
+  }
+  return 0;
+}
+
+int run_add(const Instruction& in) {
+  static OperatorClock clock("AddExt");
+  const Timed timed(clock);
+  const Rows y = in.rows(in.output(0)), a = in.rows(in.input(0)), b = in.rows(in.input(1));
+  if (y.count == 0) return 0;
+  kernels().add(
+      {a.data, b.data, y.data, in.program().dtype(), y.width, in.number(0), y.count, a.stride, b.stride, y.stride});
+  return 0;
+}
+
+// select: y | x | |. The rows of x that sample.
+
+int check_select(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0);
+  if (const int status = in.check_rows("y", y, true)) return status;
+  if (const int status = in.check_rows("x", x, false)) return status;
+  return in.check_width("x", *x, y->width);
+}
+
+int run_select(const Instruction& in) {
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0));
+  const size_t bytes = in.program().element_bytes();
+  for (size_t i = 0; i < y.count; i++) {
+    const size_t row = static_cast<size_t>(in.call().integer(kSampleIndices, i));
+    std::memcpy(y.data + i * y.stride * bytes, x.data + row * x.stride * bytes, y.width * bytes);
+  }
+  return 0;
+}
+
+// weigh: y | x gate | |. y = x * sigmoid(gate), one gate a row.
+
+int check_weigh(const Instruction& in) {
+  const Operand *y = in.output(0), *x = in.input(0), *gate = in.input(1);
+  if (y == nullptr) return in.fail("y is absent");
+  if (const int status = in.check_rows("y", y, y->selected)) return status;
+  if (const int status = in.check_rows("x", x, y->selected)) return status;
+  if (const int status = in.check_rows("gate", gate, y->selected)) return status;
+  if (const int status = in.check_width("x", *x, y->width)) return status;
+  return in.check_width("gate", *gate, 1);
+}
+
+int run_weigh(const Instruction& in) {
+  static OperatorClock clock("Weigh");
+  const Timed timed(clock);
+  const Rows y = in.rows(in.output(0)), x = in.rows(in.input(0)), gate = in.rows(in.input(1));
+  kernels().weigh({x.data, gate.data, y.data, in.program().dtype(), y.count, y.width, x.stride, gate.stride, y.stride});
+  return 0;
+}
+
+}  // namespace
+
+const Operation kGather = {{"gather", 1, 0, 1, 1}, check_gather, run_gather};
+const Operation kNorm = {{"norm", 2, 2, 1, 3}, check_norm, run_norm};
+const Operation kActivate = {{"activate", 1, 1, 0, 1}, check_activate, run_activate};
+const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};
+const Operation kSelect = {{"select", 1, 1, 0, 0}, check_select, run_select};
+const Operation kWeigh = {{"weigh", 1, 2, 0, 0}, check_weigh, run_weigh};
+
+}  // namespace llm

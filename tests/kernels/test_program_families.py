@@ -1,0 +1,128 @@
+"""What families are made of, by the operator `program`, beside the NumPy twin of the description."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from decoder_calls import Step
+from family_configs import CONFIGS, RandomTensors, config_of
+from kernel_calls import Array, Typed
+from llm_serving.kernels import library
+from llm_serving.models.facts import Facts
+from llm_serving.models.families import describe
+from llm_serving.network.description import Network
+from llm_serving.network.program import assemble
+from llm_serving.network.rewriting import select_rows
+from network_reference import parameters, step_of_prompt
+from network_reference import run as run_reference
+from program_calls import BLOCK_SIZE, Blocks, Runnable, create_caches, run, runnable_of
+
+PROMPT = 150
+ERROR = 1e-4
+"""Of logits about 1 in size: what sums of float32 in another order come to, many times over."""
+
+
+def network(name: str) -> Network:
+    config = config_of(name)
+    return describe(config["architectures"][0], Facts(config, name))
+
+
+def tokens_of(count: int) -> list[int]:
+    return np.random.default_rng(3).integers(0, 97, count).tolist()
+
+
+def step_of(tokens: list[int], table: list[int], first: int, last: int) -> Step:
+    """Tokens `first` to `last` of a request whose blocks are these; every row gives a result."""
+    at = range(first, last)
+    slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in at]
+    return Step(tokens[first:last], list(at), slots, [table], [last - first], [last], list(range(last - first)))
+
+
+def together(*steps: Step) -> Step:
+    """Steps of one request each as one step."""
+    starts = np.cumsum([0, *(len(step.token_ids) for step in steps)]).tolist()
+    joined = {
+        name: [each for step in steps for each in getattr(step, name)]
+        for name in ("token_ids", "positions", "slots", "tables", "query_lens", "context_lens")
+    }
+    samples = [start + i for start, step in zip(starts, steps, strict=False) for i in step.samples]
+    return Step(**joined, samples=samples)
+
+
+def in_parts(runnable: Runnable, tokens: list[int], table: list[int], ends: list[int]) -> tuple[Array, list[Blocks]]:
+    """Bits of all logits of a prompt that is computed up to each end in turn."""
+    caches = create_caches(runnable)
+    parts = [
+        run(runnable, step_of(tokens, table, first, last), caches).bits
+        for first, last in zip([0, *ends], ends, strict=False)
+    ]
+    return np.concatenate(parts), caches
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
+    net = network(name)
+    weights = parameters(net, RandomTensors(), PROMPT)
+    tokens = tokens_of(PROMPT)
+    expected = run_reference(net.operations, weights, step_of_prompt(tokens, net, every=True))
+    runnable = runnable_of(net, weights, "float32")
+    table = [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
+    logits = run(runnable, step_of(tokens, table, 0, PROMPT), create_caches(runnable)).array
+    assert np.std(expected) > 0.01
+    assert np.max(np.abs(logits - expected)) < ERROR
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
+    net = network(name)
+    short = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    program = assemble(select_rows(net.operations), len(net.caches), dtype)
+    weights = dict(zip(short.program.weights, short.weights, strict=True))
+    long = replace(short, program=program, weights=[weights[each] for each in program.weights])
+    assert len(program.instructions) > len(short.program.instructions)
+    step = replace(step_of(tokens_of(40), [2, 0, 1], 0, 40), samples=[39, 0])
+    caches, others = create_caches(short), create_caches(long)
+    assert np.array_equal(run(short, step, caches).bits, run(long, step, others).bits)
+    for one, other in zip(caches, others, strict=True):
+        assert np.array_equal(one.key.bits, other.key.bits)
+        assert np.array_equal(one.value.bits, other.value.bits)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) -> None:
+    net = network(name)
+    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
+    whole, caches = in_parts(runnable, tokens, table, [PROMPT])
+    with library.threads_in_use(1):
+        parts, others = in_parts(runnable, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
+    assert np.array_equal(parts, whole)
+    # Two rows of the prompt beside a chunk of another request.
+    beside = step_of(tokens_of(40)[::-1], [21, 22, 23], 0, 40)
+    last = step_of(tokens, table, PROMPT - 2, PROMPT)
+    assert np.array_equal(run(runnable, together(beside, last), caches).bits[-2:], whole[-2:])
+    last = step_of(tokens, table[::-1], PROMPT - 1, PROMPT)
+    assert np.array_equal(run(runnable, replace(last, samples=[0]), others).bits, whole[-1:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+def test_blocks_behind_every_window_are_not_read(isa: str, name: str, dtype: str) -> None:
+    net = network(name)
+    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
+    whole, _ = in_parts(runnable, tokens, table, [PROMPT])
+    for first in (PROMPT - 1, PROMPT - 20, 70):
+        _, caches = in_parts(runnable, tokens, table, [first])
+        freed = (first - 7 + 1) // BLOCK_SIZE
+        for cache in caches:
+            for part in (cache.key, cache.value):
+                part.array[table[:freed]] = not_a_number(part)
+        step = step_of(tokens, [*([-5] * freed), *table[freed:]], first, PROMPT)
+        assert np.array_equal(run(runnable, step, caches).bits, whole[first:]), first
+
+
+def not_a_number(part: Typed) -> Array:
+    return np.array(0x7FC0, np.uint16) if part.dtype == "bfloat16" else np.array(np.nan, part.array.dtype)

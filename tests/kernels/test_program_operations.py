@@ -1,0 +1,298 @@
+"""Operations of `program` by themselves: a table holds the input, and the unit matrix is the head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from decoder_calls import Step
+from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, ROUNDING_UNIT, Array, Typed, assert_close, typed
+from kernels_cache import padded
+from llm_serving.kernels import library, reference
+from llm_serving.network.description import Expert, Network, Routing, Value, Weight
+from llm_serving.network.program import assemble
+from llm_serving.network.rewriting import select_rows
+from program_calls import Runnable, create_caches, run, runnable_of
+
+Body = Callable[[Network, Value], Value]
+
+
+def program_with(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Runnable:
+    """A program whose result is body(x), in columns of `width`; values of weights by the first of their names."""
+    net = Network(x.array.shape[1], len(x.array), 1e-5)
+    y = body(net, net.gather("x"))
+    net.output(y, "one")
+    given = {"x.weight": x.values, "one.weight": np.eye(width), **(arrays or {})}
+    values: dict[Weight, Any] = {weight: given[weight.names[0]] for weight in net.weights}
+    with library.isa_in_use("plain"):  # which keeps weights as they are
+        return runnable_of(net, values, x.dtype)
+
+
+def step_of_rows(count: int, tables: list[list[int]] | None = None, query_lens: list[int] | None = None) -> Step:
+    tables, query_lens = tables or [[0]], query_lens or [count]
+    return Step(list(range(count)), [0] * count, [-1] * count, tables, query_lens, query_lens, list(range(count)))
+
+
+def result_of(x: Typed, width: int, body: Body, arrays: dict[str, Any] | None = None) -> Typed:
+    return run(program_with(x, width, body, arrays), step_of_rows(len(x.array)), [])
+
+
+def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
+    return typed(np.random.default_rng(seed).standard_normal((count, width)), dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("first", "width", "group"), [(0, 70, 0), (20, 60, 20), (16, 48, 16), (3, 64, 64)])
+def test_norms_of_columns_and_of_groups(isa: str, dtype: str, wide: bool, first: int, width: int, group: int) -> None:
+    x = random(33, 100, dtype)
+    gain = typed(np.random.default_rng(2).standard_normal(group or width), "float32" if wide else dtype)
+
+    def body(net: Network, whole: Value) -> Value:
+        net._change_gain = (lambda values: values) if wide else None
+        return net.norm(net.split(whole, first, width)[1], "gain", group=group)
+
+    y = result_of(x, width, body, {"gain.weight": gain.values})
+    expected = reference.rms_norm(x.values[:, first : first + width], gain.values, 1e-5)
+    assert_close(Typed(y.array, dtype) if dtype == "float32" else typed(y.array, dtype), expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_gelu_of_gates(isa: str, dtype: str) -> None:
+    x = typed(np.random.default_rng(1).standard_normal((9, 200)) * 4, dtype)
+    y = result_of(x, 100, lambda net, whole: net.activate(whole, "gelu_tanh"))
+    expected = reference.gelu_tanh_gated(x.values)
+    assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-5 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_sums_with_a_factor_are_rounded_once(isa: str, dtype: str, scale: float) -> None:
+    x = random(40, 90, dtype)
+    y = result_of(x, 45, lambda net, whole: net.add(*net.split(whole, 45, 45), scale=scale))
+    a, b = np.split(x.values.astype(np.float32), 2, axis=1)
+    assert np.array_equal(typed(y.array, dtype).bits, typed(a + b * np.float32(scale), dtype).bits)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_rows_of_a_table_with_a_factor(isa: str, dtype: str) -> None:
+    x = random(40, 45, dtype)
+    net = Network(45, 40)
+    net.output(net.gather("x", scale=3.3), "one")
+    values = {w: x.values if w.names[0] == "x.weight" else np.eye(45) for w in net.weights}
+    with library.isa_in_use("plain"):
+        runnable = runnable_of(net, values, dtype)
+    y = run(runnable, step_of_rows(40), [])
+    assert np.array_equal(typed(y.array, dtype).bits, typed(x.values.astype(np.float32) * np.float32(3.3), dtype).bits)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_rows_are_weighed_by_a_gate_each(isa: str, dtype: str) -> None:
+    x = random(33, 51, dtype)
+    y = result_of(x, 50, lambda net, whole: net.weigh(*net.split(whole, 50, 1)))
+    expected = reference.weigh(x.values[:, :50], x.values[:, 50:])
+    assert_close(typed(y.array, dtype), expected, np.abs(expected) * 1e-6)
+
+
+def test_logits_are_scaled_and_capped(isa: str) -> None:
+    x = typed(np.concatenate([np.geomspace(1e-6, 300, 40), [np.inf, 0.0]]) * [[1], [-1]], "float32")
+    net = Network(42, 2)
+    net.output(net.gather("x"), "one", scale=0.5, cap=30.0)
+    values = {w: np.nan_to_num(x.values, posinf=1e30, neginf=-1e30) if w.names[0] == "x.weight" else np.eye(42)
+              for w in net.weights}  # fmt: skip
+    y = run(runnable_of(net, values, "float32"), step_of_rows(2), [])
+    expected = reference.cap(x.values, 0.5, 30.0)
+    assert_close(y, expected, np.abs(expected) * 2.0**-21)
+
+
+ATTENTION = {
+    "window": {"window": 37},
+    "narrow window": {"window": 1},
+    "cap": {"largest": 3.0},
+    "slopes": {"slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)},
+    "all": {"window": 70, "largest": 5.0, "slopes": np.array([1.0, 0.3, 0.1, 0.0], np.float32)},
+}
+SCALE = 0.2
+
+
+def attention_of(
+    x: Typed, head_dim: int, largest: float = 0.0, window: int = 0, slopes: Array | None = None
+) -> Runnable:
+    """Rows of x are queries of four heads, and keys and values of two."""
+    weight = None if slopes is None else Weight(("slopes",), (4,), ((4,),), kind="float32")
+
+    def body(net: Network, whole: Value) -> Value:
+        q, k, v = net.split(whole, 4 * head_dim, 2 * head_dim, 2 * head_dim)
+        layer = net.store(k, v, 2)
+        return net.attend(q, layer, scale=SCALE, window=window, cap=largest, slopes=weight)
+
+    return program_with(x, 4 * head_dim, body, {"slopes": slopes})
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention_with_windows_caps_and_slopes(isa: str, dtype: str, head_dim: int, kind: str) -> None:
+    count, options = 150, ATTENTION[kind]
+    x = random(count, 8 * head_dim, dtype)
+    table = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
+    step = step_of_rows(count, [table], [count])
+    step = Step(**{**vars(step), "slots": [table[i // 16] * 16 + i % 16 for i in range(count)]})
+    runnable = attention_of(x, head_dim, **options)
+    y = run(runnable, step, create_caches(runnable))
+    q, k, v = np.split(x.values.astype(np.float64), [4 * head_dim, 6 * head_dim], axis=1)
+    caches = [np.zeros((24, 16, 2, head_dim)) for _ in range(2)]
+    reference.store_kv(k, v, *caches, np.array(step.slots))
+    given = padded([table]).array, [count], [count], SCALE
+    expected = reference.attention(q, *caches, *given, **options)
+    magnitude = reference.attention(q, caches[0], np.abs(caches[1]), *given, **options)
+    # As in test_attention.py; a cap and its distance add their own rounding to a score.
+    score = 2 * head_dim * FLOAT32_UNIT * np.abs(q).max() * np.abs(k).max() * head_dim * SCALE
+    score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + count)
+    delta = np.expm1(score) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * count * FLOAT32_UNIT
+    assert_close(typed(y.array, dtype), expected, 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_what_a_window_has_left_behind_does_not_matter(isa: str, dtype: str) -> None:
+    head_dim, count, window, token = 48, 150, 37, 50
+    clean = random(count, 8 * head_dim, dtype)
+    dirty = clean.values.astype(np.float64)
+    dirty[token, 4 * head_dim :] = np.nan
+    table = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
+    step = step_of_rows(count, [table], [count])
+    step = Step(**{**vars(step), "slots": [table[i // 16] * 16 + i % 16 for i in range(count)]})
+    results = []
+    for x in (clean, typed(dirty, dtype)):
+        runnable = attention_of(x, head_dim, window=window)
+        results.append(run(runnable, step, create_caches(runnable)))
+    whole, result = results
+    sees = np.arange(count)[(np.arange(count) >= token) & (np.arange(count) < token + window)]
+    assert np.array_equal(np.delete(result.bits, sees, axis=0), np.delete(whole.bits, sees, axis=0))
+    assert np.isnan(result.array[sees]).all()
+
+
+ROUTING = [
+    {},
+    {"normalise": False, "scale": 2.5},
+    {"sigmoid": True},
+    {"groups": 4, "top_groups": 2},
+    {"sigmoid": True, "groups": 4, "top_groups": 2, "corrected": True},
+]
+
+
+@pytest.mark.parametrize("options", ROUTING)
+@pytest.mark.parametrize("ties", [False, True])
+def test_rows_go_to_the_experts_of_their_scores(isa: str, options: dict[str, Any], ties: bool) -> None:
+    """Expert e makes one of column e alone: what a row becomes tells its shares."""
+    count, num_experts, top_k = 50, 16, 3
+    options = dict(options)
+    rng = np.random.default_rng(5)
+    logits = rng.integers(-2, 3, (count, num_experts)) if ties else rng.standard_normal((count, num_experts))
+    correction = rng.standard_normal(num_experts).astype(np.float32) if options.pop("corrected", False) else None
+    x = typed(np.concatenate([logits, np.ones((count, 16))], axis=1), "float32")
+    gate_up = np.zeros((num_experts, 32, 32))
+    gate_up[:, [0, 16], 16] = 1.0  # gate and up of one
+    down = np.zeros((num_experts, 32, 16))
+    down[np.arange(num_experts), np.arange(num_experts), 0] = 1 + np.exp(-1.0)
+    names = [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(num_experts)]
+    sigmoid, of_groups = (
+        options.get("sigmoid", False),
+        {k: options[k] for k in ("groups", "top_groups") if k in options},
+    )
+    routing = Routing(
+        top_k,
+        "sigmoid" if sigmoid else "softmax",
+        options.get("normalise", True),
+        options.get("scale", 1.0),
+        correction=None if correction is None else "correction",
+        **of_groups,
+    )
+    arrays = {
+        "router.weight": np.eye(num_experts, 32),
+        "0.gate.weight": gate_up.reshape(-1, 32),
+        "0.down.weight": down.reshape(-1, 16),
+        "correction": correction,
+    }
+    y = result_of(x, 32, lambda net, whole: net.experts(whole, "router", routing, names, 16), arrays)
+    shares, chosen = reference.route(x.values[:, :num_experts], top_k, correction=correction, **options)
+    expected = np.zeros((count, 32))
+    np.put_along_axis(expected, chosen, shares, axis=1)
+    assert np.max(np.abs(y.array - expected)) < 1e-5
+
+
+def experts_of(dtype: str, x: Typed, unread: int | None = None) -> Runnable:
+    """Seven experts of which rows choose two; one may be nothing but NaN, and never chosen."""
+    rng = np.random.default_rng(6)
+    hidden, inner, count = x.array.shape[1], 48, 7
+    gate_up = rng.standard_normal((count, 2 * inner, hidden)) / np.sqrt(hidden)
+    down = rng.standard_normal((count, hidden, inner)) / np.sqrt(inner)
+    router = rng.standard_normal((count, hidden))
+    if unread is not None:
+        gate_up[unread] = down[unread] = np.nan
+        router[unread] = 0
+    arrays = {
+        "router.weight": router,
+        "0.gate.weight": gate_up.reshape(-1, hidden),
+        "0.down.weight": down.reshape(-1, inner),
+    }
+    names = [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(count)]
+    return program_with(x, hidden, lambda net, whole: net.experts(whole, "router", Routing(2), names, inner), arrays)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_experts_are_the_reference_up_to_rounding(isa: str, dtype: str) -> None:
+    x = random(60, 80, dtype)
+    runnable = experts_of(dtype, x)
+    rng = np.random.default_rng(6)
+    gate_up = typed(rng.standard_normal((7, 96, 80)) / np.sqrt(80), dtype).values
+    down = typed(rng.standard_normal((7, 80, 48)) / np.sqrt(48), dtype).values
+    router = typed(rng.standard_normal((7, 80)), dtype).values
+    shares, chosen = reference.route(reference.linear(x.values, router), 2)
+    expected = reference.experts(x.values, shares, chosen, gate_up, down)
+    y = run(runnable, step_of_rows(60), [])
+    # Gates, their products with up and the result are rounded to the type; sums over 80 and 48 stay below 4.
+    assert_close(typed(y.array, dtype), expected, 16 * ROUNDING_UNIT[dtype] + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_a_row_does_not_depend_on_who_shares_its_experts(isa: str, dtype: str) -> None:
+    x = random(60, 80, dtype)
+    runnable = experts_of(dtype, x)
+    whole = run(runnable, step_of_rows(60), []).bits
+    rng = np.random.default_rng(7)
+    for threads in (1, 2):
+        with library.threads_in_use(threads):
+            for count in (1, 2, 17, 59):
+                rows = rng.permutation(60)[:count].tolist()
+                step = Step(**{**vars(step_of_rows(count)), "token_ids": rows})
+                assert np.array_equal(run(runnable, step, []).bits, whole[rows]), (threads, count)
+
+
+def test_only_experts_that_rows_chose_are_read(isa: str) -> None:
+    x = random(60, 80, "float32")
+    x = Typed(np.abs(x.array), "float32")
+    whole = run(experts_of("float32", x, unread=4), step_of_rows(60), []).values
+    assert 0 < np.isnan(whole).any(axis=1).sum() < 60
+    chosen = np.flatnonzero(np.isfinite(whole).all(axis=1)).tolist()
+    step = Step(**{**vars(step_of_rows(len(chosen))), "token_ids": chosen})
+    assert np.array_equal(run(experts_of("float32", x, unread=4), step, []).values, whole[chosen])
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_a_product_gates_by_gelu_as_a_product_and_a_gate_do(isa: str, dtype: str) -> None:
+    x = random(40, 70, dtype)
+    weight = np.random.default_rng(3).standard_normal((96, 70))
+
+    def body(net: Network, whole: Value) -> Value:
+        return net.activate(net.linear(whole, "w", 96), "gelu_tanh")
+
+    together = program_with(x, 48, body, {"w.weight": weight})
+    net = Network(70, 40, 1e-5)
+    net.output(body(net, net.gather("x")), "one")
+    assert len(assemble(select_rows(net.operations), 0, dtype).instructions) == len(together.program.instructions) + 1
+    y = run(together, step_of_rows(40), [])
+    product = result_of(x, 96, lambda net, whole: net.linear(whole, "w", 96), {"w.weight": weight})
+    gates = typed(product.array, dtype)
+    expected = result_of(gates, 48, lambda net, whole: net.activate(whole, "gelu_tanh"))
+    assert np.array_equal(y.bits, expected.bits)

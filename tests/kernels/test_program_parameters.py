@@ -1,0 +1,162 @@
+"""What the operator `program` refuses: no integers make it fail otherwise."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decoder_calls import HIDDEN, NUM_KV_HEADS, Step, create_decoder
+from family_configs import RandomTensors, config_of
+from kernel_calls import Typed, empty, integers, packed, status_of, typed
+from kernels_cache import Cache
+from llm_serving.kernels import library
+from llm_serving.models.facts import Facts
+from llm_serving.models.families import describe
+from llm_serving.network.program import KINDS
+from network_reference import parameters as weights_of
+from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of
+
+STEP = Step([5, 69], [0, 1], [0, 1], [[0]], [2], [2], [1])
+
+
+def llama() -> tuple[Runnable, list[Cache]]:
+    decoder = create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False, num_layers=1, positions=12)
+    return llama_of(decoder), [Cache("bfloat16", num_kv_heads=NUM_KV_HEADS, head_dim=16)]
+
+
+def refusal(**changes: Typed) -> str:
+    """What `program` says of parameters of which some are changed; it must have written nothing."""
+    runnable, caches = llama()
+    given = parameters(runnable, STEP, caches) | changes
+    before = given["result"].bits.copy()
+    assert status_of("program", *given.values()) != 0
+    assert not any(cache.key.bits.any() or cache.value.bits.any() for cache in caches)
+    assert np.array_equal(given["result"].bits, before)
+    return library.last_error().removeprefix("program: ")
+
+
+def with_word(kind: str, word: int, value: int, occurrence: int = 0) -> dict[str, Typed]:
+    """Instructions of which one is changed."""
+    instructions = llama()[0].program.instructions.copy()
+    row = np.flatnonzero(instructions[1:, 0] == KINDS.index(kind))[occurrence] + 1
+    instructions[row, word] = value
+    return {"instructions": integers(instructions)}
+
+
+def with_header(index: int, value: int) -> dict[str, Typed]:
+    instructions = llama()[0].program.instructions.copy()
+    instructions[0, index] = value
+    return {"instructions": integers(instructions)}
+
+
+def with_operand(index: int, value: int) -> dict[str, Typed]:
+    operands = llama()[0].program.operands.copy()
+    operands[0, index] = value
+    return {"operands": integers(operands)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (with_header(0, 2), "the version must be 1, is 2"),
+        (with_header(4, 18), "instructions have 17 numbers, the header says 18"),
+        (with_header(1, 0), "the header says 0 weights, 1 layers and "),
+        (with_header(2, 2), "expects 9 parameters, "),
+        (with_header(3, 4), "operand 0: bytes "),
+        ({"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 5"),
+        ({"operands": integers(np.zeros((2, 5)))}, "operands must be int32 [m, 6]"),
+        (with_operand(0, -4), "operand 0: bytes -4 to "),
+        (with_operand(1, 3), "operand 0: columns 0 to 45 are not of a buffer of 3"),
+        (with_operand(2, 1), "operand 0: columns 1 to 46 are not of a buffer of 45"),
+        (with_operand(4, 2), "operand 0: selected must be 0 or 1, is 2, and its kind 0, 1 or 2, is 0"),
+        (with_operand(5, 3), "operand 0: selected must be 0 or 1, is 0, and its kind 0, 1 or 2, is 3"),
+        (with_word("gather", 0, 99), "instruction 0: there is no operation 99"),
+        (with_word("gather", 1, 99), "instruction 0 (gather): there is no operand 99"),
+        (with_word("gather", 2, 99), "instruction 0 (gather): there is no weight 99"),
+        (with_word("gather", 1, -1), "instruction 0 (gather): y is absent"),
+        (with_word("gather", 2, -1), "instruction 0 (gather): table is absent"),
+        (with_word("norm", 5, -1), "instruction 1 (norm): gain is absent"),
+        (with_word("norm", 7, 7), "instruction 1 (norm): groups of 7 do not make 45 columns"),
+        (with_word("norm", 8, 99), "instruction 1 (norm): there is no weight 99"),
+        (with_word("linear", 4, -1), "instruction 2 (linear): weight is absent"),
+        (with_word("linear", 6, 3), "instruction 2 (linear): function must be 0, 1 or 2, is 3"),
+        (with_word("linear", 7, 0), "instruction 2 (linear): scale is of what is added to something"),
+        (with_word("linear", 9, 0), "instruction 2 (linear): a product that is not gated lies as rows"),
+        (with_word("linear", 10, 2), "instruction 2 (linear): 45 columns of x are not 2 heads"),
+        (with_word("attend", 11, 1), "instruction 3 (attend): there is no layer 1"),
+        (with_word("attend", 5, -1), "instruction 3 (attend): k and v go together"),
+        (with_word("attend", 8, -1), "instruction 3 (attend): cos and sin go together"),
+        (with_word("attend", 13, -1), "instruction 3 (attend): window must be 0 or more, is -1"),
+        (with_word("activate", 3, 0), "instruction 9 (activate): function must be 1 or 2, is 0"),
+        (with_word("output", 1, -1), "instruction 12 (output): x is absent"),
+    ],
+)
+def test_programs_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:
+    assert refusal(**changes).startswith(message)
+
+
+def floats(*shape: int, dtype: str = "bfloat16") -> Typed:
+    return typed(np.ones(shape), dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": integers([70, 0])}, "index 70 is outside the 70 rows of the table"),
+        ({"token_ids": floats(2)}, "token_ids [T] must be int32 or int64"),
+        ({"positions": integers([0, 12])}, "positions[1] = 12 is outside the 12 rows of cos and sin"),
+        ({"positions": integers([-1, 1])}, "positions[0] = -1 is less than 0"),
+        ({"positions": integers([0])}, "positions must be int32 or int64, one for each of 2 rows"),
+        ({"slot_mapping": integers([0, 384])}, "slot_mapping[1] = 384 is outside the 384 slots of the cache"),
+        ({"slot_mapping": integers([-2, 1])}, "slot_mapping[0] = -2 is less than -1"),
+        ({"context_lens": integers([17])}, "request 0 needs 2 blocks, its table has 1"),
+        ({"block_tables": integers([[24]])}, "block 24 of request 0 is outside the 24 blocks of the cache"),
+        ({"query_lens": integers([1])}, "query_lens add up to 1, q has 2 rows"),
+        ({"sample_indices": integers([2])}, "sample_indices[0] = 2 is outside the 2 rows"),
+        ({"result": empty((1, 71), "float32")}, "the result must be float32 [S, V]"),
+        ({"result": empty((2, 70), "float32")}, "the result must be float32 [S, V]"),
+        ({"weight0": integers(np.ones((70, HIDDEN)))}, "weight 0 must be floats [V, H]"),
+        ({"value0": floats(23, 16, 2, 16)}, "instruction 3 (attend): caches must be [num_blocks, block_size, "),
+        (
+            {"value0": floats(24, 16, 2, 32)},
+            "instruction 3 (attend): keys and values must be of one width where there is no q_turned",
+        ),
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:
+    assert refusal(**changes).startswith(message)
+
+
+def test_weights_of_another_shape_and_weights_that_are_not_packed_are_refused() -> None:
+    row = llama()[0].program.instructions
+    number = int(row[1:][row[1:, 0] == KINDS.index("linear")][0, 4])
+    plain = floats(128, HIDDEN)
+    library.load().llm_release_weight(plain.array.ctypes.data)
+    for weight in (packed(floats(128, 46)), packed(floats(128, HIDDEN, dtype="float16")), floats(128 * HIDDEN), plain):
+        rule = f"instruction 1 (norm): the reader, weight {number}, must be packed, of 45 columns"
+        assert refusal(**{f"weight{number}": weight}) == rule
+    rule = f"instruction 2 (linear): weight, weight {number}, must be packed, [128, 45], of the type of weight 0"
+    assert refusal(**{f"weight{number}": packed(floats(144, HIDDEN))}) == rule
+
+
+STRANGE = (-(2**31), -2, -1, 0, 1, 2, 3, 15, 16, 17, 64, 1024, 2**16, 2**31 - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, experts", "gemma2", "deepseek2"])
+def test_no_integer_makes_it_read_or_write_elsewhere(name: str) -> None:
+    config = config_of(name)
+    net = describe(config["architectures"][0], Facts(config, name))
+    runnable = runnable_of(net, weights_of(net, RandomTensors(), 64), "float32")
+    rng = np.random.default_rng(8)
+    refused = 0
+    for _ in range(300):
+        table, parts = rng.choice(["instructions", "operands"]), {}
+        array = getattr(runnable.program, table).copy()
+        row = rng.integers(0, len(array))
+        words = (0, 1, 2, 4) if table == "instructions" and row == 0 else range(array.shape[1])
+        array[row, rng.choice(words)] = rng.choice(STRANGE)
+        parts[table] = array
+        changed = replace(runnable, program=replace(runnable.program, **parts))
+        given: dict[str, Any] = parameters(changed, STEP, create_caches(runnable))
+        refused += status_of("program", *given.values()) != 0
+    assert 50 < refused < 300
