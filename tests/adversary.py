@@ -11,6 +11,7 @@ beside the bound that it was promised on its arrival.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 from dataclasses import dataclass, replace
@@ -91,12 +92,12 @@ class Strategy:
     """Before the victim comes."""
     burst_steps: int
     """Between two moments in which they come."""
-    victim_tokens: int = 4
+    victim_tokens: tuple[int, int] = (1, LONGEST - 1)
     """Of its prompt and of its answer: where the order goes by length, short ones are overtaken by few."""
 
 
 class Attack:
-    """One strategy, played to the admission of the victim."""
+    """One strategy, played to the end of the victim."""
 
     def __init__(self, scheduler: Scheduler, strategy: Strategy, victim_class: RequestClass) -> None:
         self._scheduler = scheduler
@@ -104,22 +105,28 @@ class Attack:
         self._victim_class = victim_class
         self._waiting: list[list[Request]] = [[] for _ in strategy.liars]
         self._num_sent = 0
+        self.prompt_gap = self.longest_prompt_gap = 0
+        """Steps in a row that left out the victim's prompt when it had a place."""
 
     def run(self) -> tuple[int, int]:
         """(steps the victim waited, steps it was promised)."""
         for step in range(self._strategy.warmup_steps):
             self._step(step)
         self._fill()
-        num_tokens = self._strategy.victim_tokens
-        victim = create_request(
-            num_tokens, max_tokens=num_tokens, priority=self._victim_class.rank + SPREAD, tenant="victim"
-        )
+        num_tokens, max_tokens = self._strategy.victim_tokens
+        priority = self._victim_class.rank + SPREAD
+        victim = create_request(num_tokens, max_tokens=max_tokens, priority=priority, tenant="victim")
         self._scheduler.add(victim)
         assert victim.request_class is self._victim_class and victim.wait_bound is not None
         for step in range(MAX_STEPS):
-            if victim.status is not RequestStatus.WAITING:
+            if victim.is_finished:
                 break
+            before = victim.num_computed_tokens
+            is_prompt = victim.status is RequestStatus.RUNNING and victim.num_uncomputed_tokens > 1
             self._step(step)
+            is_left_out = is_prompt and victim.num_computed_tokens == before
+            self.prompt_gap = self.prompt_gap + 1 if is_left_out else 0
+            self.longest_prompt_gap = max(self.longest_prompt_gap, self.prompt_gap)
         assert victim.num_steps_waited is not None
         return victim.num_steps_waited, victim.wait_bound
 
@@ -155,17 +162,13 @@ def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strat
     one token) or the cache (long answers that lose their places and are computed again).
     """
     whole, half = LONGEST - 1, LONGEST // 2
+    shapes = ((whole, 1), (half, 1), (half, half), (1, whole))
     found = []
-    for output in (whole, half, 1):
-        own = Liar(victim.rank, True, LONGEST - output, output, True, 12)
-        for other_output in (1, half, whole):
-            for num_others in (6, MANY):
-                others = [
-                    Liar(each.rank, False, LONGEST - other_output, other_output, False, num_others)
-                    for each in classes
-                    if each is not victim
-                ]
-                found.append(Strategy((own, *others), 150, 1, half))
+    for own_shape in ((1, whole), (half, half), (whole, 1)):
+        own = Liar(victim.rank, True, *own_shape, True, 12)
+        for shape, num_others in itertools.product(shapes, (MANY, 6)):
+            others = [Liar(each.rank, False, *shape, False, num_others) for each in classes if each is not victim]
+            found.append(Strategy((own, *others), 150, 1))
     return found
 
 
@@ -194,7 +197,7 @@ def changed(rng: random.Random, strategy: Strategy, classes: tuple[RequestClass,
         case 3:
             return replace(strategy, warmup_steps=rng.choice((0, 10, 40, 100, 200)))
         case 4 if rng.random() < 0.5:
-            return replace(strategy, victim_tokens=rng.choice((1, 4, LONGEST // 2)))
+            return replace(strategy, victim_tokens=rng.choice(((1, LONGEST - 1), (4, 4), (LONGEST - 1, 1))))
         case 4:
             return replace(strategy, burst_steps=rng.choice((1, 2, 5, 20)))
         case _:

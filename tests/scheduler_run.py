@@ -17,9 +17,13 @@ class SchedulerRun:
         self.longest_waits = dict.fromkeys(scheduler.waiting.queues, 0)
         """Steps from arrival to the first admission, at most, of each class."""
         self.longest_decode_gap = 0
+        self.longest_prompt_gaps = dict.fromkeys(scheduler.waiting.queues, 0)
+        """Steps in a row that left out a running prompt, at most, of each class."""
         self._steps_ahead = scheduler.limits.max_steps_in_flight - 1
         self._in_flight: deque[Schedule] = deque()
         self._gaps: dict[str, int] = {}
+        self._prompt_gaps: dict[str, int] = {}
+        """By stay."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -32,12 +36,12 @@ class SchedulerRun:
 
     def step(self, token_id: int = 7, now: float = 0.0) -> Schedule | None:
         """Schedules a step, and updates with the oldest one when enough are in flight."""
-        decoding = self._decoding()
+        decoding, prompts = self._decoding(), self._prompts()
         schedule = self.scheduler.schedule(now)
         self.scheduler.check_integrity()
         if schedule is not None:
             self._check(schedule)
-            self._measure(schedule, decoding)
+            self._measure(schedule, decoding, prompts)
             self._in_flight.append(schedule)
         else:
             assert self._in_flight or self._is_idle(), "nothing moves although somebody waits"
@@ -92,7 +96,15 @@ class SchedulerRun:
             and not (request.waits_for_reply and request.num_tokens_in_flight)
         ]
 
-    def _measure(self, schedule: Schedule, decoding: list[Request]) -> None:
+    def _prompts(self) -> list[Request]:
+        """Running requests that have more than their newest token left to compute."""
+        return [
+            request
+            for request in self.scheduler.running
+            if request.num_uncomputed_tokens > 0 and not request.is_decoding and not request.paused
+        ]
+
+    def _measure(self, schedule: Schedule, decoding: list[Request], prompts: list[Request]) -> None:
         scheduler = self.scheduler
         scheduled = {row.request.request_id for row in schedule.rows}
         self._gaps = {
@@ -102,8 +114,23 @@ class SchedulerRun:
         }
         self.longest_decode_gap = max(self.longest_decode_gap, *self._gaps.values(), 0)
         assert self.longest_decode_gap <= scheduler.policy.max_decode_gap
+        self._prompt_gaps = {
+            _stay(request): self._prompt_gaps.get(_stay(request), 0) + 1
+            for request in prompts
+            if request.request_id not in scheduled and request.status is RequestStatus.RUNNING
+        }
+        bounds = {each.name: each for each in scheduler.bounds}
+        for request in prompts:
+            name, gap = request.request_class.name, self._prompt_gaps.get(_stay(request), 0)
+            assert gap <= bounds[name].max_prompt_gap
+            self.longest_prompt_gaps[name] = max(self.longest_prompt_gaps[name], gap)
         for request in schedule.started:
             waited, bound = request.num_steps_waited, request.wait_bound
             assert waited is not None and bound is not None and waited <= bound
             name = request.request_class.name
             self.longest_waits[name] = max(self.longest_waits[name], waited)
+
+
+def _stay(request: Request) -> str:
+    """A name for the time that a request has had its place, in its class."""
+    return f"{request.request_id} {request.admission} {request.request_class.name}"

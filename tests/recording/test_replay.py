@@ -152,7 +152,15 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     """A new field of `Request` belongs either into `Added` or into the second list here."""
     derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
-    derived |= {"arrival_clock", "wait_bound", "num_steps_waited", "first_scheduled_time", "running_since", "entered"}
+    derived |= {
+        "arrival_clock",
+        "moved_at_step",
+        "wait_bound",
+        "num_steps_waited",
+        "first_scheduled_time",
+        "running_since",
+        "entered",
+    }
     irrelevant = {
         "beam_search",
         "beam_of",

@@ -159,7 +159,7 @@ def test_only_the_newest_promise_to_a_request_counts() -> None:
     request = create_request()
     for name, num_ahead in (("normal", 0), ("low", 0), ("normal", 1)):
         request.request_class = next(each for each in scheduler.classes if each.name == name)
-        monitor.expect(request, num_ahead, 2)
+        monitor.expect(request, num_ahead, num_waited=2)
     assert [monitor.tick(()) for _ in range(30)] == [0] * 23 + [1] + [0] * 6
     assert request.wait_bound == 2 + 23
 
@@ -272,6 +272,36 @@ def test_what_is_promised_reckons_with_forks_that_are_held_back() -> None:
     for request in (parent, *forks, other, last):
         scheduler.add(request)
     assert last.wait_bound == scheduler.bounds[1].max_wait_steps(1 + len(forks))
+
+
+def test_a_running_prompt_that_is_left_out_too_long_breaks_a_bound_once() -> None:
+    scheduler = create_scheduler(max_num_batched_tokens=8)
+    scheduler._max_prompt_gaps = dict.fromkeys(scheduler.held, 3)
+    scheduler.add(create_request(40, max_tokens=1))
+    last = create_request(4, max_tokens=1)
+    scheduler.add(last)
+    scheduler.schedule(0.0)
+    last.status, last.last_scheduled_step = RequestStatus.WAITING, -1
+    scheduler.waiting.discard(last)
+    scheduler.blocks.admit(last, 4)
+    last.status, last.last_scheduled_step, last.admission = RequestStatus.RUNNING, 0, 9
+    scheduler.places.take(last)
+    schedules = [scheduler.schedule(0.0) for _ in range(5)]
+    assert [schedule.num_bound_violations for schedule in schedules if schedule] == [0, 0, 0, 1, 0]
+
+
+def test_whoever_has_had_a_place_is_one_admission_more_for_those_behind() -> None:
+    """It comes back ahead of its class if it loses its place, and overtakes nobody."""
+    scheduler = create_scheduler(max_num_seqs=1, max_overtakes=3)
+    scheduler.add(create_request())
+    run = SchedulerRun(scheduler)
+    run.step()
+    waiting = [create_request() for _ in range(2)]
+    for request in waiting:
+        scheduler.add(request)
+    bounds = scheduler.bounds[1]
+    assert [each.wait_bound for each in waiting] == [bounds.max_wait_steps(0, 1), bounds.max_wait_steps(1, 1)]
+    assert bounds.max_wait_steps(0, 1) < bounds.max_wait_steps(1)
 
 
 def test_bounds_in_words_tell_seconds_where_the_time_of_a_step_is_known() -> None:

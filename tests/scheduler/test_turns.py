@@ -70,25 +70,25 @@ def test_places_are_by_weight_and_the_highest_goes_first_where_all_have_theirs()
 def test_whoever_has_paid_least_is_next() -> None:
     turns = create_turns()
     turns.look(NAMES, ["normal", "low"], held())
-    turns.charge(held(high=4), {"high": 4}, held(), NAMES)
+    turns.charge(held(high=4), {"high": 4}, held(), NAMES, NAMES)
     assert turns.next(NAMES, held(high=4), held()) == "normal"
-    turns.charge(held(high=4, normal=3), {}, held(), NAMES)
+    turns.charge(held(high=4, normal=3), {}, held(), NAMES, NAMES)
     assert turns.next(NAMES, held(high=4, normal=3), held()) == "low"
 
 
 def test_a_class_pays_for_what_it_has_more_of_places_or_tokens() -> None:
     turns = create_turns()
     turns.look(NAMES, ["normal", "low"], held())
-    turns.charge(held(high=1), {"high": 64}, held(), NAMES)
+    turns.charge(held(high=1), {"high": 64}, held(), NAMES, NAMES)
     assert turns._pass("high") == WHOLE * SCALE // 4
-    turns.charge(held(high=7), {"high": 1}, held(), NAMES)
+    turns.charge(held(high=7), {"high": 1}, held(), NAMES, NAMES)
     assert turns._pass("high") == (WHOLE + WHOLE // 64) * SCALE // 4
 
 
 def test_a_class_pays_for_its_blocks_where_they_are_the_largest_share() -> None:
     turns = create_turns()
     turns.look(NAMES, ["normal", "low"], held())
-    turns.charge(held(high=1, low=7), {}, held(high=NUM_BLOCKS, low=1), NAMES)
+    turns.charge(held(high=1, low=7), {}, held(high=NUM_BLOCKS, low=1), NAMES, NAMES)
     assert turns._pass("high") == WHOLE * SCALE // 4
     assert turns._pass("low") == WHOLE // 2 * SCALE
 
@@ -109,7 +109,7 @@ def test_those_are_covered_that_fit_into_the_share_of_places_and_of_blocks() -> 
     assert turns.num_covered("low", "high", [14, 14, 14]) == 2
     assert turns.num_covered("low", "high", [20, 20, 20]) == 2, "a part of its blocks, too"
     for _ in range(3):
-        turns.charge(held(low=1), {}, held(low=40), ["low"])
+        turns.charge(held(low=1), {}, held(low=40), ["low"], ())
         turns._paid["high"] = (0, 0, 0)
     turns._paid["low"] = (0, 0, 3 * WHOLE * SCALE)
     assert turns.num_covered("low", "high", [1, 1, 1, 1]) == 2
@@ -117,11 +117,39 @@ def test_those_are_covered_that_fit_into_the_share_of_places_and_of_blocks() -> 
     assert turns.num_covered("low", "high", [20, 20, 20]) == 1
 
 
+def test_whose_prompts_come_first_is_decided_by_tokens_alone() -> None:
+    """Whoever holds a place or blocks and gets no tokens pays for them, and would never be first."""
+    turns = create_turns()
+    turns.look(NAMES, ["normal", "low"], held())
+    for _ in range(100):
+        turns.charge(held(low=7), {"high": 64}, held(low=NUM_BLOCKS), NAMES, ["high", "low"])
+    assert turns._pass("low") > turns._pass("high")
+    assert turns.first({"high", "low"}) == "low"
+
+
+def test_who_wanted_no_more_tokens_is_not_behind_in_them_later() -> None:
+    turns = create_turns()
+    turns.look(["high", "low"], ["low"], held())
+    for _ in range(100):
+        turns.charge(held(low=1), {"high": 1, "low": 63}, held(), ["low"], ["low"])
+    assert turns._computed == held()
+
+
+def test_who_has_paid_a_turn_less_than_another_may_have_more_than_its_places() -> None:
+    turns = create_turns(num_places=7, turn_steps=8)
+    turns.look(["high", "normal"], ["normal"], held())
+    places = held(high=5)
+    for _ in range(2):
+        assert turns.next(["high", "normal"], places, held()) == "normal"
+        turns.charge(places, {"normal": 64}, held(), ["high", "normal"], ["normal"])
+    assert turns.next(["high", "normal"], places, held()) == "high"
+
+
 def test_who_has_all_it_wants_saves_up_no_turns() -> None:
     turns = create_turns(num_places=1)
     for _ in range(100):
         turns.look(["low"], ["low"], held(high=0, low=1))
-        turns.charge(held(low=1), {}, held(), NAMES)
+        turns.charge(held(low=1), {}, held(), NAMES, NAMES)
     turns.look(["high", "low"], ["low"], held(low=1))
     assert turns._pass("high") == turns._pass("low") == 0
 
@@ -130,7 +158,7 @@ def test_who_has_a_prompt_to_compute_does_not_have_all_it_wants() -> None:
     turns = create_turns()
     turns.look(["high"], ["low"], held(low=1))
     assert turns.first({"high", "low"}) == "high"
-    turns.charge(held(low=1), {"high": 64}, held(), NAMES)
+    turns.charge(held(low=1), {"high": 64}, held(), NAMES, NAMES)
     assert turns.first({"high", "low"}) == "low"
     assert turns.first({"high"}) is None
 
@@ -139,7 +167,7 @@ def test_what_was_not_needed_of_the_one_is_not_had_for_nothing_much_later() -> N
     turns = create_turns(num_places=2, turn_steps=8)
     turns.look(["high", "low"], ["low"], held(high=1, low=1))
     for _ in range(1000):
-        turns.charge(held(high=1, low=1), {"high": 64}, held(), NAMES)
+        turns.charge(held(high=1, low=1), {"high": 64}, held(), NAMES, NAMES)
     assert min(turns._paid["high"]) == turns._pass("high") - 8 * WHOLE * SCALE // 4
 
 
@@ -149,7 +177,7 @@ def test_of_a_fraction_of_a_place_a_class_has_the_whole_for_a_turn() -> None:
     for _ in range(20):
         turns.look(["high", "low"], ["low"], held(low=1))
         covered.append(turns.num_covered("low", "high", [1]))
-        turns.charge(held(low=1), {}, held(), NAMES)
+        turns.charge(held(low=1), {}, held(), NAMES, NAMES)
     assert covered == [1] * 9 + [0] * 11
 
 
@@ -275,3 +303,18 @@ def test_a_prompt_whose_class_has_nobody_else_is_not_left_out_for_ever(is_first:
     # 7 steps of a prompt, of which a fifth is its class's.
     crowd.run(20 + 5 * 7 + 5)
     assert alone.is_finished
+
+
+def test_a_prompt_that_holds_blocks_is_computed_though_higher_classes_fill_every_step() -> None:
+    """It paid for its blocks while it got no tokens, so that its class was never first, and nobody watched."""
+    scheduler = create_scheduler(
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        max_model_len=16,
+        num_blocks=20,
+        classes=create_classes(ageing_steps=20),
+    )
+    kinds = [{"name": name, "prompt": 8, "output": 1} for name in ("high", "normal")]
+    crowd = Crowd(scheduler, *kinds, {"name": "low", "prompt": 15, "output": 1})
+    crowd.run(400)
+    assert crowd.tokens["low"] > 400 * 32 / 7 / 2

@@ -48,7 +48,7 @@ class Arrivals:
     def tick(self, num_steps: int, closed: Collection[str] = ()) -> None:
         for _ in range(num_steps):
             waiting = self.queue.look(closed, self.held)
-            self.queue.turns.charge(self.held, {}, NO_BLOCKS, waiting)
+            self.queue.turns.charge(self.held, {}, NO_BLOCKS, waiting, ())
             self.queue.tick(closed)
 
 
@@ -87,7 +87,7 @@ def test_a_class_is_old_from_the_arrival_of_its_oldest_and_not_from_its_becoming
     arrivals.pop()
     arrivals.held["low"] = 0
     arrivals.push("high")
-    arrivals.queue.turns.charge({"high": 7, "normal": 0, "low": 0}, {}, NO_BLOCKS, CLASSES)
+    arrivals.queue.turns.charge({"high": 7, "normal": 0, "low": 0}, {}, NO_BLOCKS, CLASSES, ())
     arrivals.held["high"] = 6
     assert arrivals.queue.best((), arrivals.held, NO_BLOCKS) is second
 

@@ -120,6 +120,8 @@ class Request:
     """The step, and seconds on the engine's clock, in which it was admitted the latest time."""
     last_scheduled_step: int = -1
     """The newest step that computed a token of this request, or the one before it was admitted."""
+    moved_at_step: int = -1
+    """The step before which it came into its class while it ran; -1: it did not."""
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

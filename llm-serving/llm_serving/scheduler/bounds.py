@@ -30,10 +30,17 @@ class ClassBounds:
     """For each request of its class that is admitted before it."""
     max_overtakes: int
     """Requests that may be admitted before each that came earlier, and before it."""
+    max_prompt_gap: int
+    """Steps in a row that leave out a running request whose prompt is not computed yet."""
 
-    def max_wait_steps(self, num_ahead: int) -> int:
-        """From its arrival to its first admission when so many of its class wait, or may come back, at its arrival."""
-        num_admissions = (num_ahead + 1) * (self.max_overtakes + 1)
+    def max_wait_steps(self, num_ahead: int, num_returning: int = 0) -> int:
+        """From its arrival to its first admission.
+
+        Args:
+            num_ahead: Requests of its class that wait to be admitted first when it comes.
+            num_returning: Those that have been admitted, and lose their places perhaps, or have lost them.
+        """
+        num_admissions = (num_ahead + 1) * (self.max_overtakes + 1) + num_returning
         return self.first_steps + math.ceil(num_admissions * self.steps_an_admission)
 
     def __str__(self) -> str:
@@ -46,7 +53,7 @@ class ClassBounds:
         return (
             f"{self.name}: admitted within {alone} steps{seconds[0]} of its arrival if nobody of its class is ahead,"
             f" {more} more{seconds[1]} for each that is; running, left out of at most {self.max_decode_gap} steps in a"
-            f" row and preempted at most {self.max_preemptions} times"
+            f" row, its prompt of at most {self.max_prompt_gap}, and preempted at most {self.max_preemptions} times"
         )
 
 
@@ -69,7 +76,11 @@ def class_bounds(
     all the steps that are formed ahead.
 
     Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
-    oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn.
+    oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn, and one for each that has been
+    admitted before: whoever loses its place comes back ahead of its class and overtakes nobody.
+
+    A prompt that has a place goes on in the order of admission once its class has aged and has had its turn: before it
+    are those of its class that have places too, and at most as many tokens as the cache holds.
 
     Args:
         limits: Of the scheduler.
@@ -80,7 +91,7 @@ def class_bounds(
     """
     longest = min(limits.max_model_len, num_blocks * block_size)
     # One block is kept free for each running request when another is admitted.
-    num_side_by_side = num_blocks // (-(-longest // block_size) + 1)
+    num_side_by_side = (num_blocks + 1) // (-(-longest // block_size) + 1)
     num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
     a_prompt_token = _steps_a_prompt_token(limits, policy)
     sum_of_weights = sum(each.weight for each in classes)
@@ -99,7 +110,13 @@ def class_bounds(
             longest * a_token + num_blocks * block_size * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
         )
         turns = (len(classes) - 1) * limits.turn_steps
-        first = (0 if is_highest else each.ageing_steps) + math.ceil((until_free + turns) / part)
+        ageing = 0 if is_highest else each.ageing_steps
+        first = ageing + math.ceil((until_free + turns) / part)
+        num_others = limits.max_num_seqs - 1
+        tokens_before = min(num_others * longest, num_blocks * block_size)
+        prompts = (
+            tokens_before * a_prompt_token + num_others * _steps_a_prompt(limits) + _prompt_gap(limits, policy) + 2
+        )
         bounds.append(
             ClassBounds(
                 each.name,
@@ -108,6 +125,7 @@ def class_bounds(
                 first,
                 float(service / part),
                 limits.max_overtakes,
+                ageing + math.ceil((prompts + turns) / part),
             )
         )
     return bounds
@@ -116,12 +134,16 @@ def class_bounds(
 def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy) -> Fraction:
     """Steps that one token of a prompt can take from those that decode, or from other prompts."""
     budget = limits.max_num_batched_tokens
-    gap = limits.max_prefill_gap if policy.max_prompt_gap is None else policy.max_prompt_gap
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
-    rates = [Fraction(gap + 2, budget)]
+    rates = [Fraction(_prompt_gap(limits, policy) + 2, budget)]
     if policy.fills_steps and left_by_decoding > 0:
         rates.append(Fraction(1, left_by_decoding))
     return min(rates)
+
+
+def _prompt_gap(limits: SchedulerLimits, policy: Policy) -> int:
+    """Steps in a row that begin with decoding although prompts wait."""
+    return limits.max_prefill_gap if policy.max_prompt_gap is None else policy.max_prompt_gap
 
 
 def _steps_a_prompt(limits: SchedulerLimits) -> Fraction:
@@ -158,10 +180,10 @@ class WaitMonitor:
         self._waits: dict[int, _Due] = {}
         """The newest of each that waits, by its sequence."""
 
-    def expect(self, request: Request, num_ahead: int, num_waited: int = 0) -> None:
+    def expect(self, request: Request, num_ahead: int, num_returning: int = 0, num_waited: int = 0) -> None:
         """The request waits from now on, behind so many of its class, and has waited so many steps in another."""
         name = request.request_class.name
-        clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead)
+        clock, bound = self._clocks[name], self._bounds[name].max_wait_steps(num_ahead, num_returning)
         if not request.has_run:
             request.wait_bound = num_waited + bound
         wait = self._waits[request.sequence] = _Due(clock + bound + 1, request.sequence, clock - num_waited)

@@ -53,6 +53,8 @@ class ClassQueue:
         self._members: dict[str, _Entry] = {}
         self._num_stays = 0
         self._displaced: _Heap = []
+        self.num_returning = 0
+        """Members that have run before."""
         self._by_arrival: _Heap = []
         self._by_tenant: dict[str, _Heap] = {}
         """All under one name where the order does not share among tenants."""
@@ -87,6 +89,7 @@ class ClassQueue:
         entry = _Entry(request.queue_key, self._num_stays, request)
         self._members[request.request_id] = entry
         if request.has_run:
+            self.num_returning += 1
             self._push(self._displaced, entry)
             return
         self._push(self._by_arrival, _Entry((request.entered,), self._num_stays, request))
@@ -144,6 +147,7 @@ class ClassQueue:
         if request is self._first(self._by_arrival):
             self._num_overtakes = 0
         del self._members[request.request_id]
+        self.num_returning -= request.has_run
         tenant = self._tenant_of(request)
         heap = self._by_tenant.get(tenant)
         if heap is not None and self._first(heap) is None:

@@ -51,6 +51,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self.classes, limits, self.order, blocks.pool.num_blocks)
         self.places = Places(limits, blocks, self.classes)
         self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
+        self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
         self._monitor = WaitMonitor(self.bounds)
         self._gate = TenantGate(limits)
         self._closed: set[str] = set()
@@ -116,7 +117,7 @@ class Scheduler:
         if not draft.num_rows:
             return None
         rows = draft.rows
-        started = self._advance(rows, running, now)
+        started = self._advance(draft, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
         preempted, self._preempted = self._preempted, []
@@ -215,6 +216,7 @@ class Scheduler:
             self.places.leave(request)
         self._set_class(request, priority, after)
         if runs:
+            request.moved_at_step = self._step
             self.places.take(request)
         if waits or is_apart:
             self._wait(request, num_waited)
@@ -520,8 +522,11 @@ class Scheduler:
     def _promise(self, request: Request, num_waited: int = 0) -> None:
         """Whoever waits or runs in its class now, or is held back there, may be admitted before it."""
         name = request.request_class.name
-        held_back = sum([each.request_class.name == name for each in chain(self._laid_aside, *self._forks.values())])
-        self._monitor.expect(request, len(self.waiting.queues[name]) + self.held[name] + held_back, num_waited)
+        queue = self.waiting.queues[name]
+        held_back = sum([each.request_class.name == name for each in chain(*self._forks.values())])
+        returning = sum([each.request_class.name == name for each in self._laid_aside])
+        returning += queue.num_returning + self.held[name]
+        self._monitor.expect(request, len(queue) - queue.num_returning + held_back, returning, num_waited)
 
     def _keeps_its_place(self, request: Request) -> bool:
         return self.places.is_protected(request) and not request.paused
@@ -534,12 +539,12 @@ class Scheduler:
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
-    def _advance(self, rows: list[ScheduledRow], running: Running, now: float) -> list[Request]:
-        """The step of these rows is on its way; returns the requests that have never been scheduled before."""
+    def _advance(self, draft: StepDraft, running: Running, now: float) -> list[Request]:
+        """The step is on its way; returns the requests that have never been scheduled before."""
         started = []
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
-        for request, num_computed, query_len, samples, _ in rows:
+        for request, num_computed, query_len, samples, _ in draft.rows:
             request.num_computed_tokens = num_computed + query_len
             request.num_tokens_in_flight += samples
             request.last_scheduled_step = step
@@ -554,8 +559,19 @@ class Scheduler:
             self.waiting.queues[name].charge(tenant, num_tokens)
         backlogged = {*self.waiting.look(self._closed, self.held)}
         backlogged.update([request.request_class.name for request in running.prefilling])
-        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, backlogged)
+        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, backlogged, self._unserved(draft))
         return started
+
+    def _unserved(self, draft: StepDraft) -> set[str]:
+        """Classes with a prompt for which the step had too few tokens."""
+        if draft.has_room_for_prefill:
+            return set()
+        prompts = [request for request in self.running if request.num_uncomputed_tokens and not request.is_decoding]
+        unserved = {request.request_class.name for request in prompts}
+        blocked = draft.blocked
+        if blocked is not None and blocked.reason is WaitReason.BUDGET and blocked.class_name is not None:
+            unserved.add(blocked.class_name)
+        return unserved
 
     def _confirm(self, rows: list[ScheduledRow]) -> None:
         """The rows have been computed: others may share their full blocks."""
@@ -595,11 +611,17 @@ class Scheduler:
         self._prefill_gap = 0 if draft.computes_prompts or not prompts_wait else self._prefill_gap + 1
         last = [request.last_scheduled_step for request in running.decoding if request.status is RUNNING]
         gap_is_too_long = self._step - min(last, default=self._step) > self.policy.max_decode_gap
+        late = sum([self._is_left_out_too_long(request) for request in running.prefilling if request.status is RUNNING])
         if draft.considers_prompts:
             self._closed = draft.closed
         self.waiting.tick(self._closed)
         uncounted = self.waiting.queues if self._num_beams else self._closed
-        return gap_is_too_long + self._monitor.tick(uncounted)
+        return gap_is_too_long + late + self._monitor.tick(uncounted)
+
+    def _is_left_out_too_long(self, prompt: Request) -> bool:
+        """Whether this step is the first that breaks the bound on what leaves out a running prompt."""
+        since = max(prompt.last_scheduled_step, prompt.moved_at_step)
+        return self._step - since == self._max_prompt_gaps[prompt.request_class.name] + 1
 
 
 def _blocked(request: Request, reason: WaitReason) -> Blocked:

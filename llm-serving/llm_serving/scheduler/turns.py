@@ -2,7 +2,8 @@
 
 A class pays for what it gets of the machine: of the places that requests run in, of the tokens of a step and of the
 blocks of the cache, whichever is the largest share (dominant resource, Ghodsi et al. 2011). Whoever has paid least for
-its weight is next (stride scheduling, Waldspurger and Weihl 1995).
+its weight is next (stride scheduling, Waldspurger and Weihl 1995). Whose prompts come first in a step is decided by
+tokens alone: who holds a place and gets no tokens would otherwise pay for the place, and never be first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Turns:
         self._turn_steps = limits.turn_steps
         self._paid = dict.fromkeys(self._names, _NOTHING)
         """Service over weight, in places, tokens and blocks; only differences count."""
+        self._computed = dict.fromkeys(self._names, 0)
+        """Tokens over weight, beyond those of whoever got least of the classes that wanted more."""
         self._aged: set[str] = set()
         self.contenders: list[str] = []
         """By rank."""
@@ -69,7 +72,8 @@ class Turns:
     def next(self, waiting: Collection[str], held: Mapping[str, int], blocks: Mapping[str, int]) -> str | None:
         """The class to be admitted next, of those with somebody who waits and may be; None: there is none.
 
-        Of those that hold less than their places and their blocks the one that has paid least, else the highest.
+        Of those that hold less than their places and their blocks the one that has paid least, else the highest. But
+        who has had a turn more than another that waits, by tokens perhaps, lets that have more than its places.
         """
         contenders = [name for name in self.contenders if name in waiting]
         total = self._sum_of_weights()
@@ -79,16 +83,18 @@ class Turns:
             if held[name] * total < self._num_places * self._weights[name]
             and blocks[name] * total < self._num_blocks * self._weights[name]
         ]
-        if entitled:
-            return min(entitled, key=self._pass)  # of equals the highest class
-        return contenders[0] if contenders else None
+        if not entitled:
+            return contenders[0] if contenders else None
+        name, least = (min(each, key=self._pass) for each in (entitled, contenders))  # of equals the highest class
+        turn = self._turn_steps * (WHOLE // self._num_places) * (SCALE // self._weights[name])
+        return name if self._pass(name) <= self._pass(least) + turn else least
 
     def first(self, among: Collection[str]) -> str | None:
         """Whose prompts come first in a step, of classes that have any; None: no two have."""
         if len(among) < 2:
             return None
         contenders = [name for name in self.contenders if name in among]
-        return min(contenders or [name for name in self._names if name in among], key=self._pass)
+        return min(contenders or [name for name in self._names if name in among], key=self._computed.__getitem__)
 
     def num_covered(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """How many of the class's running requests, which hold so many blocks each, a higher one may not displace.
@@ -116,6 +122,7 @@ class Turns:
         num_tokens: Mapping[str, int],
         blocks: Mapping[str, int],
         backlogged: Collection[str],
+        unserved: Collection[str],
     ) -> None:
         """A step was formed.
 
@@ -124,6 +131,7 @@ class Turns:
             num_tokens: Tokens that the step computes of each; none of those left out.
             blocks: Blocks that the requests in those places hold.
             backlogged: Classes with somebody who waits, or with a prompt to compute.
+            unserved: Classes with a prompt for which the step had too few tokens.
         """
         for name in self._names:
             scale = SCALE // self._weights[name]
@@ -139,6 +147,13 @@ class Turns:
         # Who has all it wants, or does not contend, saves up no turns either.
         contenders = [name for name in self.contenders if name in backlogged] or self.contenders
         least = min([self._pass(name) for name in contenders], default=0)
+        # Likewise in tokens: who wanted no more is as far as the one that got least, or further, but never behind.
+        for name, tokens in num_tokens.items():
+            self._computed[name] += WHOLE * tokens // self._budget * (SCALE // self._weights[name])
+        wanting = [self._computed[name] for name in self.contenders if name in unserved]
+        fewest = min(wanting, default=max(self._computed.values()))
+        for name, computed in self._computed.items():
+            self._computed[name] = max(0, computed - fewest)
         for name, before in self._paid.items():
             common = min(least, max(before))
             self._paid[name] = tuple([each - common for each in before]) if name in self.contenders else _NOTHING
