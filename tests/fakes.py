@@ -17,7 +17,8 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import Admission, EngineHealth
+from llm_serving.engine.async_engine import Admission
+from llm_serving.engine.health import EngineHealth
 from llm_serving.errors import CapacityError, LLMServingError
 from llm_serving.observe.explanation import Explanation
 from llm_serving.observe.metrics import Metrics
@@ -181,6 +182,14 @@ class FakeEngine:
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.max_model_len = MAX_MODEL_LEN
+
+    @property
+    def control(self) -> FakeEngine:
+        return self
+
+    @property
+    def lookup(self) -> FakeEngine:
+        return self
 
     def start(self) -> None:
         self.num_starts += 1

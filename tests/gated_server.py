@@ -73,7 +73,7 @@ class GatedServer:
 
     @property
     def replica(self) -> Engine:
-        return self.engine._engines[0]
+        return self.engine.replicas.engines[0]
 
     @asynccontextmanager
     async def running(self, **headers: str) -> AsyncIterator[httpx.AsyncClient]:

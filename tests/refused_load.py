@@ -121,11 +121,11 @@ class World:
         self.master = AsyncEngine(
             served, MODEL, TOKENIZER, metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
-        self.master._loop = _Now()  # type: ignore[assignment]
+        self.master.replicas._loop = _Now()  # type: ignore[assignment]
         self.engine = build_engine(served, 4096, _Device(self), TOKENIZER, metrics, self._publish)
         self.engine._clock = self.engine._processor._clock = self.clock
-        self.engine.on_started = self.master._publish_started
-        self.master._engines[0] = self.engine
+        self.engine.on_started = self.master.replicas._publish_started
+        self.master.replicas.engines[0] = self.engine
         for client in self.clients:
             self.at(client.arrives, lambda client=client: self._ask(client))
 
@@ -184,7 +184,7 @@ class World:
             self.token_times += [self.clock.now] * len(piece.token_ids)
             if piece.token_ids and client.first_token is None:
                 client.first_token = self.clock.now
-        self.master._publish(pieces)
+        self.master.replicas._publish(pieces)
 
 
 class _Now:

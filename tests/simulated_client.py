@@ -13,8 +13,8 @@ from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import RequestStream
 from llm_serving.engine.engine import Engine
+from llm_serving.engine.request_stream import RequestStream
 from simulated_agent import POISON
 from word_tokenizer import WordTokenizer
 

@@ -169,11 +169,11 @@ class Simulation:
         self._master = AsyncEngine(
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
-        self._master._loop = self._loop  # type: ignore[assignment]
+        self._master.replicas._loop = self._loop  # type: ignore[assignment]
         self.replicas = [Replica(self, index, scheduler) for index in range(rng.choice((1, 1, 1, 2)))]
         for index, replica in enumerate(self.replicas):
-            replica.engine.on_started = self._master._publish_started
-            self._master._engines[index] = replica.engine
+            replica.engine.on_started = self._master.replicas._publish_started
+            self._master.replicas.engines[index] = replica.engine
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
         self.clients = draw_clients(rng, beams=not scheduler["static_batching"])
         self._to_come = deque(self.clients)
@@ -255,7 +255,9 @@ class Simulation:
             self.totals.refusals["no WorkAgent lives"] += 1
         else:
             assert fits and not full, "a request was let in although there was no room"
-            client.stream, client.engine = stream, master._owners[stream.request_id]
+            opened = master._requests.get(stream.request_id)
+            assert opened is not None
+            client.stream, client.engine = stream, opened.engine
             self._by_request_id[stream.request_id] = client
             if client.leaves_in is not None:
                 self._leaving.append(client)
@@ -287,7 +289,7 @@ class Simulation:
             client = self._by_request_id[piece.request_id]
             assert not client.has_ended, f"{piece.request_id} is told something after its end"
             client.told.append(piece)
-        self._master._publish(pieces)
+        self._master.replicas._publish(pieces)
 
     # --- the laws ---------------------------------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class Simulation:
             replica.check_end()
         master = self._master
         assert master.num_waiting == master.num_running == 0, "the waiting room is not empty"
-        assert not master._streams and not master._owners and not any(master._num_open.values())
+        assert not len(master._requests) and not master._requests._num_of
         for client in self.clients:
             if client.stream is not None:
                 self._check_client(client)

@@ -15,8 +15,11 @@ from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, Serv
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.engine.async_engine import AsyncEngine, EngineHealth, RequestStream
+from llm_serving.engine import lookup
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.health import EngineHealth
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import (
     CapacityError,
     ContextLengthError,
@@ -185,6 +188,48 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
     asyncio.run(run())
 
 
+def test_an_engine_that_has_ended_is_not_kept_for_its_count() -> None:
+    async def run() -> None:
+        setup = Setup()
+        async with setup.running() as engine:
+            ended = engine.replicas.engines[0]
+            setup.runners[0].dead = True
+            stream = engine.generate([5, 6], GREEDY, request_id="a")
+            async with asyncio.timeout(30):
+                assert [piece async for piece in stream][-1].failed
+                while engine.replicas.engines[0] is ended or engine.health().detail != "ready":
+                    await asyncio.sleep(0)
+            assert await token_ids(engine.generate([9], GREEDY, request_id="after")) == expected_output([9], 4)
+            assert ended not in engine._requests._num_of
+
+    asyncio.run(run())
+
+
+def test_a_new_priority_that_comes_late_is_counted_at_the_door_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "STATE_TIMEOUT_S", 0.01)
+
+    async def run() -> None:
+        setup = Setup(max_num_seqs=1)
+        async with setup.running() as engine:
+            setup.runners[0].gate.clear()
+            first = engine.generate([5], GREEDY, request_id="a")
+            while engine.num_running == 0:
+                await asyncio.sleep(0)
+            second = engine.generate([5], GREEDY, request_id="b")
+            moved = asyncio.Event()
+            move = engine._room.move
+            engine._room.move = lambda *change: (move(*change), moved.set())  # type: ignore[method-assign]
+            with pytest.raises(UnavailableError, match=r"did not answer within 0\.01 s"):
+                await engine.control.reprioritise("b", 1)
+            setup.runners[0].gate.set()
+            async with asyncio.timeout(30):
+                await moved.wait()
+                await asyncio.gather(token_ids(first), token_ids(second))
+            assert engine._room.class_load("batch").num_running == engine._room.load().num_waiting == 0
+
+    asyncio.run(run())
+
+
 AWAY = Away("killed", since=0.0, begins=8.0, load_s=4.0, num_failed=1, num_restarts=2, max_restarts=5)
 
 
@@ -193,7 +238,7 @@ def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_com
         setup = Setup()
         async with setup.running() as engine:
             engine.clock = lambda: 5.0
-            executor = engine._engines[0]._executor
+            executor = engine.replicas.engines[0]._executor
             for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
                 executor.away = away
                 for ask in (lambda: engine.generate([5], GREEDY, request_id="a"), lambda: engine.check_capacity([1])):
@@ -210,7 +255,7 @@ def test_requests_go_to_the_replica_that_is_there() -> None:
     async def run() -> None:
         setup = Setup(num_replicas=2)
         async with setup.running() as engine:
-            engine._engines[0]._executor.away = AWAY
+            engine.replicas.engines[0]._executor.away = AWAY
             for _ in range(3):
                 assert await token_ids(engine.generate([9], GREEDY, request_id="a")) == expected_output([9], 4)
             assert not setup.runners[0].steps
@@ -227,8 +272,8 @@ def test_when_all_have_used_up_their_restarts_the_server_ends_if_it_shall(shall_
         async with setup.running() as engine:
             for index in range(2):
                 assert not failed.is_set()
-                engine._engines[index]._executor.used_up = True
-                engine._engines[index].on_away()
+                engine.replicas.engines[index]._executor.used_up = True
+                engine.replicas.engines[index].on_away()
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert failed.is_set() == shall_exit
@@ -272,7 +317,7 @@ def test_health_passes_on_what_the_operator_should_know() -> None:
     async def run() -> None:
         setup = Setup()
         async with setup.running() as engine:
-            engine._engines[0].notice = "many times slower"
+            engine.replicas.engines[0].notice = "many times slower"
             assert (engine.health().ready, engine.health().detail) == (True, "ready; WorkAgent 0: many times slower")
 
     asyncio.run(run())
@@ -343,7 +388,7 @@ def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the
     async def run() -> None:
         setup = Setup(slo_refusal_factor=2.0)
         async with setup.running() as engine:
-            load = engine._engines[0].load
+            load = engine.replicas.engines[0].load
             for step in range(64):  # ten seconds for each step and one for each token
                 tokens = 2 + step % 5
                 load.step(num_tokens=tokens, num_rows=2, seconds=10 + tokens, num_ended=0)

@@ -9,7 +9,7 @@ import pytest
 from factories import create_request, create_scheduler, run_step
 from gated_server import NUM_BLOCKS, GatedServer
 from llm_serving.config.schema import ApiKey
-from llm_serving.engine import async_engine
+from llm_serving.engine import lookup
 from llm_serving.observe.scheduler_state import MAX_WAITING, scheduler_state
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
@@ -107,7 +107,7 @@ def test_a_tenant_sees_its_own_requests_and_numbers_of_all(asker, seen):
 
 
 def test_a_replica_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr(async_engine, "STATE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(lookup, "STATE_TIMEOUT_S", 0.01)
 
     async def run():
         server = GatedServer()

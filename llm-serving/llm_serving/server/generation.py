@@ -13,7 +13,8 @@ from llm_serving.admission.appointments import Visitor
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.engine.async_engine import NOBODY, AsyncEngine, RequestStream
+from llm_serving.engine.async_engine import NOBODY, AsyncEngine
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices

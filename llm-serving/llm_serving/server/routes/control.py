@@ -30,7 +30,7 @@ class Cancelled(Struct):
 async def cancel_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Ends a request at the next step; its client gets what there is and the finish reason `abort`."""
     request_id = http_request.path_params["request_id"]
-    return json_response(Cancelled(request_id, engine.cancel(request_id, tenant_seen(http_request))))
+    return json_response(Cancelled(request_id, engine.control.cancel(request_id, tenant_seen(http_request))))
 
 
 class Reprioritised(Struct):
@@ -52,7 +52,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
     priority = wanted_priority(config, ceiling, body.priority, body.priority_class)
     if priority is None:
         raise RequestError("priority", "or `priority_class` must be given")
-    done = await engine.reprioritise(request_id, priority, tenant_seen(http_request))
+    done = await engine.control.reprioritise(request_id, priority, tenant_seen(http_request))
     changed = [engine_id for engine_id, is_changed in done.items() if is_changed]
     unchanged = [engine_id for engine_id, is_changed in done.items() if not is_changed]
     name = class_of(priority, config.request_classes).name
@@ -61,7 +61,7 @@ async def reprioritise_request(engine: AsyncEngine, http_request: Request) -> Re
 
 async def show_scheduler(engine: AsyncEngine, http_request: Request) -> Response:
     """Slots, queues, tenants and blocks of every replica; of other tenants only numbers."""
-    states = await engine.scheduler_states()
+    states = await engine.lookup.scheduler_states()
     known = {index: state for index, state in states.items() if state is not None}
     silent, tenant = [index for index, state in states.items() if state is None], tenant_seen(http_request)
 

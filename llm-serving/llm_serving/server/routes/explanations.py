@@ -33,7 +33,7 @@ class Trace(Long):
 async def explain_request(engine: AsyncEngine, http_request: Request) -> Response:
     """Where the time of a request went; it may still run."""
     request_id = http_request.path_params["request_id"]
-    found = await asyncio.to_thread(engine.explain, request_id, tenant_seen(http_request))
+    found = await asyncio.to_thread(engine.lookup.explain, request_id, tenant_seen(http_request))
     if not found:
         rule = f"must be that of a request that lives or is among the newest {engine.config.serving.explain_requests}"
         raise RequestNotFoundError("request_id", f"{rule} that ended (serving_config.explain_requests)", request_id)
@@ -46,7 +46,7 @@ async def show_timeline(engine: AsyncEngine, http_request: Request) -> Response:
     given = http_request.query_params.get("steps", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 9 and 1 <= int(given) <= most):
         raise RequestError("steps", f"must be an integer from 1 to {most} (serving_config.timeline_steps)", given)
-    trace = await asyncio.to_thread(engine.timeline, int(given), tenant_seen(http_request))
+    trace = await asyncio.to_thread(engine.lookup.timeline, int(given), tenant_seen(http_request))
     return await large_json_response(Trace(**trace))
 
 

@@ -1,0 +1,81 @@
+"""What is done to requests by their id: they are ended, or get another priority."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+
+from llm_serving.admission.admission import check_priority
+from llm_serving.admission.waiting_room import WaitingRoom
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.engine import lookup
+from llm_serving.engine.lookup import Lookup
+from llm_serving.engine.open_requests import OpenRequest
+from llm_serving.engine.replicas import Replicas
+from llm_serving.errors import UnavailableError, WorkerDiedError
+
+
+class Control:
+    """Lives on the event loop.
+
+    A `tenant` is who asks and controls its own requests only; None controls everybody's. A `request_id` is the
+    client's, alone or as the id of an answer.
+    """
+
+    def __init__(self, config: ServingConfig, known: Lookup, replicas: Replicas, room: WaitingRoom) -> None:
+        self._config = config
+        self._known = known
+        self._replicas = replicas
+        self._room = room
+
+    def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
+        """Ends every request that a client means by this id.
+
+        Each gets its last piece, with the finish reason `abort`, and its blocks are free, as soon as the engine has
+        taken notice. One that is the client's and has ended, as far as that is remembered, is no error.
+
+        Returns:
+            Ids of the requests that end by this.
+
+        Raises:
+            RequestNotFoundError: Nobody knows of such a request, or it is another tenant's.
+        """
+        found = self._known.find(request_id, tenant)
+        for each in found:
+            each.engine.abort(each.request.request_id)
+        return [each.request.request_id for each in found]
+
+    async def reprioritise(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
+        """Gives every request that a client means by this id another priority; that the caller may ask for.
+
+        Returns:
+            Of each request that lives whether it has the priority now, see `Scheduler.reprioritise`.
+
+        Raises:
+            RequestError: No request can have such a priority.
+            RequestNotFoundError: Nobody knows of such a request, or it is another tenant's.
+            UnavailableError: A WorkAgent is started again, and the engine did not answer in time.
+        """
+        check_priority(priority)
+        request_class = class_of(priority, self._config.request_classes)
+        asked: dict[str, asyncio.Future[bool]] = {}
+        for each in self._known.find(request_id, tenant):
+            question = functools.partial(each.engine.reprioritise, each.request.request_id, priority)
+            with contextlib.suppress(WorkerDiedError):
+                answer = asked[each.request.request_id] = asyncio.wrap_future(each.engine.ask(question))
+                # When it comes, and not when it is read: nobody may be waiting for it any more.
+                answer.add_done_callback(functools.partial(self._move, each, request_class))
+        if asked:
+            await asyncio.wait(asked.values(), timeout=lookup.STATE_TIMEOUT_S)
+        if not all(answer.done() for answer in asked.values()):
+            limit = f"{lookup.STATE_TIMEOUT_S:g} s"
+            raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
+        return {engine_id: answer.result() for engine_id, answer in asked.items()}
+
+    def _move(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
+        """What the door counts follows what the scheduler did."""
+        replica = self._replicas.index_of(opened.engine)
+        if not answer.cancelled() and answer.exception() is None and answer.result() and replica is not None:
+            self._room.move(opened.request.request_id, replica, request_class)

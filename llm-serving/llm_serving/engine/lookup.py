@@ -1,0 +1,110 @@
+"""What is known of requests and schedulers to those who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.open_requests import OpenRequest, OpenRequests
+from llm_serving.engine.replicas import Replicas
+from llm_serving.errors import RequestNotFoundError, WorkerDiedError
+from llm_serving.observe.explanation import Explanation, answers_to, explain
+from llm_serving.observe.journal import Life
+from llm_serving.observe.scheduler_state import SchedulerState
+from llm_serving.observe.timeline import JsonObject, ReplicaTrace, trace
+
+STATE_TIMEOUT_S: Final = 5.0
+"""How long an engine is waited for; one whose WorkAgent is started again answers later."""
+
+
+class Lookup:
+    """Answers from the journals of all replicas, and from their schedulers.
+
+    A `tenant` is who asks and sees its own requests only; None sees everybody's. A `request_id` is the client's, alone
+    or as the id of an answer.
+    """
+
+    def __init__(self, config: ServingConfig, replicas: Replicas, requests: OpenRequests, clock: Clock) -> None:
+        self._config = config
+        self._replicas = replicas
+        self._requests = requests
+        self._clock = clock
+        self._asked: dict[int, asyncio.Future[SchedulerState]] = {}
+        """The newest question to each replica."""
+
+    def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
+        """The requests that live and are meant by an id; none when all have ended. Call it on the event loop.
+
+        Raises:
+            RequestNotFoundError: No request is known by it, or it is another tenant's.
+        """
+        found = self._requests.find(request_id, tenant)
+        if not found and not any(_lives(engine, request_id, tenant) for engine in self._replicas.engines.values()):
+            num_kept = self._config.serving.explain_requests
+            rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
+            raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
+        return found
+
+    async def scheduler_states(self) -> dict[int, SchedulerState | None]:
+        """Every living replica's scheduler as it is between two steps; None: it did not answer in time.
+
+        However many ask at once, each replica answers once.
+        """
+        living = self._replicas.living()
+        for index, engine in living.items():
+            asked = self._asked.get(index)
+            if asked is None or asked.done():
+                with contextlib.suppress(WorkerDiedError):
+                    self._asked[index] = asyncio.wrap_future(engine.ask(engine.state))
+        asked_now = {index: self._asked[index] for index in living if index in self._asked}
+        if asked_now:
+            await asyncio.wait(asked_now.values(), timeout=STATE_TIMEOUT_S)
+        return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
+
+    def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
+        """Where the time of every request went that a client means by this id; call it from any thread."""
+        found = []
+        with_tenant = bool(self._config.api_keys)
+        for index, engine in sorted(self._replicas.engines.items()):
+            lives = _lives(engine, request_id, tenant)
+            if lives:
+                record = engine.journal.record(self._clock())
+                bounds = {each.name: each for each in engine.scheduler.bounds}
+                found += [
+                    explain(
+                        life,
+                        record,
+                        bounds[life.request_class.name],
+                        index,
+                        with_tenant=with_tenant,
+                        step_s=engine.mean_step_s,
+                    )
+                    for life in lives
+                ]
+        return found
+
+    def timeline(self, num_steps: int, tenant: str | None = None) -> JsonObject:
+        """A trace of the newest steps of each replica and of their requests, or of a tenant's part in both.
+
+        Call it from any thread.
+        """
+        return trace(
+            [
+                ReplicaTrace(
+                    index,
+                    engine.journal.record(self._clock()),
+                    [life for life in engine.journal.lives() if tenant in (None, life.tenant)],
+                    own_steps_only=tenant is not None,
+                )
+                for index, engine in sorted(self._replicas.engines.items())
+            ],
+            num_steps,
+        )
+
+
+def _lives(engine: Engine, request_id: str, tenant: str | None) -> list[Life]:
+    return [life for life in engine.journal.lives() if answers_to(life, request_id) and tenant in (None, life.tenant)]

@@ -1,0 +1,149 @@
+"""The engine threads, one for each WorkAgent: loaded, served, and loaded again where that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llm_serving.config.schema import ServerConfig
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.health import EngineHealth, health_of
+from llm_serving.errors import LLMServingError, NoWorkAgentsError, WorkerDiedError
+from llm_serving.executor.supervised_executor import restart_delay_s
+from llm_serving.log import get_logger
+from llm_serving.observe.metrics import ReplicaCounts
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
+"""(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Who is told on the event loop of what happens in the engine threads."""
+
+    on_outputs: Callable[[list[RequestOutput]], None]
+    """What a step brought."""
+    on_started: Callable[[list[str]], None]
+    """Ids of requests that are scheduled for the first time; before anything of them is told."""
+    on_failure: Callable[[LLMServingError], None]
+    """Why the server cannot serve and shall end."""
+
+
+class Replicas:
+    """Replicas of the model by index; each has an engine with a thread and a WorkAgent of its own."""
+
+    def __init__(self, config: ServerConfig, open_replica: OpenReplica, events: Events) -> None:
+        self.engines: dict[int, Engine] = {}
+        """Those that have been loaded, dead ones included until they are loaded again."""
+        self._config = config
+        self._open_replica = open_replica
+        self._events = events
+        self._failures: dict[int, str] = {}
+        self._threads: list[threading.Thread] = []
+        self._progress = "starting"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._config.agent_ports)
+
+    def start(self) -> None:
+        """Begins to load all of them; call it on the event loop. `health` tells how far it is."""
+        self._loop = asyncio.get_running_loop()
+        for index in range(len(self)):
+            thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    async def stop(self) -> None:
+        """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
+        self._stopping.set()
+        living = self.living()
+        for engine in living.values():
+            engine.stop()
+        for index in living:
+            await asyncio.to_thread(self._threads[index].join)
+
+    def living(self) -> dict[int, Engine]:
+        return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
+
+    def index_of(self, engine: Engine) -> int | None:
+        """None: another engine has taken its place."""
+        return next((index for index, each in list(self.engines.items()) if each is engine), None)
+
+    def health(self) -> EngineHealth:
+        return health_of(
+            dict(self.engines), dict(self._failures), len(self), self._progress, self._config.max_worker_restarts
+        )
+
+    def counts(self) -> ReplicaCounts:
+        ready = [engine for engine in self.living().values() if engine.restarting is None]
+        return ReplicaCounts(len(self), len(ready))
+
+    # --- in an engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self, index: int) -> None:
+        """Loads and serves, and again if that ends before the server does.
+
+        A server none of whose replicas could be loaded has failed; they are not tried again.
+        """
+        for attempt in itertools.count(1):
+            try:
+                self._serve(index)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other replicas go on and health tells
+                self._failures[index] = str(error)
+                logger.error("WorkAgent %d cannot serve: %s", index, error)
+                if not self.engines and len(self._failures) == len(self):
+                    failure = error if isinstance(error, LLMServingError) else WorkerDiedError(str(error))
+                    self._call_soon(self._events.on_failure, failure)
+                    return
+            if self._stopping.wait(restart_delay_s(attempt)):
+                return
+
+    def _serve(self, index: int) -> None:
+        with self._open_replica(index, self._publish, self._set_progress) as engine:
+            engine.on_started = self._publish_started
+            engine.on_away = self._publish_away
+            self.engines[index] = engine
+            self._failures.pop(index, None)
+            if not self._stopping.is_set():
+                logger.info("WorkAgent %d is ready", index)
+                engine.run()
+
+    def _set_progress(self, text: str) -> None:
+        self._progress = text
+        logger.info("%s", text)
+
+    def _publish(self, pieces: list[RequestOutput]) -> None:
+        """Once a step."""
+        self._call_soon(self._events.on_outputs, pieces)
+
+    def _publish_started(self, request_ids: list[str]) -> None:
+        self._call_soon(self._events.on_started, request_ids)
+
+    def _publish_away(self) -> None:
+        """After an attempt to start a WorkAgent again."""
+        self._call_soon(self._check_restarts, None)
+
+    def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
+            self._loop.call_soon_threadsafe(callback, argument)
+
+    # --- on the event loop ------------------------------------------------------------------------------------------
+
+    def _check_restarts(self, _: None) -> None:
+        """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
+        if self._config.exit_without_work_agents and all(engine.used_up for engine in self.living().values()):
+            self._events.on_failure(NoWorkAgentsError(self.health().detail))

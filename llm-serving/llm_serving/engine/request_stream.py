@@ -1,0 +1,46 @@
+"""One answer as its reader gets it, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from llm_serving.core.request_output import RequestOutput
+
+
+class RequestStream:
+    """The pieces of one answer, in order. Close it early to abort the request."""
+
+    def __init__(self, request_id: str, abort: Callable[[str], None], predicted_s: float | None = None) -> None:
+        self.request_id = request_id
+        self.predicted_s = predicted_s
+        """Seconds from the door to the first token, as predicted there; None: too little had been measured."""
+        self._abort = abort
+        self._pieces: deque[RequestOutput] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        """Who waits for the next piece; there is one reader at most."""
+        self._finished = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        while not self._pieces:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        piece = self._pieces.popleft()
+        self._finished = piece.finished
+        return piece
+
+    async def aclose(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._abort(self.request_id)
+
+    def put(self, piece: RequestOutput) -> None:
+        self._pieces.append(piece)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
