@@ -12,7 +12,7 @@ from llm_serving import __version__, launcher
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.paths import REFERENCE_YAML
 from llm_serving.config.report import describe
-from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError, RecordingError
+from llm_serving.errors import ConfigError, LLMServingError, ModelError, NoWorkAgentsError, RecordingError
 from llm_serving.flags import API_KEY, add_flags, overrides_of, overrides_of_environment
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.model_command import cached_table, get_weights, stored_size
@@ -207,7 +207,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    text = "\n".join([describe(config), *_memory(config), *_bounds(config)])
+    text = "\n".join([describe(config), *_ends(config), *_memory(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
     return 0
@@ -256,6 +256,19 @@ def _models(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
     return 0
+
+
+def _ends(config: ServingConfig) -> list[str]:
+    """The tokens that end a text and who says so, as comments."""
+    if config.model.model_path is None:
+        return []
+    from llm_serving.text.end_tokens import describe_end_tokens
+
+    try:
+        lines = describe_end_tokens(config.model)
+    except ModelError as error:  # folders without a tokenizer have a configuration all the same
+        lines = [f"unknown, and no server starts: {error}"]
+    return ["# a text ends with:", *(f"#   - {line}" for line in lines)]
 
 
 def _memory(config: ServingConfig) -> list[str]:

@@ -472,6 +472,17 @@ class TestDefaultContext:
         assert config.notices == ()
         assert "max_generate_length: 3200" in describe(config)
 
+    def test_is_stretched_as_rotary_embeddings_are(self, tmp_path):
+        scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 32768, **scaling}))
+        config = self.load(tmp_path)
+        assert config.model.max_generate_length == 131072
+        source = "model config.json: 32768 x 4 by rope scaling linear"
+        assert config.sources["model_config.max_generate_length"] == source
+        assert self.load(tmp_path, "model_config.max_generate_length=131072").model.max_generate_length == 131072
+        with pytest.raises(ConfigError, match=rf"must be <= 131072, the positions of the model \({source}\)"):
+            self.load(tmp_path, "model_config.max_generate_length=131073")
+
     def test_its_prompts_are_no_longer_than_what_may_wait(self, long_model):
         config = self.load(long_model, "scheduler_config.max_waiting_tokens=20000")
         assert (config.model.max_generate_length, config.model.max_input_len) == (131072, 20000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_serving.core.generation_defaults import generation_defaults
+from llm_serving.core.generation_defaults import generation_defaults, generation_end_ids
 from llm_serving.core.parameter_rules import as_float32
 from llm_serving.errors import ModelError
 
@@ -45,3 +45,22 @@ def test_others_are_refused_with_the_file(tmp_path, content, text):
     with pytest.raises(ModelError, match=r"generation_config\.json: ") as caught:
         read(tmp_path, content)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"), [(5, (5,)), ([5, 7, 5], (5, 7)), (None, ()), (-1, ()), ([], ()), ([3, -1], (3,))]
+)
+def test_end_ids_are_one_or_several(tmp_path, value, ids):
+    read(tmp_path, {"eos_token_id": value})
+    assert generation_end_ids(tmp_path) == ids
+
+
+@pytest.mark.parametrize("value", ["</s>", True, [True], [1.5], {}, list(range(257))])
+def test_end_ids_that_are_none_are_refused(tmp_path, value):
+    read(tmp_path, {"eos_token_id": value})
+    with pytest.raises(ModelError, match=r"generation_config\.json: `eos_token_id` must be a token id or a list"):
+        generation_end_ids(tmp_path)
+
+
+def test_a_folder_without_the_file_names_no_end_ids(tmp_path):
+    assert generation_end_ids(tmp_path) == ()

@@ -6,6 +6,7 @@ from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
 from llm_serving.core.model_spec import ModelSpec
+from llm_serving.core.positions import Positions, positions_of
 from llm_serving.errors import ConfigError
 
 MODEL_SOURCE: Final = "model config.json"
@@ -35,7 +36,11 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
         _agree_pad_token(values, spec, str(config))
     known = spec or described
     if known is not None:
-        _limit_length(values, known, MODEL_SOURCE if spec is not None else "MindFormers YAML")
+        own = known.max_position_embeddings
+        if spec is not None:
+            _limit_length(values, positions_of(values["model_config.model_path"], own), MODEL_SOURCE)
+        else:
+            _limit_length(values, Positions(own, own), "MindFormers YAML")
     for name in ("model_config.end_token", "model_config.pad_token_id"):
         vocab_size = values["model_config.vocab_size"]
         if vocab_size is not None and values[name] is not None and values[name] >= vocab_size:
@@ -180,9 +185,11 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
         _notice(values, name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
 
 
-def _limit_length(values: Values, spec: ModelSpec, source: str) -> None:
+def _limit_length(values: Values, longest: Positions, source: str) -> None:
     name = "model_config.max_generate_length"
-    positions = spec.max_position_embeddings
+    positions = longest.most if values.is_given(name) else longest.usual
+    if longest.reason and positions == longest.most:
+        source += f": {longest.reason}"
     if not values.is_given(name):
         num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
         if num_blocks is not None and num_blocks * block_size < positions:

@@ -1,4 +1,4 @@
-"""What a model folder says of sampling: the defaults of requests that say nothing."""
+"""What a model folder says of generating: the defaults of requests that say nothing, and the ids that end a text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from llm_serving.errors import ModelError, RequestError, shorten
 
 GENERATION_CONFIG: Final = "generation_config.json"
 MAX_BYTES: Final = 2**20
+MAX_END_IDS: Final = 256
 PARAMETERS: Final[Mapping[str, str]] = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -30,14 +31,9 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     Raises:
         ModelError: The file cannot be read, or holds a value that no request may have.
     """
-    if folder is None or not (path := folder / GENERATION_CONFIG).exists():
+    if folder is None:
         return {}
-    try:
-        content = json.loads(read_regular(path, MAX_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
+    path, content = folder / GENERATION_CONFIG, _read(folder / GENERATION_CONFIG)
     defaults = {}
     for key, name in PARAMETERS.items():
         value = content.get(key)
@@ -47,3 +43,31 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
             except RequestError as error:
                 raise ModelError(f"{path}: {error}, or model_config.generation_config: none") from None
     return defaults
+
+
+def generation_end_ids(folder: Path) -> tuple[int, ...]:
+    """`eos_token_id` of a model folder's generation config: an id or several; negative ones stand for none.
+
+    Raises:
+        ModelError: The file cannot be read, or has something else there.
+    """
+    path = folder / GENERATION_CONFIG
+    value = _read(path).get("eos_token_id")
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if len(items) > MAX_END_IDS or not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ModelError(
+            f"{path}: `eos_token_id` must be a token id or a list of at most {MAX_END_IDS}. Given: {shorten(value)}"
+        )
+    return tuple(dict.fromkeys(item for item in items if item >= 0))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_regular(path, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(content)}")
+    return content

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llm_serving.core.generation_defaults import generation_end_ids
 from llm_serving.errors import ModelError, shorten
 from llm_serving.text.conversation import Conversations
 from llm_serving.text.detokenizer import IncrementalDetokenizer
@@ -15,7 +16,6 @@ from llm_serving.text.tokenizer_config import (
     MORE_SPECIAL,
     flag,
     more_special_texts,
-    read_json,
     read_tokenizer_config,
     special_texts,
 )
@@ -56,9 +56,9 @@ class Tokenizer:
             if name not in self._special_texts and vocabulary.token_id(text) is not None:
                 self._special_texts[name] = text
         self.bos_token_id = self._special_id("bos_token")
-        eos = self._special_id("eos_token")
+        self.eos_token_id = self._special_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*([] if eos is None else [eos]), *more_eos_token_ids])
+            dict.fromkeys([*([] if self.eos_token_id is None else [self.eos_token_id]), *more_eos_token_ids])
         )
         """Ids that end a text."""
         prescribed = vocabulary.adds_special_tokens
@@ -80,6 +80,7 @@ class Tokenizer:
         Raises:
             ModelError: No tokenizer is found, or it cannot be read.
         """
+        end_ids = generation_end_ids(folder)
         if vocab_file is not None and vocab_file.is_dir():
             folder, vocab_file = vocab_file, None
         if vocab_file is None:
@@ -88,9 +89,7 @@ class Tokenizer:
             raise ModelError(f"tokenizer file {vocab_file} does not exist")
         config = read_tokenizer_config(folder)
         vocabulary = read_vocabulary(vocab_file, config)
-        eos = read_json(folder / "generation_config.json").get("eos_token_id")
-        more_eos = [item for item in (eos if isinstance(eos, list) else [eos]) if isinstance(item, int) and item >= 0]
-        return cls(vocabulary, config, more_eos, read_templates(folder, config))
+        return cls(vocabulary, config, end_ids, read_templates(folder, config))
 
     @property
     def vocab_size(self) -> int:

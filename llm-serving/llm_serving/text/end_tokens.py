@@ -1,0 +1,42 @@
+"""The tokens that end a text, as the files of a model name them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from llm_serving.config.schema import ModelConfig
+from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_end_ids
+from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
+from llm_serving.text.tokenizer import Tokenizer
+
+
+def describe_end_tokens(model: ModelConfig) -> list[str]:
+    """A line for each: id, text, and the files that name it; the same ids end the texts of requests.
+
+    Raises:
+        ModelError: A file of the model cannot be read.
+    """
+    folder = model.model_path
+    assert folder is not None
+    tokenizer = Tokenizer.load(folder, model.tokenizer_path)
+    return [
+        f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({', '.join(names)})"
+        for token_id, names in _sources(model, folder, tokenizer).items()
+    ] or ["nothing but its length"]
+
+
+def _sources(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> dict[int, list[str]]:
+    own = ModelSpec.from_folder(folder).eos_token_ids
+    generation = generation_end_ids(folder)
+    configured = [] if model.end_token is None or model.end_token in own else [model.end_token]
+    names: dict[int, list[str]] = {}
+    for name, ids in (
+        ("model_config.end_token", configured),
+        (CONFIG_NAME, own),
+        (GENERATION_CONFIG, generation),
+        ("tokenizer", () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)),
+    ):
+        for token_id in ids:
+            names.setdefault(token_id, []).append(name)
+    return names

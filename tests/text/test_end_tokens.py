@@ -1,0 +1,55 @@
+"""Which tokens end a text, and who says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import llm_serving.demo_model
+from llm_serving.cli import main
+from llm_serving.config import load_config
+from llm_serving.text.end_tokens import describe_end_tokens
+from llm_serving.text.tokenizer import Tokenizer
+
+DEMO = Path(llm_serving.demo_model.__file__).parent
+
+
+def folder_with(tmp_path, eos, generation):
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    config = json.loads((DEMO / "config.json").read_text()) | {"eos_token_id": eos}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    return tmp_path
+
+
+def test_every_id_has_the_files_that_name_it(tmp_path):
+    model = load_config(None, [], folder_with(tmp_path, [2, 400], [400, 300])).model
+    tokenizer = Tokenizer.load(tmp_path)
+
+    def line(token_id, names):
+        return f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({names})"
+
+    assert describe_end_tokens(model) == [
+        line(2, "config.json, tokenizer"),
+        line(400, "config.json, generation_config.json"),
+        line(300, "generation_config.json"),
+    ]
+
+
+def test_config_check_shows_them(tmp_path, capsys):
+    assert main(["config", "check", "--model", str(folder_with(tmp_path, 2, [2, 300]))]) == 0
+    printed = capsys.readouterr().out
+    assert '# a text ends with:\n#   - 2 "</s>" (config.json, generation_config.json, tokenizer)\n#   - 300 ' in printed
+
+
+def test_config_check_tells_that_there_is_no_tokenizer(tmp_path, capsys):
+    (folder_with(tmp_path, 2, 2) / "tokenizer.model").unlink()
+    assert main(["config", "check", "--model", str(tmp_path)]) == 0
+    assert f"#   - unknown, and no server starts: {tmp_path}: has no tokenizer file" in capsys.readouterr().out
+
+
+def test_end_ids_stay_the_models_where_the_tokenizer_is_in_another_folder(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert Tokenizer.load(tmp_path, DEMO).eos_token_ids == (2, 7)
