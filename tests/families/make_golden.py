@@ -9,6 +9,7 @@ The logits kept are those of float32, and within `NOISE` of what float64 gives.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import tempfile
@@ -64,11 +65,10 @@ def make(name: str, attempts: int = 40) -> str:
             raise ValueError(f"{name}: none of {attempts} prompts of {length} tokens has clear choices")
         tensors |= {f"{length}.{part}": np.ascontiguousarray(value) for part, value in vars(prompt).items()}
         told.append(f"{length}: lead {lead:.3f}/{experts:.1e}, noise {noise:.0e}, {different} different, try {attempt}")
-    facts = {"digest": models.digest(name), "origin": reference.origin}
-    if model.served_length:
-        facts["served_length"] = str(model.served_length)
+    facts = {"digest": models.digest(name), "origin": reference.origin, "served_length": model.served_length}
     models.GOLDEN.mkdir(exist_ok=True)
-    save_file(tensors, models.GOLDEN / f"{name}.safetensors", facts)
+    # One value: safetensors writes several in an order of its own each time.
+    save_file(tensors, models.GOLDEN / f"{name}.safetensors", {"facts": json.dumps(facts)})
     return f"{name:18} {'; '.join(told)}"
 
 

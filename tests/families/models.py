@@ -145,13 +145,12 @@ def golden(name: str) -> Golden:
     """Raises `FileNotFoundError` for a model without golden values."""
     model(name)
     with safe_open(GOLDEN / f"{name}.safetensors", framework="np") as stored:
-        facts = stored.metadata()
+        facts = json.loads(stored.metadata()["facts"])
         prompts = {
             length: Prompt(*(stored.get_tensor(f"{length}.{part}") for part in Prompt.__annotations__))
             for length in sorted({int(key.split(".")[0]) for key in stored.keys()})  # noqa: SIM118
         }
-    served = facts.get("served_length")
-    return Golden(facts["digest"], int(served) if served else None, prompts)
+    return Golden(facts["digest"], facts["served_length"], prompts)
 
 
 def main() -> None:
