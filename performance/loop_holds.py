@@ -27,7 +27,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.observe.metrics import Metrics
-from llm_serving.server.app import collect_garbage_rarely, create_app
+from llm_serving.server.app import collect_garbage_rarely, create_app, hand_over_often
 from llm_serving.server.http_server import HttpServer, bind
 from llm_serving.text.tokenizer import Tokenizer
 from random_agent import random_executor
@@ -169,6 +169,7 @@ def main() -> None:
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     collect_garbage_rarely()
+    hand_over_often()
     with bind("127.0.0.1", 0) as listener:
         server = HttpServer(create_app(engine), listener, config.serving)
         port = listener.getsockname()[1]

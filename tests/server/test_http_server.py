@@ -172,7 +172,7 @@ class TestOpenFiles:
         raise_open_files_limit()
         assert limits == [raised, hard]
 
-    @pytest.mark.parametrize(("soft", "possible"), [(256, 192), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
+    @pytest.mark.parametrize(("soft", "possible"), [(256, 154), (2000, 1024), (resource.RLIM_INFINITY, 1024), (10, 1)])
     def test_connections_leave_files_for_the_rest(self, limits, soft, possible):
         limits[:] = soft, soft
         assert possible_connections(ServerConfig()) == possible

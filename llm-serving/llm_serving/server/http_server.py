@@ -19,7 +19,8 @@ import uvloop
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
-from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests
+from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests, Turns
+from llm_serving.server.front_door.acceptor import MAX_WAITING
 from llm_serving.server.front_door.request_head import RequestHead
 
 logger = get_logger(__name__)
@@ -113,11 +114,15 @@ class HttpServer(uvicorn.Server):
         limits, head = self._limits, RequestHead(self._limits)
         guests = Guests(possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes)
         guests.on_refused = self._on_refused
+        turns = Turns(asyncio.get_running_loop())
 
         def new_connection(address: str) -> Connection:
-            return Connection(self.config, self.server_state, address, guests, limits, head)
+            return Connection(self.config, self.server_state, address, guests, limits, head, turns)
 
-        acceptor = Acceptor(self._listener, guests, new_connection, self._certificates, limits.header_timeout_s)
+        waiting = possible_waiting()
+        acceptor = Acceptor(
+            self._listener, guests, new_connection, self._certificates, limits.header_timeout_s, turns, waiting
+        )
         if self._certificates is not None:
             self._renewal = asyncio.create_task(self._certificates.watch())
         self.servers = [acceptor]  # type: ignore[list-item]  # closed and waited for as one of asyncio's
@@ -175,7 +180,15 @@ class HttpServer(uvicorn.Server):
 def possible_connections(limits: ServerConfig) -> int:
     """As many as the configuration allows and the process can have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    possible = limits.max_connections if soft == resource.RLIM_INFINITY else max(1, soft - RESERVED_FILES)
+    possible = limits.max_connections
+    if soft != resource.RLIM_INFINITY:
+        possible = max(1, soft - RESERVED_FILES - possible_waiting())
     if possible < limits.max_connections:
         logger.warning("at most %d connections: the process may open %d files", possible, soft)
     return min(possible, limits.max_connections)
+
+
+def possible_waiting() -> int:
+    """Connections that may wait to be welcomed: a fifth of the files that the process can have open, at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_WAITING if soft == resource.RLIM_INFINITY else max(1, min(MAX_WAITING, (soft - RESERVED_FILES) // 5))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
+from functools import partial
 
 import uvloop
-from llm_serving.server.front_door import Acceptor, Guests, acceptor
+from llm_serving.server.front_door import Acceptor, Guests, Turns, acceptor
 
 
 class Exhausted:
@@ -59,7 +61,7 @@ def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             exhausted = Exhausted(listener, failures=5)
-            door = Acceptor(exhausted, Guests(9, 9, 9), Greeting, None, 1.0)
+            door = Acceptor(exhausted, Guests(9, 9, 9), Greeting, None, 1.0, Turns(asyncio.get_running_loop()))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             assert await reader.read() == b"127.0.0.1"
             writer.close()
@@ -79,12 +81,78 @@ def test_nobody_is_accepted_after_the_end():
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             guests = Guests(9, 9, 9)
-            door = Acceptor(listener, guests, Greeting, None, 1.0)
+            door = Acceptor(listener, guests, Greeting, None, 1.0, Turns(asyncio.get_running_loop()))
             door.close()
             door.close()
             await door.wait_closed()
             with socket.create_connection(listener.getsockname()):
                 await asyncio.sleep(0)
                 assert len(guests) == 0
+
+    run(main)
+
+
+class Counted(Greeting):
+    """A connection whose welcome takes a whole turn."""
+
+    def __init__(self, welcomed, clock, address):
+        super().__init__(address)
+        welcomed.append(address)
+        clock[0] += 1.0
+
+
+def crowd(listener, address, count):
+    return [socket.create_connection(listener.getsockname(), source_address=(address, 0)) for _ in range(count)]
+
+
+def welcome(addresses, max_waiting):
+    """Addresses of connections -> those of the welcomed, in order, and those told to the log as refused."""
+
+    async def main():
+        welcomed, refused, clock = [], [], [0.0]
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, contextlib.ExitStack() as clients:
+            for address, count in addresses:
+                for client in crowd(listener, address, count):
+                    clients.enter_context(client)
+            guests = Guests(200, 200, 9)
+            guests.on_refused = lambda address, status: refused.append(address)
+            turns = Turns(asyncio.get_running_loop(), clock=lambda: clock[0])
+            door = Acceptor(listener, guests, partial(Counted, welcomed, clock), None, 1.0, turns, max_waiting)
+            while len(welcomed) + len(refused) < sum(count for _, count in addresses):
+                await asyncio.sleep(0)
+            door.close()
+            await door.wait_closed()
+        return welcomed, refused
+
+    return run(main)
+
+
+def test_a_crowd_of_one_address_delays_no_other():
+    welcomed, refused = welcome([("127.0.1.1", 40), ("127.0.1.2", 1)], max_waiting=100)
+    assert welcomed.index("127.0.1.2") <= 2
+    assert len(welcomed) == 41
+    assert refused == []
+
+
+def test_where_too_many_wait_the_address_that_has_most_loses_some():
+    welcomed, refused = welcome([("127.0.1.1", 40), ("127.0.1.2", 3)], max_waiting=10)
+    assert welcomed.count("127.0.1.2") == 3
+    assert set(refused) == {"127.0.1.1"}
+    assert len(refused) > 20
+
+
+def test_who_has_left_meanwhile_is_not_welcomed():
+    async def main():
+        welcomed = []
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            crowd(listener, "127.0.1.1", 1)[0].close()
+            turns = Turns(asyncio.get_running_loop())
+            door = Acceptor(listener, Guests(9, 9, 9), partial(Counted, welcomed, [0.0]), None, 1.0, turns)
+            with crowd(listener, "127.0.1.2", 1)[0]:
+                while not welcomed:
+                    await asyncio.sleep(0)
+            door.close()
+            await door.wait_closed()
+        assert welcomed == ["127.0.1.2"]
 
     run(main)

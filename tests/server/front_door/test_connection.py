@@ -11,7 +11,7 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.config.schema import ServerConfig
-from llm_serving.server.front_door import Connection, Guests
+from llm_serving.server.front_door import Connection, Guests, Turns
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES, TLS_BYTES, WRITE_BUFFER_BYTES
 from llm_serving.server.front_door.parting import LINGER_LEAST_BYTES
 from llm_serving.server.front_door.request_head import RequestHead
@@ -117,7 +117,8 @@ class Door:
 
     def connection(self):
         head = RequestHead(self.limits)
-        connection = Connection(self.config, ServerState(), "10.0.0.1", self.guests, self.limits, head)
+        turns = Turns(asyncio.get_running_loop(), clock=lambda: 0.0)
+        connection = Connection(self.config, ServerState(), "10.0.0.1", self.guests, self.limits, head, turns)
         assert self.guests.admit(connection)
         return connection
 

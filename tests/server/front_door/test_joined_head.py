@@ -6,7 +6,7 @@ import asyncio
 
 import uvicorn
 from llm_serving.config.schema import ServerConfig
-from llm_serving.server.front_door import Connection, Guests
+from llm_serving.server.front_door import Connection, Guests, Turns
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState
 
@@ -53,7 +53,8 @@ async def writes_of(application, method=b"GET", headers=b"", lost=False, transpo
     limits, guests = ServerConfig(), Guests(10, 10, 1 << 20)
     config = uvicorn.Config(application, http=Connection, ws="none", lifespan="off", log_config=None)
     config.load()
-    connection = Connection(config, ServerState(), "10.0.0.1", guests, limits, RequestHead(limits))
+    turns = Turns(asyncio.get_running_loop(), clock=lambda: 0.0)
+    connection = Connection(config, ServerState(), "10.0.0.1", guests, limits, RequestHead(limits), turns)
     assert guests.admit(connection)
     transport = transport or Transport()
     connection.connection_made(transport)

@@ -2,6 +2,7 @@
 
 | Room | What it does |
 | --- | --- |
+| `turns` | what all clients together may take of one turn of the event loop |
 | `acceptor` | takes connections from the listening socket, TLS handshakes among them |
 | `certificates` | their certificate, read again when its files change |
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
@@ -19,5 +20,6 @@ from llm_serving.server.front_door.acceptor import Acceptor
 from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.guests import Guests
+from llm_serving.server.front_door.turns import Turns
 
-__all__ = ["Acceptor", "Certificates", "Connection", "Guests"]
+__all__ = ["Acceptor", "Certificates", "Connection", "Guests", "Turns"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from llm_serving.log import get_logger
@@ -14,11 +15,15 @@ from llm_serving.server.front_door.connection import Connection
 from llm_serving.server.front_door.guests import Guests, address_of
 from llm_serving.server.front_door.reader import Reader
 from llm_serving.server.front_door.refusals import NO_PLACE
+from llm_serving.server.front_door.turns import Turns
 
 logger = get_logger(__name__)
 
 ACCEPTED_AT_ONCE: Final = 64
-"""Connections taken before others get their turn on the event loop."""
+"""Connections taken from the kernel before others get their turn on the event loop."""
+MAX_WAITING: Final = 1024
+"""Connections that are taken and wait for their turn to be welcomed. In the kernel they would wait behind each other;
+here each address has its turn. Beyond, the address that has most loses its newest."""
 PAUSE_S: Final = 0.25
 """Seconds until the next try when the system has no file descriptor or memory for a connection."""
 TLS_READ_BYTES: Final = 16 * 1024
@@ -40,6 +45,8 @@ class Acceptor:
         new_connection: Makes the protocol of a connection from its address.
         certificates: For TLS; None: plain HTTP.
         handshake_timeout_s: Seconds for a TLS handshake.
+        turns: In which connections are welcomed.
+        max_waiting: For their turn.
     """
 
     def __init__(
@@ -49,12 +56,18 @@ class Acceptor:
         new_connection: Callable[[str], Connection],
         certificates: Certificates | None,
         handshake_timeout_s: float,
+        turns: Turns,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._listener = listener
         self._guests = guests
         self._new_connection = new_connection
         self._certificates = certificates
         self._handshake_timeout_s = handshake_timeout_s
+        self._turns = turns
+        self._max_waiting = max_waiting
+        self._waiting: dict[str, list[socket.socket]] = {}
+        self._num_waiting = 0
         self._loop = asyncio.get_running_loop()
         self._welcomes: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -73,6 +86,10 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
         if self._pause is not None:
             self._pause.cancel()
+        for waiting in self._waiting.values():
+            for client in waiting:
+                client.close()
+        self._waiting.clear()
         for welcome in self._welcomes:
             welcome.cancel()
 
@@ -94,7 +111,7 @@ class Acceptor:
             if self._exhausted:
                 self._exhausted = False
                 logger.warning("connections are accepted again")
-            self._receive(client, address_of(peer))
+            self._queue(client, address_of(peer))
 
     def _wait(self, error: OSError) -> None:
         """Leaves connections in the kernel for a while: asking again at once would keep a core busy."""
@@ -104,8 +121,31 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
         self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._listener, self._accept)
 
-    def _receive(self, client: socket.socket, address: str) -> None:
+    def _queue(self, client: socket.socket, address: str) -> None:
         client.setblocking(False)
+        self._waiting.setdefault(address, []).append(client)
+        self._num_waiting += 1
+        if self._num_waiting > self._max_waiting:
+            most = max(self._waiting, key=lambda each: len(self._waiting[each]))
+            self._guests.on_refused(most, NO_PLACE.status)
+            self._take(most, -1).close()
+        self._turns.do(address, partial(self._receive, address))
+
+    def _take(self, address: str, place: int) -> socket.socket:
+        waiting = self._waiting[address]
+        client = waiting.pop(place)
+        self._num_waiting -= 1
+        if not waiting:
+            del self._waiting[address]
+        return client
+
+    def _receive(self, address: str) -> None:
+        if address not in self._waiting:  # it lost its place, or there is an end of all
+            return
+        client = self._take(address, 0)
+        if _has_left(client):
+            client.close()
+            return
         connection = self._new_connection(address)
         if not self._guests.admit(connection):
             self._guests.on_refused(address, NO_PLACE.status)
@@ -142,3 +182,13 @@ class Acceptor:
                 ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
             transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only
+
+
+def _has_left(client: socket.socket) -> bool:
+    """Whether it ended before it said anything: welcoming it would cost twenty times as much."""
+    try:
+        return not client.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True

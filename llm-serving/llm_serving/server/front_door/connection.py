@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -19,6 +21,7 @@ from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
 from llm_serving.server.front_door.slow_reader import SlowReader
+from llm_serving.server.front_door.turns import Turns
 
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
@@ -63,6 +66,7 @@ class Connection(HttpToolsProtocol):
         guests: Has admitted it, or will.
         limits: Of the configuration.
         head: Their part for heads.
+        turns: In which requests begin and go on, and connections end.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Connection(HttpToolsProtocol):
         guests: Guests,
         limits: ServerConfig,
         head: RequestHead,
+        turns: Turns,
     ) -> None:
         super().__init__(config, state, {})
         self.address = address
@@ -81,6 +86,7 @@ class Connection(HttpToolsProtocol):
         self._guests = guests
         self._limits = limits
         self._head = head
+        self._turns = turns
         self._held = b""
         self._searched = 0
         self._in_body = False
@@ -138,10 +144,22 @@ class Connection(HttpToolsProtocol):
         )
         self.transport = cast(asyncio.Transport, self._parting)
         unsent = transport.get_write_buffer_size
-        self._reader = SlowReader(self.loop, unsent, self._limits.write_timeout_s, self.end)
-        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+        self._reader = SlowReader(self.loop, unsent, self._limits.write_timeout_s, self._cut)
+        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._in_turn, self._head_is_late)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client has left; a thousand may do so at once."""
+        if self.scheme == "https":
+            return None  # TLS does not ask
+        assert self._parting is not None
+        self._turns.do(self.address, self._parting.leave)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        with self._turns.counted():
+            self._lose(exc)
+
+    def _lose(self, exc: Exception | None) -> None:
         self._held = b""
         self._stop_timer()
         if self._reader is not None:
@@ -150,9 +168,16 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         assert self._parting is not None
         self._parting.lost()
+        # What refers to itself stays until a search for such things, which holds the event loop.
+        if self.cycle is not None:
+            self.cycle.on_response = _nothing
+            self.cycle.__dict__.pop("receive", None)
+        self.cycle = self._undigested = self._reader = self.welcome = None  # type: ignore[assignment]
+        self._in_body = False
 
     def data_received(self, data: bytes) -> None:
         assert self._parting is not None
+        has_time = self._turns.has_time
         if len(data) >= READ_BYTES:
             self._take_turns()
         if self._parting.is_closing():
@@ -160,7 +185,12 @@ class Connection(HttpToolsProtocol):
             self._hold_back()
             return
         self._held = self._held + data if self._held else data
-        self._advance()
+        if has_time:
+            with self._turns.counted():
+                self._advance()
+        else:
+            self._take_turns()
+            self._hold_back()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -171,8 +201,8 @@ class Connection(HttpToolsProtocol):
         self._weigh()
 
     def resume_writing(self) -> None:
-        assert self._reader is not None
-        self._reader.leave()
+        if self._reader is not None:
+            self._reader.leave()
         super().resume_writing()
         self._weigh()
         assert self._parting is not None
@@ -204,7 +234,7 @@ class Connection(HttpToolsProtocol):
         """Goes on when others had their turn."""
         if not self._is_scheduled:
             self._is_scheduled = True
-            self.loop.call_soon(self._go_on)
+            self._turns.do_later(self.address, self._go_on)
 
     def _go_on(self) -> None:
         self._is_scheduled = False
@@ -226,7 +256,7 @@ class Connection(HttpToolsProtocol):
             head, self._held = self._held[:size], self._held[size:]
             self._parse(without_upgrade(head))
         elif self._timer is None:
-            self._timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+            self._timer = self.loop.call_later(self._limits.header_timeout_s, self._in_turn, self._head_is_late)
 
     def _advance_declared(self, left: int) -> None:
         self._unset_keepalive_if_required()
@@ -264,7 +294,8 @@ class Connection(HttpToolsProtocol):
         if was_head and self._in_body:
             self._body_left = self._declared_length()
             self._announce_end(self.cycle)
-            self._timer = self.loop.call_later(self._limits.body_timeout_s + BODY_GRACE_S, self._body_is_late)
+            late_s = self._limits.body_timeout_s + BODY_GRACE_S
+            self._timer = self.loop.call_later(late_s, self._in_turn, self._body_is_late)
         elif self._in_body and self._framing > self._limits.max_header_bytes:
             rule = f"chunk sizes, extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
             self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
@@ -339,6 +370,9 @@ class Connection(HttpToolsProtocol):
 
     # The application's side
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, self._turns.paced(cast(ASGIApp, app), self.address))  # type: ignore[arg-type]
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._undigested = None
@@ -373,6 +407,28 @@ class Connection(HttpToolsProtocol):
 
     # Ends
 
+    def _in_turn(self, late: Callable[[], None]) -> None:
+        """The timer has run out; what follows waits for its turn, unless the timer is stopped meanwhile."""
+        timer = self._timer
+
+        def act() -> None:
+            if self._timer is timer:
+                late()
+
+        self._turns.do(self.address, act)
+
+    def timeout_keep_alive_handler(self) -> None:
+        idle, close = self.timeout_keep_alive_task, super().timeout_keep_alive_handler
+
+        def act() -> None:
+            if self.timeout_keep_alive_task is idle:
+                close()
+
+        self._turns.do(self.address, act)
+
+    def _cut(self) -> None:
+        self._turns.do(self.address, self.end)
+
     def _head_is_late(self) -> None:
         if self._held:
             rule = f"the headers must arrive within {self._limits.header_timeout_s:g} seconds"
@@ -405,6 +461,10 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _nothing() -> None:
+    """Instead of a call to a connection that has ended."""
 
 
 def _host_and_port(address: object) -> tuple[str, int] | None:

@@ -83,6 +83,13 @@ class PartingTransport:
         if not self._ends_when_taken:
             self._transport.close()
 
+    def leave(self) -> None:
+        """The client sends no more: ends the connection once what was written is taken."""
+        self._closing = True
+        if self._transport.get_write_buffer_size():
+            self._reader.watch()
+        self._transport.close()
+
     def pause(self) -> None:
         """Much of what was written is not taken."""
         self._is_paused = True
@@ -107,6 +114,7 @@ class PartingTransport:
     def lost(self) -> None:
         """The connection has ended."""
         self._reader.leave()
+        self._is_sending = bool  # False; it referred to the connection, which refers to this
         if self._timer is not None:
             self._timer.cancel()
 

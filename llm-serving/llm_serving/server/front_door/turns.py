@@ -1,0 +1,160 @@
+"""What all clients together may take of one turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+TURN_S: Final = 0.004
+"""Seconds of work that clients can make many of, in one turn of the loop; what goes beyond waits for the next."""
+RELEASED_AT_ONCE: Final = 8
+"""Tasks that waited and go on in one turn: what each will take is not known before."""
+
+
+class Turns:
+    """Hands out the time of the event loop among addresses, so that nobody waits for more than a little of the others.
+
+    A loop runs all that is ready before it looks for what has come since; a thousand clients that connect, ask or fall
+    silent at once would make everybody wait for all of them. Here what exceeds a turn waits for a later one, and in
+    later ones each address has one piece of work after the other: a probe from elsewhere passes the thousand.
+
+    While a turn has time left and nobody waits, work is done at once.
+
+    Args:
+        loop: Its thread makes all calls.
+        budget_s: Seconds of a turn.
+        clock: Seconds; tests bring their own.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        budget_s: float = TURN_S,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._loop = loop
+        self._budget_s = budget_s
+        self._clock = clock
+        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
+        self._spent_s = 0.0
+        self._num_released = 0
+        self._is_scheduled = False
+        self._is_inside = False
+
+    @property
+    def has_time(self) -> bool:
+        """Whether work may be done at once."""
+        return self._spent_s < self._budget_s and not self._waiting
+
+    def do(self, address: str, work: Callable[[], None]) -> None:
+        """Does it in this turn, or when it is the address's turn."""
+        if self.has_time:
+            with self.counted():
+                work()
+        else:
+            self.do_later(address, work)
+
+    def do_later(self, address: str, work: Callable[[], None]) -> None:
+        """Does it when it is the address's turn, not before others had theirs."""
+        self._waiting.setdefault(address, deque()).append(work)
+        self._schedule()
+
+    async def wait(self, address: str) -> None:
+        """Returns when it is the address's turn."""
+        waiter = self._loop.create_future()
+        self.do_later(address, partial(self._release, waiter))
+        await waiter
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is done inside counts towards the turn."""
+        began = self.begin()
+        try:
+            yield
+        finally:
+            self.end(began)
+
+    def begin(self) -> float | None:
+        """Work begins; the result is for `end`."""
+        if self._is_inside:  # it counts as part of that
+            return None
+        self._schedule()
+        self._is_inside = True
+        return self._clock()
+
+    def end(self, began: float | None) -> None:
+        """Work that has begun ends."""
+        if began is not None:
+            self._is_inside = False
+            self._spent_s += self._clock() - began
+
+    def paced(self, app: ASGIApp, address: str) -> ASGIApp:
+        """The application, each of whose steps waits for its turn."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            await _Paced(app(scope, receive, send), self, address)
+
+        return run
+
+    def _release(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            self._num_released += 1
+            waiter.set_result(None)
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._is_scheduled = False
+        self._spent_s, self._num_released = 0.0, 0
+        while self._waiting and self._spent_s < self._budget_s and self._num_released < RELEASED_AT_ONCE:
+            address, queue = self._waiting.popitem(last=False)
+            work = queue.popleft()
+            if queue:
+                self._waiting[address] = queue  # behind the others
+            try:
+                with self.counted():
+                    work()
+            except Exception as error:  # noqa: BLE001  whose work it was is no matter of those who wait
+                self._loop.call_exception_handler({"message": "work of a connection failed", "exception": error})
+        if self._waiting:
+            self._schedule()
+
+
+class _Paced:
+    """Awaits a coroutine, each step of it in its turn."""
+
+    def __init__(self, coroutine: Awaitable[None], turns: Turns, address: str) -> None:
+        self._coroutine = coroutine.__await__()
+        self._turns = turns
+        self._address = address
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        error: BaseException | None = None
+        while True:
+            if not (self._turns.has_time or isinstance(error, GeneratorExit)):
+                try:
+                    yield from self._turns.wait(self._address).__await__()
+                except BaseException as raised:  # noqa: BLE001  it is for the coroutine to deal with
+                    error = raised
+            began = self._turns.begin()
+            try:
+                awaited = next(self._coroutine) if error is None else self._coroutine.throw(error)
+            except StopIteration:
+                return
+            finally:
+                error = None  # its traceback refers to this frame
+                self._turns.end(began)
+            try:
+                yield awaited
+            except BaseException as raised:  # noqa: BLE001
+                error = raised

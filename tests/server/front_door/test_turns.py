@@ -1,0 +1,193 @@
+"""What many clients want at once, in turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+
+import pytest
+from llm_serving.server.front_door import Turns
+
+BUDGET_S = 0.01
+
+
+class Clock:
+    """Time passes where somebody works."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def work(self, done, name, cost_s=BUDGET_S / 4):
+        self.now += cost_s
+        done.append(name)
+
+
+def run(test):
+    """Runs a test with turns, a clock and a list of what was done."""
+
+    async def main():
+        clock = Clock()
+        await test(Turns(asyncio.get_running_loop(), BUDGET_S, clock), clock, [])
+
+    asyncio.run(main())
+
+
+async def until(done, count):
+    while len(done) < count:
+        await asyncio.sleep(0)
+
+
+def test_a_turn_has_so_much_and_what_is_more_waits():
+    async def test(turns, clock, done):
+        for number in range(10):
+            turns.do("a", partial(clock.work, done, number))
+        assert done == [0, 1, 2, 3]
+        await asyncio.sleep(0)
+        assert done == list(range(8))
+        await asyncio.sleep(0)
+        assert done == list(range(10))
+        await asyncio.sleep(0)
+        assert turns.has_time
+
+    run(test)
+
+
+def test_a_newcomer_waits_for_one_of_each_address_and_not_for_all_of_them():
+    async def test(turns, clock, done):
+        for number in range(50):
+            turns.do("abcde"[number % 5], partial(clock.work, done, "crowd"))
+        turns.do("probe", partial(clock.work, done, "probe"))
+        await until(done, 51)
+        assert done.index("probe") == 4 + 5
+
+    run(test)
+
+
+def test_nobody_passes_those_who_wait():
+    async def test(turns, clock, done):
+        for number in range(6):
+            turns.do("a", partial(clock.work, done, number))
+        await asyncio.sleep(0)
+        assert not turns.has_time or len(done) == 6
+        for number in range(6, 12):
+            turns.do("a", partial(clock.work, done, number))
+        await until(done, 12)
+        assert done == list(range(12))
+
+    run(test)
+
+
+def test_work_within_work_counts_once():
+    async def test(turns, clock, done):
+        turns.do("a", lambda: turns.do("a", partial(clock.work, done, "inner", 0.6 * BUDGET_S)))
+        assert turns.has_time
+
+    run(test)
+
+
+def test_work_that_fails_is_told_and_stops_nobody():
+    async def test(turns, clock, done):
+        told = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+        clock_out = partial(clock.work, done, "first", BUDGET_S)
+        turns.do("a", clock_out)
+        turns.do("a", lambda: 1 / 0)
+        turns.do("a", partial(clock.work, done, "after"))
+        await until(done, 2)
+        assert [type(error) for error in told] == [ZeroDivisionError]
+
+    run(test)
+
+
+class TestPacedApplications:
+    def test_a_few_begin_in_one_turn_however_many_were_asked(self):
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                clock.work(done, scope, BUDGET_S / 4)
+
+            tasks = [asyncio.create_task(turns.paced(app, "a")(number, None, None)) for number in range(100)]
+            most = 0
+            while len(done) < 100:
+                before = len(done)
+                await asyncio.sleep(0)
+                most = max(most, len(done) - before)
+            assert most <= 12
+            assert done == list(range(100))
+            await asyncio.gather(*tasks)
+
+        run(test)
+
+    def test_every_step_waits_for_its_turn(self):
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                await asyncio.sleep(0)
+                done.append("second step")
+
+            task = asyncio.create_task(turns.paced(app, "a")(None, None, None))
+            await asyncio.sleep(0)
+            turns.do("b", partial(clock.work, done, "others", BUDGET_S))
+            turns.do("b", partial(clock.work, done, "others", BUDGET_S))
+            await task
+            assert done[-1] == "second step"
+            assert done.count("others") == 2
+
+        run(test)
+
+    @pytest.mark.parametrize("waits", [False, True])
+    def test_a_timeout_ends_what_it_is_around(self, waits):
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                try:
+                    async with asyncio.timeout(0.001):
+                        await asyncio.Event().wait()
+                except TimeoutError:
+                    done.append("late")
+                await asyncio.sleep(0)
+                done.append("answered")
+
+            task = asyncio.create_task(turns.paced(app, "a")(None, None, None))
+            while not task.done():
+                if waits:
+                    clock.now += BUDGET_S
+                    turns.do("b", partial(clock.work, [], "others", BUDGET_S))
+                await asyncio.sleep(0)
+            assert done == ["late", "answered"]
+
+        run(test)
+
+    def test_who_is_cancelled_while_it_waits_may_clean_up(self):
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                try:
+                    await asyncio.sleep(0)
+                    done.append("never")
+                finally:
+                    done.append("cleaned up")
+
+            task = asyncio.create_task(turns.paced(app, "a")(None, None, None))
+            await asyncio.sleep(0)
+            for _ in range(5):
+                turns.do("b", partial(clock.work, [], "others", BUDGET_S))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert done == ["cleaned up"]
+            assert task.cancelled()
+
+        run(test)
+
+    def test_what_it_raises_is_raised(self):
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                await asyncio.sleep(0)
+                raise ValueError("no")
+
+            with pytest.raises(ValueError, match="no"):
+                await turns.paced(app, "a")(None, None, None)
+
+        run(test)
