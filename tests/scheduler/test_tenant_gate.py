@@ -61,6 +61,39 @@ def test_the_better_class_of_a_tenant_comes_first_though_it_came_later():
     assert running(scheduler) == {"high"}
 
 
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_classes_of_a_tenant_share_what_it_may_run(limit):
+    """Its higher classes asked for all it might run, and its lower one was never served."""
+    scheduler = create_scheduler(
+        max_num_seqs=4, max_running_of_tenant={"a": limit}, turn_steps=4, classes=create_classes(ageing_steps=20)
+    )
+    places = dict.fromkeys(scheduler.held, 0)
+    requests = {-1: [], 1: []}
+    for _ in range(1500):
+        for priority, mine in requests.items():
+            mine[:] = [each for each in mine if not each.is_finished]
+            while len(mine) < 6:
+                mine.append(create_request(priority=priority, tenant="a", max_tokens=8))
+                scheduler.add(mine[-1])
+        schedule = run_step(scheduler)
+        assert schedule.num_bound_violations == 0
+        for name, number in scheduler.held.items():
+            places[name] += number
+    share = places["low"] / sum(places.values())
+    assert 0.1 < share < 0.3, "weights of 4 and 1"
+
+
+def test_no_class_of_a_tenant_waits_for_another_before_it_has_aged():
+    scheduler = create_scheduler(max_num_seqs=4, max_running_of_tenant={"a": 1}, classes=create_classes(500))
+    add(scheduler, *of("a", 2, priority=1), *of("a-", 1))
+    high = [create_request(request_id=f"high{i}", tenant="a", priority=-1) for i in range(5)]
+    add(scheduler, *high)
+    started = []
+    while scheduler.has_unfinished_requests:
+        started += [request.request_id for request in run_step(scheduler).started]
+    assert started[-2:] == ["a0", "a1"]
+
+
 def test_a_preempted_request_counts_until_it_ends():
     scheduler = create_scheduler(max_num_seqs=1, max_model_len=32, max_running_of_tenant={"a": 1})
     first, second = of("a", 2, priority=1, max_tokens=4)

@@ -18,7 +18,7 @@ from llm_serving.scheduler.places import Places, worst_first
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
-from llm_serving.scheduler.tenant_gate import TenantGate
+from llm_serving.scheduler.tenant_gate import Changes, TenantGate
 from llm_serving.scheduler.wait_reason import Blocked, Preemption, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
 
@@ -53,7 +53,7 @@ class Scheduler:
         self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
         self._monitor = WaitMonitor(self.bounds)
-        self._gate = TenantGate(limits)
+        self._gate = TenantGate(limits, self.classes, self.waiting.clocks)
         self._closed: set[str] = set()
         """Classes that could not take part when admission was last considered."""
         self._num_admissions = 0
@@ -120,6 +120,7 @@ class Scheduler:
         started = self._advance(draft, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
+        self._follow(self._gate.tick())
         preempted, self._preempted = self._preempted, []
         preemptions, self._preemptions = self._preemptions, []
         moves = self.blocks.take_moves()
@@ -188,7 +189,7 @@ class Scheduler:
         waits, runs = request in queue, request.status is RUNNING
         is_apart = self._gate.holds(request)
         if is_apart:
-            self._gate.left(request)
+            self._follow(self._gate.left(request))
         if before is after:
             step = request.queue_key[2] - self._head_start(request)
             request.priority = priority
@@ -211,7 +212,7 @@ class Scheduler:
         if waits:
             queue.discard(request)
             if not request.has_run:
-                self._let_in(self._gate.left(request))
+                self._follow(self._gate.left(request))
         if runs:
             self.places.leave(request)
         self._set_class(request, priority, after)
@@ -237,7 +238,7 @@ class Scheduler:
                 siblings.remove(request)
         self.blocks.free(request.request_id)
         self._monitor.forget(request)
-        self._let_in(self._gate.left(request))
+        self._follow(self._gate.left(request))
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
         self._release_forks(request)
@@ -434,9 +435,7 @@ class Scheduler:
         draft.changes_running = True
         self.waiting.pop(request)
         self._monitor.admitted(request)
-        for other in self._gate.admitted(request):
-            self.waiting.discard(other)
-            self._monitor.forget(other)
+        self._follow(self._gate.admitted(request))
         parent = self._parent(request)
         num_found = self.blocks.admit(request, self.places.num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
@@ -506,15 +505,23 @@ class Scheduler:
 
     def _wait(self, request: Request, num_waited: int = 0) -> None:
         """It waits from now on, and has waited so many steps already; or is kept apart, where nothing is promised."""
-        if not request.has_run and not self._gate.passes(request):
+        changes = None if request.has_run else self._gate.arrived(request)
+        if changes is None or request in changes.freed:
+            self._promise(request, num_waited)
+            self.waiting.push(request)
+        else:
             self._monitor.forget(request)
-            return
-        self._promise(request, num_waited)
-        self.waiting.push(request)
+        if changes is not None:
+            self._follow(changes, request)
 
-    def _let_in(self, requests: list[Request]) -> None:
-        """They wait from now on, behind those who wait already."""
-        for request in requests:
+    def _follow(self, changes: Changes, but: Request | None = None) -> None:
+        """What the limits of tenants decided; those let in wait from now on, behind those who wait already."""
+        for request in changes.back:
+            self.waiting.discard(request)
+            self._monitor.forget(request)
+        for request in changes.freed:
+            if request is but:
+                continue
             request.entered = self._sequence
             self._promise(request)
             self.waiting.push(request)

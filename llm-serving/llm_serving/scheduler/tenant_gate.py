@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from llm_serving.core.request import Request
+from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.turns import Turns
 
 _Key = tuple[float, ...]
+
+
+class Changes(NamedTuple):
+    """What follows from an event for requests that have had no place."""
+
+    back: list[Request]
+    """They may wait for one no longer, and are kept apart."""
+    freed: list[Request]
+    """They may wait for one from now on."""
 
 
 class _Tenant:
     """One tenant with a limit and requests that have not ended."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
         self.limit = limit
-        self.active: set[int] = set()
+        self.turns = Turns(classes, replace(limits, max_num_seqs=max(1, limit)), 1)
+        self.active: dict[int, Request] = {}
         """By sequence: those that have been admitted and not ended, wherever they are now."""
         self.passed: dict[str, dict[int, Request]] = {}
         """By class and sequence: those that may wait for a place."""
@@ -38,63 +53,62 @@ class TenantGate:
     So nobody of a tenant at its limit stands in a queue, where others would be behind it, and the best of those kept
     apart in each class come first when one of the tenant's ends. Whoever had a place once is not kept apart: it counts
     until it ends.
+
+    A tenant's classes share what it may run as all classes share the server: a lower one whose next request has waited
+    `ageing_steps` takes turns with the higher ones by weight. When it has its turn, the free places are kept for it.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
+        """Classes in ascending order of rank; `clocks` count the steps each could take part in."""
         self._limits = limits
+        self._classes = tuple(classes)
+        self._clocks = clocks
         self._tenants: dict[str, _Tenant] = {}
 
-    def passes(self, request: Request) -> bool:
-        """Whether the request, which has never had a place, may wait for one now; it is kept apart otherwise."""
+    def arrived(self, request: Request) -> Changes | None:
+        """What becomes of the request, which has never had a place, and of others; None: nothing limits its tenant."""
         tenant = self._tenant(request)
         if tenant is None:
-            return True
-        name = request.request_class.name
-        passed = tenant.passed.setdefault(name, {})
-        if len(passed) < tenant.num_free:
-            passed[request.sequence] = request
-            return True
-        heapq.heappush(tenant.held.setdefault(name, []), (request.queue_key, request))
-        return False
+            return None
+        heapq.heappush(tenant.held.setdefault(request.request_class.name, []), (request.queue_key, request))
+        return self._settle(tenant)
 
-    def admitted(self, request: Request) -> list[Request]:
-        """The request has a place; returns those that may wait for one no longer: they are kept apart."""
+    def admitted(self, request: Request) -> Changes:
+        """The request has a place."""
         tenant = self._tenant(request)
         if tenant is None:
-            return []
-        tenant.active.add(request.sequence)
+            return Changes([], [])
+        tenant.active[request.sequence] = request
         tenant.passed.get(request.request_class.name, {}).pop(request.sequence, None)
-        back = []
-        for name, passed in tenant.passed.items():
-            worst_first = sorted(passed.values(), key=lambda each: each.queue_key, reverse=True)
-            for each in worst_first[: max(0, len(passed) - tenant.num_free)]:
-                del passed[each.sequence]
-                heapq.heappush(tenant.held.setdefault(name, []), (each.queue_key, each))
-                back.append(each)
-        return back
+        return self._settle(tenant)
 
-    def left(self, request: Request) -> list[Request]:
-        """The request has ended, or goes into another class; returns those that may wait for a place from now on."""
+    def left(self, request: Request) -> Changes:
+        """The request has ended, or goes into another class."""
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            return []
-        tenant.active.discard(request.sequence)
+            return Changes([], [])
+        tenant.active.pop(request.sequence, None)
         name = request.request_class.name
         tenant.passed.get(name, {}).pop(request.sequence, None)
         held = tenant.held.get(name, [])
         if any(each is request for _, each in held):
             held[:] = [entry for entry in held if entry[1] is not request]
             heapq.heapify(held)
-        freed = []
-        for name, heap in tenant.held.items():
-            passed = tenant.passed.setdefault(name, {})
-            while heap and len(passed) < tenant.num_free:
-                _, each = heapq.heappop(heap)
-                passed[each.sequence] = each
-                freed.append(each)
+        changes = self._settle(tenant)
         if tenant.is_empty:
             del self._tenants[request.tenant]
-        return freed
+        return changes
+
+    def tick(self) -> Changes:
+        """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
+        changes = Changes([], [])
+        for tenant in self._tenants.values():
+            if any(tenant.held.values()):
+                waiting, held = self._look(tenant)
+                tenant.turns.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
+                for total, new in zip(changes, self._settle(tenant), strict=True):
+                    total += new
+        return changes
 
     def holds(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
@@ -112,10 +126,49 @@ class TenantGate:
         """The tenants that run as many requests as they may, and have more."""
         return tuple(sorted(name for name, tenant in self._tenants.items() if any(tenant.held.values())))
 
+    def _settle(self, tenant: _Tenant) -> Changes:
+        """Keeps apart whoever may not wait for a place, and no other."""
+        due = self._due(tenant) if any(tenant.held.values()) else None
+        changes = Changes([], [])
+        for name in {**tenant.passed, **tenant.held}:
+            passed, heap = tenant.passed.setdefault(name, {}), tenant.held.setdefault(name, [])
+            most = tenant.num_free if due in (None, name) else 0
+            worst_first = sorted(passed.values(), key=lambda each: each.queue_key, reverse=True)
+            for each in worst_first[: max(0, len(passed) - most)]:
+                del passed[each.sequence]
+                heapq.heappush(heap, (each.queue_key, each))
+                changes.back.append(each)
+            while heap and len(passed) < most:
+                _, each = heapq.heappop(heap)
+                passed[each.sequence] = each
+                changes.freed.append(each)
+        return changes
+
+    def _due(self, tenant: _Tenant) -> str | None:
+        """The lower class whose turn it is; None: the higher ones go first as they do anyway."""
+        waiting, held = self._look(tenant)
+        name = tenant.turns.next(waiting, held, dict.fromkeys(held, 0))
+        return None if not waiting or name == waiting[0] else name
+
+    def _look(self, tenant: _Tenant) -> tuple[list[str], dict[str, int]]:
+        """Its classes with somebody who waits, by rank, and how many places each has."""
+        counts = Counter(each.request_class.name for each in tenant.active.values())
+        waiting, aged = [], []
+        for each in self._classes:
+            firsts = [request for _, request in tenant.held.get(each.name, [])[:1]]
+            firsts += tenant.passed.get(each.name, {}).values()
+            if firsts:
+                waiting.append(each.name)
+                if self._clocks[each.name] - min(first.arrival_clock for first in firsts) >= each.ageing_steps:
+                    aged.append(each.name)
+        held = {each.name: counts[each.name] for each in self._classes}
+        tenant.turns.look(waiting, aged, held)
+        return waiting, held
+
     def _tenant(self, request: Request) -> _Tenant | None:
         found = self._tenants.get(request.tenant)
         if found is None:
             limit = self._limits.max_running_of_tenant.get(request.tenant, self._limits.max_running_per_tenant)
             if limit is not None:
-                found = self._tenants[request.tenant] = _Tenant(limit)
+                found = self._tenants[request.tenant] = _Tenant(limit, self._classes, self._limits)
         return found
