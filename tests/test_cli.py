@@ -22,6 +22,7 @@ from llm_serving.flags import FLAGS, REFUSED
 from llm_serving.recording.records import Decided
 from llm_serving.server.authentication import hash_key
 from recordings import MemoryFiles, create_recorded, read, seal, with_record
+from small_model import write_small_model
 
 LEGACY = str(PROJECT_FOLDER / "configs" / "llama" / "llama_7b_kbk_pa_dyn.yaml")
 
@@ -40,11 +41,7 @@ def served(monkeypatch):
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,'
-        ' "num_hidden_layers": 1, "num_attention_heads": 2}'
-    )
+    write_small_model(folder)
     return str(folder)
 
 

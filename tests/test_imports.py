@@ -10,7 +10,7 @@
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
 1            transport
-0            errors < log, log_writer < core < hub < config
+0            errors < log, log_writer < core < formats < hub < config
 ```
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
@@ -43,6 +43,7 @@ PLACES = {
     "log": Place(0.1, BOTH),
     "log_writer": Place(0.1, BOTH),
     "core": Place(0.2, BOTH),
+    "formats": Place(0.24, BOTH),
     "network": Place(0.25, BOTH),
     "hub": Place(0.26, BOTH),
     "config": Place(0.3, BOTH),
@@ -68,6 +69,7 @@ PLACES = {
     "log_keeper": Place(8, TOP),
     "flags": Place(8, TOP),
     "model_command": Place(8, TOP),
+    "convert_command": Place(8, TOP),
     "trace_file": Place(8, TOP),
     "cli": Place(8.1, TOP),
     "__main__": Place(8.2, TOP),

@@ -1,4 +1,4 @@
-"""The console command `llm-serving`: serve, start, stop, models, replay, config check, hash-key, version."""
+"""The console command `llm-serving`: serve, start, stop, models, convert, replay, config check, hash-key, version."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError, ModelError, NoWorkAgentsError, RecordingError
 from llm_serving.flags import API_KEY, add_flags, overrides_of, overrides_of_environment
 from llm_serving.log import configure_logging, get_logger
-from llm_serving.model_command import cached_table, get_weights, stored_size
+from llm_serving.model_command import cached_table, check_weights, get_weights, stored_size
 from llm_serving.server.authentication import hash_key
 from llm_serving.trace_file import save_timeline
 
@@ -94,6 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
     models.set_defaults(run=_models)
 
+    converting = commands.add_parser(
+        "convert", help="write a model in the form of Hugging Face or of MindFormers", allow_abbrev=False
+    )
+    converting.add_argument("source", type=Path, metavar="SOURCE", help="folder, or one *.safetensors or *.ckpt")
+    converting.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
+    converting.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names the tensors get")
+    converting.add_argument("--files", default="safetensors", choices=("safetensors", "ckpt"))
+    converting.add_argument(
+        "--joined", choices=("grouped", "stacked"), help="rows of w_qkv: grouped = MindFormers 1.4 and newer"
+    )
+    converting.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, for lack of a config.json")
+    converting.set_defaults(run=_convert)
+
     replay = commands.add_parser(
         "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
     )
@@ -171,6 +184,7 @@ def _load_servable(arguments: argparse.Namespace) -> ServingConfig:
     if config.model.model_path is None:
         raise ConfigError("no model to serve: pass --model FOLDER (or --model demo), or set model_config.model_path")
     get_weights(config, _say)
+    check_weights(config)
     return config
 
 
@@ -207,6 +221,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
+    check_weights(config)
     text = "\n".join([describe(config), *_ends(config), *_memory(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
@@ -269,6 +284,15 @@ def _ends(config: ServingConfig) -> list[str]:
     except ModelError as error:  # folders without a tokenizer have a configuration all the same
         lines = [f"unknown, and no server starts: {error}"]
     return ["# a text ends with:", *(f"#   - {line}" for line in lines)]
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from llm_serving.convert_command import convert
+
+    joined, yaml = arguments.joined, arguments.config
+    convert(arguments.source, arguments.target, arguments.to, files=arguments.files, order=joined, yaml=yaml)
+    _say(f"{arguments.target}: done")
+    return 0
 
 
 def _memory(config: ServingConfig) -> list[str]:

@@ -9,6 +9,8 @@ from llm_serving.config.model_size import ModelSize, model_size
 from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.hub import cached_models, download
+from llm_serving.hub.contents import missing_files
+from llm_serving.models.contents import check_folder
 
 
 def stored_size(config: ServingConfig) -> ModelSize:
@@ -41,6 +43,18 @@ def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
             f"says how much may be taken, pa_config.num_blocks how many tokens are kept"
         )
     download(model, say)
+
+
+def check_weights(config: ServingConfig) -> None:
+    """Refuses the files of a folder that a WorkAgent would refuse, by the same rules; a weight is not read.
+
+    Raises:
+        ModelError: See `models.contents.check_folder`.
+    """
+    model = config.hub_model
+    complete = model is None or not missing_files(model.folder)
+    if config.model.model_path is not None and complete:
+        check_folder(config.model.model_path)
 
 
 def cached_table() -> Iterator[str]:

@@ -4,15 +4,9 @@ import json
 
 import pytest
 from hub_server import HubServer, StoredModel, running_hub
+from small_model import CONFIG, small_weights
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+WEIGHTS = small_weights()
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def tiny_files(**changes: object) -> dict[str, bytes]:
         "config.json": json.dumps(CONFIG | changes).encode(),
         "generation_config.json": b"{}",
         "modeling_tiny.py": b"raise SystemExit",
-        "model.safetensors": bytes(range(256)) * 1000,
+        "model.safetensors": WEIGHTS,
         "original/consolidated.safetensors": b"0" * 1000,
         "pytorch_model.bin": b"0" * 1000,
         "tokenizer.json": b'{"model": {}}',

@@ -10,7 +10,7 @@ from llm_serving import hub as hub_package
 from llm_serving.errors import ModelError
 from llm_serving.hub import find
 
-from .conftest import tiny_files, weight_requests
+from .conftest import WEIGHTS, tiny_files, weight_requests
 
 
 def get(name: str = "Tiny/Llama", **options: str) -> hub_package.HubModel:
@@ -35,7 +35,7 @@ def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert model.weight_sizes == {"model.safetensors": 256_000}
+    assert model.weight_sizes == {"model.safetensors": len(WEIGHTS)}
     hub_package.download(model, said.append)
     assert (model.folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
     assert list(hub.sent) == [
@@ -46,7 +46,7 @@ def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
         "model.safetensors",
     ]
     assert COMMIT in said[0]
-    assert "0.3 MB" in said[0]
+    assert "0.4 MB" in said[0]
 
 
 def test_the_cache_is_the_one_of_the_ecosystem(hub, caches):
@@ -76,8 +76,8 @@ def test_an_interrupted_download_goes_on_where_it_ended(hub, monkeypatch):
     hub.cut_after = None
     before = len(hub.sent["model.safetensors"])
     folder = get().folder
-    assert hub.sent["model.safetensors"][before:] == [(kept, 256_000 - kept)]
-    assert hub.num_sent("model.safetensors") == 256_000
+    assert hub.sent["model.safetensors"][before:] == [(kept, len(WEIGHTS) - kept)]
+    assert hub.num_sent("model.safetensors") == len(WEIGHTS)
     assert (folder / "model.safetensors").read_bytes() == hub.models["Tiny/Llama"].files["model.safetensors"]
 
 
@@ -90,7 +90,7 @@ def test_a_line_that_breaks_once_is_not_even_noticed(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", mend)
     hub.cut_after = 50_000
     get()
-    assert hub.sent["model.safetensors"] == [(0, 50_000), (50_000, 206_000)]
+    assert hub.sent["model.safetensors"] == [(0, 50_000), (50_000, len(WEIGHTS) - 50_000)]
 
 
 def test_what_arrives_damaged_is_not_kept(hub):
@@ -190,9 +190,9 @@ def test_a_hub_that_cannot_be_reached(caches):
 
 
 def test_a_disk_that_is_too_small(hub, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(free=255_999)
+    usage = shutil.disk_usage("/")._replace(free=len(WEIGHTS) - 1)
     monkeypatch.setattr(find.shutil, "disk_usage", lambda path: usage)
-    assert "must have 0.3 MB free for the weights" in error_of()
+    assert "must have 0.4 MB free for the weights" in error_of()
     assert weight_requests(hub) == []
 
 

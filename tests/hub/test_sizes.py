@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_not_downloaded(hub, served, monkeypatch, capsys):
 
 def test_config_check_and_models_download_no_weights(hub, capsys):
     assert main(["config", "check", "--model", "Tiny/Llama"]) == 0
-    assert "weights as stored             0.3 MB" in capsys.readouterr().out
+    assert "weights as stored             0.4 MB" in capsys.readouterr().out
     assert main(["models", "Tiny/Llama"]) == 0
     assert "fits  " in capsys.readouterr().out
     assert weight_requests(hub) == []

@@ -39,7 +39,7 @@ def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monk
     monkeypatch.setattr(weights, "_LEAST_READ_AHEAD", 24)
     monkeypatch.setattr(weights, "ReadAhead", lambda each: extents.extend(each) or ReadAhead(extents))
     reader = WeightReader(tmp_path)
-    stored = {each: tensor.start for each, tensor in reader._tensors.items()}
+    stored = {each: tensor.pieces[0][0] for each, tensor in reader._tensors.items()}
     for name in names:
         assert reader.take(name, (2, 3)).tolist() == A.tolist()
     reader.check_all_taken()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
+from llm_serving.core.quantisation import describe_quantisation
 from llm_serving.errors import ModelError, shorten
 
 ARCHITECTURES: Final[Mapping[str, str]] = {"LlamaForCausalLM": "llama"}
@@ -148,11 +149,10 @@ class ModelSpec:
         """The spec of a parsed `config.json`; `where` names it in errors."""
         architecture = _architecture(config, where)
         facts = _Facts(config, where)
-        if (quantization := config.get("quantization_config")) is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if (quantised := describe_quantisation(config)) is not None:
             raise ModelError(
-                f"{where}: `quantization_config` is not supported: weights must be of type bfloat16, float16 or "
-                f"float32. Given: {shorten(method)}"
+                f"{where}: the weights are quantised by {quantised}, which cannot be served: name a copy of the model "
+                f"in bfloat16, float16 or float32"
             )
         if (act := config.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"{where}: `hidden_act` must be silu. Given: {shorten(act)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
+from llm_serving.core.quantisation import describe_quantisation
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.facts import Facts
 from llm_serving.models.families import architecture_of, describe
@@ -125,11 +126,10 @@ class ModelSpec:
         """The spec of a parsed `config.json`; `where` names it in errors."""
         architecture = architecture_of(config, where)
         facts = Facts(config, where)
-        if (quantization := config.get("quantization_config")) is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if (quantised := describe_quantisation(config)) is not None:
             raise ModelError(
-                f"{where}: `quantization_config` is not supported: weights must be of type bfloat16, float16 or "
-                f"float32. Given: {shorten(method)}"
+                f"{where}: the weights are quantised by {quantised}, which cannot be served: name a copy of the model "
+                f"in bfloat16, float16 or float32"
             )
         network = describe(architecture, facts)
         longest = facts.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048

@@ -15,6 +15,7 @@ from llm_serving.core.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
+from llm_serving.models.contents import check_folder
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
@@ -50,6 +51,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     backend, notice = backend_for(device, settings.dtype)
     folder = Path(settings.model_path)
     spec = ModelSpec.from_folder(folder)
+    check_folder(folder)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
     runner = ModelRunner(

@@ -1,0 +1,146 @@
+"""`llm-serving convert`: a model from MindFormers' form into Hugging Face's, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from llm_serving.config.yaml_reader import plain, read_yaml
+from llm_serving.core.memory import readable_size
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.compare import DERIVED, check_tensors
+from llm_serving.formats.folder import read_tensors
+from llm_serving.formats.mindformers import ORDERS, Order, hugging_face_name, is_joined, mindformers_name, split
+from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor
+from llm_serving.formats.writing import Tensor, write_checkpoint, write_safetensors
+from llm_serving.hub.contents import small_files
+from llm_serving.hub.progress import Progress
+from llm_serving.models.contents import spare_tensors
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+
+FORMS: Final = ("hf", "mindformers")
+FILES: Final = ("safetensors", "ckpt")
+_MINDFORMERS: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+"""Architectures whose networks there have the names of `formats.mindformers`."""
+
+
+def convert(
+    source: Path, target: Path, form: str, *, files: str = "safetensors", order: Order | None = None, yaml: Path | None
+) -> None:
+    """Writes the model beside `target` and gives it that name when it is complete.
+
+    Args:
+        source: A folder, or one file of weights.
+        target: A folder that does not exist.
+        form: One of `FORMS`: whose names the tensors get.
+        files: One of `FILES`; `ckpt` only with MindFormers' names.
+        order: Of joined projections in the source.
+        yaml: A MindFormers YAML that takes the place of a config.json.
+
+    Raises:
+        ConfigError: The source cannot be read or is not the model it says, or the target exists or has no room.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists: OUT must be a folder that does not")
+    if files == "ckpt" and form == "hf":
+        raise ConfigError("--files ckpt must come with --to mindformers: Hugging Face has no such files")
+    config = _config(source, yaml)
+    spec = ModelSpec.from_hugging_face(config, str(yaml or source))
+    tensors = list(_tensors(read_tensors(source), order, config))
+    if form == "mindformers" and spec.architecture not in _MINDFORMERS:
+        known = ", ".join(_MINDFORMERS)
+        raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    check_tensors(str(source), spec.tensors, shapes, spare_tensors(spec))
+    if form == "mindformers":
+        tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    with _beside(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+        if files == "ckpt":
+            write_checkpoint(folder / "model.ckpt", tensors, bar.update)
+        else:
+            write_safetensors(folder, tensors, bar.update)
+        _copy_small_files(source, folder)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
+    """The content of the config.json of the result."""
+    if yaml is not None:
+        root = read_yaml(yaml)
+        model = root.get("model")
+        shape = model.get("model_config") if model else None
+        if shape is None:
+            raise ConfigError(f"{yaml}: must be a MindFormers YAML with model.model_config")
+        return dict(ModelSpec.from_mindformers(plain(shape), shape.where).config)
+    folder = source if source.is_dir() else source.parent
+    if not (folder / CONFIG_NAME).exists():
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}: name the MindFormers YAML of the model with --config")
+    return dict(ModelSpec.from_folder(folder).config)
+
+
+def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[str, Any]) -> Iterator[Tensor]:
+    """By Hugging Face names, joined projections apart."""
+    for name, tensor in stored.items():
+        if DERIVED.search(name):
+            continue
+        dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
+        if not is_joined(name):
+            yield Tensor(hugging_face_name(name), dtype, tensor.shape, tensor.read)
+            continue
+        if order is None:
+            raise ModelError(
+                f"{tensor.file}: {name} holds several projections in an order that no file tells: add --joined "
+                f"{'|'.join(ORDERS)}. Releases 1.4 and newer of MindFormers write `grouped`, older ones `stacked`"
+            )
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        read = _reader(name, tensor, order, heads, kv_heads)
+        try:
+            shapes = {part: array.shape for part, array in read().items()}
+        except ValueError:
+            raise ModelError(f"{tensor.file}: {name} {list(tensor.shape)} does not consist of these heads") from None
+        for part, shape in shapes.items():
+            yield Tensor(part, dtype, shape, lambda part=part, read=read: read()[part])  # type: ignore[misc]
+
+
+def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads: int) -> Callable[[], dict[str, Array]]:
+    return lambda: dict(split(name, tensor.read(), order, heads, kv_heads))
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer and the like."""
+    beside = source if source.is_dir() else source.parent
+    sizes = {path.name: path.stat().st_size for path in beside.iterdir() if path.is_file()}
+    for name in small_files(sizes):
+        if not name.endswith(".index.json"):
+            shutil.copyfile(beside / name, folder / name)
+
+
+@contextmanager
+def _beside(target: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder that gets the target's name at the end; it is removed where something fails."""
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} must exist: OUT is written beside its name first")
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise ConfigError(f"{parent} must have {readable_size(num_bytes)} free. Found: {readable_size(free)}")
+    folder = parent / f".{target.name}.{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,75 @@
+"""The header of a safetensors file.
+
+It is read here rather than by the safetensors package because that has no NumPy type for bfloat16: a file is eight
+bytes of header length (little-endian), a JSON header of names, types, shapes and offsets, and the raw data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from llm_serving.core.files import open_regular
+from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.stored import NUMPY_DTYPES, StoredTensor
+
+_MAX_HEADER_BYTES: Final = 32 * 2**20
+_MAX_DIMENSIONS: Final = 8
+
+
+def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of one file; every extent lies in the file and is no other tensor's.
+
+    Raises:
+        ModelError: The file is none, is cut short, or has a tensor of a type that is not read.
+    """
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{file} is not a safetensors file or is cut short: header of {header_bytes} bytes")
+        content = stream.read(header_bytes)
+    try:
+        header = json.loads(content, object_pairs_hook=_distinct)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _stored_tensor(file, name, entry, 8 + header_bytes, size) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
+    _check_apart(file, tensors)
+    return tensors
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; two readers of one that has a name twice may see two models."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _stored_tensor(file: Path, name: str, entry: dict[str, Any], data_start: int, file_size: int) -> StoredTensor:
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if dtype not in NUMPY_DTYPES:
+        raise ModelError(f"{file}: tensor {name} must be {', '.join(NUMPY_DTYPES)}. Found: {shorten(dtype)}")
+    if len(shape) > _MAX_DIMENSIONS or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        rule = f"must have at most {_MAX_DIMENSIONS} lengths and two offsets, integers >= 0"
+        raise ModelError(f"{file}: tensor {name} {rule}. Found: {shorten(shape)}, {shorten((start, end))}")
+    tensor = StoredTensor(file, dtype, shape, ((data_start + start, end - start),))
+    num_bytes = tensor.num_bytes
+    if end - start != num_bytes or data_start + end > file_size:
+        raise ModelError(
+            f"{file}: tensor {name} of {shorten(num_bytes)} bytes must lie within the file of {file_size}. "
+            f"Found: bytes {shorten(start)} to {shorten(end)} of the data"
+        )
+    return tensor
+
+
+def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    ordered = sorted(((each.pieces[0][0], each.num_bytes, name) for name, each in tensors.items() if each.num_bytes))
+    for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(ordered):
+        if next_start < start + num_bytes:
+            raise ModelError(f"{file}: tensors {name} and {next_name} must not share bytes")

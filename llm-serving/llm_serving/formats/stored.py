@@ -1,0 +1,60 @@
+"""A tensor that lies in a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# bfloat16 travels as its bits: NumPy has no such type.
+NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""Type as safetensors names it -> what an array of it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where its elements are.
+
+    Attributes:
+        file: The file.
+        dtype: A key of `NUMPY_DTYPES`.
+        shape: Lengths.
+        pieces: (first byte, bytes) of each piece, in order; their sum is `num_bytes`.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+
+    def read(self) -> Array:
+        """The elements: a read-only memory map, whose pages are read as they are touched, or a copy.
+
+        Several pieces are put together; a piece that begins between two elements is copied, since kernels read whole
+        ones.
+        """
+        dtype = np.dtype(NUMPY_DTYPES[self.dtype])
+        if not math.prod(self.shape):
+            return np.empty(self.shape, dtype)
+        (start, _), *more = self.pieces
+        if not more and start % dtype.itemsize == 0:
+            return np.memmap(self.file, dtype, mode="r", offset=start, shape=self.shape)
+        whole = np.empty(self.num_bytes, np.uint8)
+        done = 0
+        for start, num_bytes in self.pieces:
+            whole[done : done + num_bytes] = np.memmap(self.file, np.uint8, mode="r", offset=start, shape=(num_bytes,))
+            done += num_bytes
+        array: Array = whole.view(dtype).reshape(self.shape)
+        array.flags.writeable = False
+        return array

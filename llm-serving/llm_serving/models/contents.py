@@ -1,0 +1,24 @@
+"""Whether a folder holds the weights of its config.json: asked by `config check`, by a start and by every WorkAgent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llm_serving.formats.compare import check_tensors
+from llm_serving.models.spec import ModelSpec
+from llm_serving.models.weights import WeightReader
+
+
+def check_folder(folder: Path) -> None:
+    """Reads the headers of the weights, and no weight.
+
+    Raises:
+        ModelError: A form that is not read, a damaged file, or other tensors than the model has.
+    """
+    spec = ModelSpec.from_folder(folder)
+    check_tensors(str(folder), spec.tensors, WeightReader(folder).shapes(), spare_tensors(spec))
+
+
+def spare_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """What may be there besides: some exporters write a tied table twice."""
+    return {"lm_head.weight": (spec.vocab_size, int(spec.config["hidden_size"]))}
