@@ -80,7 +80,7 @@ def test_requests_beyond_the_limit_are_told_when_to_come_back(limited, path):
     assert num_submitted == (0 if path == "/tokenize" else 2)
     engine.clock.now += 30
     assert post(engine, path, BODIES[path], headers=HEADERS).status_code == 200
-    assert request(engine, "GET", "/metrics", headers=HEADERS).status_code == 200
+    assert request(engine, "GET", "/health", headers=HEADERS).status_code == 200
 
 
 def test_tokens_are_taken_at_the_door_and_given_back_at_the_end(limited):
@@ -160,3 +160,14 @@ def test_a_stream_has_the_headers_and_gives_back(limited):
 def test_a_key_without_limits_has_no_headers(limited):
     response = post(limited(), "/v1/completions", BODIES["/v1/completions"], headers=HEADERS)
     assert not [name for name in response.headers if name.startswith("x-ratelimit")]
+
+
+def test_every_request_with_a_key_counts_those_without_a_body_too(limited):
+    engine = limited(max_requests_per_minute=3)
+    for _ in range(3):
+        answer = request(engine, "GET", "/v1/models", headers=HEADERS)
+        assert answer.status_code == 200
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    for path in ("/v1/models", "/metrics", "/v1/timeline", "/v1/requests/x/explain"):
+        assert request(engine, "GET", path, headers=HEADERS).status_code == 429
+    assert request(engine, "GET", "/health", headers=HEADERS).status_code == 200

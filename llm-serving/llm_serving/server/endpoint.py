@@ -48,7 +48,7 @@ class Endpoint:
 
     async def respond(self, engine: AsyncEngine, request: Request) -> Response:
         try:
-            if self.body is not None and (quota := quota_of(request)) is not None:
+            if (quota := quota_of(request)) is not None:
                 quota.take_request()
             response = await self.handler(engine, request)
             if ignored := ignored_parameters(request):
@@ -77,6 +77,6 @@ class _Application:
         if (note := note_of(request)) is not None:
             note.route = self._endpoint.path
         response = await self._endpoint.respond(self._engine, request)
-        if self._endpoint.body is not None and (quota := quota_of(request)) is not None:
+        if (quota := quota_of(request)) is not None:
             response.headers.update(quota.headers())
         await response(scope, receive, send)
