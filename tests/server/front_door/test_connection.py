@@ -343,6 +343,26 @@ class TestPipelining:
         asyncio.run(run())
 
 
+class TestPlaces:
+    @pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+    def test_who_takes_a_complete_answer_does_not_make_room(self, head):
+        async def run():
+            async with door() as (_, connection, transport):
+                assert not connection.is_served
+                transport.unsent = 100_000
+                connection.data_received(b"GET / HTTP/1.1\r\n" + head + b"\r\n")
+                await settle()
+                connection.pause_writing()
+                assert connection.cycle.response_complete
+                assert connection.is_served
+                connection.resume_writing()
+                transport.unsent = 0
+                if not head:
+                    assert not connection.is_served
+
+        asyncio.run(run())
+
+
 class TestBytesHeld:
     def test_a_body_weighs_until_the_application_has_it(self):
         async def run():

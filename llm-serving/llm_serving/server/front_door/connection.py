@@ -105,6 +105,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_served(self) -> bool:
+        return self._is_answered or self._is_unread or (self._parting is not None and self._parting.is_unread)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the application works on a request that has come to its end."""
         cycle = self.cycle
         return not (self._in_body or cycle is None or cycle.response_complete or self.transport.is_closing())
 
@@ -212,7 +217,7 @@ class Connection(HttpToolsProtocol):
 
     def _advance(self) -> None:
         """Hands the parser what it may have of the bytes held."""
-        while self._held and not self.transport.is_closing() and not self.is_served:
+        while self._held and not self.transport.is_closing() and not self._is_answered:
             before = len(self._held)
             if not self._in_body:
                 self._advance_head()
@@ -331,7 +336,7 @@ class Connection(HttpToolsProtocol):
         assert isinstance(self.flow, _Flow)
         if self._parting.is_over:
             return
-        if self._is_scheduled or (self.is_served and len(self._held) > self._limits.max_pipelined_bytes):
+        if self._is_scheduled or (self._is_answered and len(self._held) > self._limits.max_pipelined_bytes):
             self.flow.held = True
             self.flow.pause_reading()
         elif self.flow.held:

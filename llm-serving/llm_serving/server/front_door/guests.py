@@ -19,7 +19,7 @@ class Guest(Protocol):
 
     @property
     def is_served(self) -> bool:
-        """Whether it waits for an answer to a request that it has sent to the end."""
+        """Whether it waits for an answer to a request that it has sent to the end, or takes that answer."""
 
     def end(self) -> None:
         """Ends it at once, without an answer."""

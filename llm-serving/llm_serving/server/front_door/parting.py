@@ -67,6 +67,11 @@ class PartingTransport:
         """Whether nothing is read any more, not even to be dropped."""
         return self._transport.is_closing()
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the last answer waits for the client to take it."""
+        return self._reader.is_watched
+
     def close(self) -> None:
         """Ends the connection once what was written is taken; cuts it when that takes too long."""
         if self._closing:
