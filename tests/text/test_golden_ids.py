@@ -43,3 +43,8 @@ def test_texts_without_tokens_in_them_come_back(name, tokenizer):
         exact = "unigram" not in name and "underline" not in title and "special" not in title
         if exact and not ("qwen" in name and title in ("combining", "Hebrew with marks")):
             assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text, title
+
+
+def test_two_tokens_beyond_the_file_may_begin_a_text():
+    tokenizer = Tokenizer.load(FOLDER / "llama_without_prefix")
+    assert tokenizer.encode("<|call|><s>", add_special_tokens=False) == [500, 1]

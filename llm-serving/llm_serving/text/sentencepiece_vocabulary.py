@@ -110,7 +110,7 @@ class SentencePieceVocabulary:
             text = self._prefix + text.replace(SPACE_SYMBOL, " ")
         parts = self._splitter.split(text)
         pieces = [[self._ids[part]] if is_token else self._encode_part(part) for part, is_token in parts]
-        begins_special = len(parts) > 1 and parts[1][1] and parts[1][0] in self._named
+        begins_special = len(parts) > 1 and not parts[0][1] and parts[1][1] and parts[1][0] in self._named
         if not self._legacy and begins_special and list(map(self._bare.id_to_piece, pieces[0])) == [SPACE_SYMBOL]:
             del pieces[0]  # a text that begins with a special token has no space before it
         return [token_id for piece in pieces for token_id in piece]
