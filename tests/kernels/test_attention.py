@@ -35,7 +35,18 @@ def bound(cache: Cache, q: Typed, tables: Array, query_lens: list[int], context_
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(1, 1, 16, 16), (8, 2, 64, 16), (6, 2, 48, 32), (4, 4, 80, 16), (56, 1, 16, 16), (2, 1, 144, 16)],
+    [
+        (1, 1, 16, 16),
+        (8, 2, 64, 16),
+        (6, 2, 48, 32),
+        (4, 4, 80, 16),
+        (56, 1, 16, 16),
+        (2, 1, 144, 16),
+        (4, 2, 96, 16),
+        (16, 1, 128, 16),
+        (2, 1, 192, 16),
+        (4, 2, 256, 32),
+    ],
 )
 def test_mixed_batch_is_the_reference_up_to_rounding(
     isa: str, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

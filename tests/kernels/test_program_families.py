@@ -107,6 +107,15 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) 
     assert np.array_equal(run(runnable, replace(last, samples=[0]), others).bits, whole[-1:])
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_without_rows_writes_nothing(name: str) -> None:
+    net = network(name)
+    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), "float32")
+    caches = create_caches(runnable)
+    assert run(runnable, step_of([], [0], 0, 0), caches).array.shape == (0, 97)
+    assert not any(cache.key.bits.any() or cache.value.bits.any() for cache in caches)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_blocks_behind_every_window_are_not_read(isa: str, name: str, dtype: str) -> None:

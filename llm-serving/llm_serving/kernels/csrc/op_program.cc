@@ -46,7 +46,7 @@ LLM_OPERATOR(program) {
   Program program(call);
   if (const int status = program.read()) return status;
   if (const int status = check_instructions(program)) return status;
-  program.begin();
+  if (const int status = program.begin()) return status;
   Ending ending(program.num_layers());
   size_t attended = 0;
   for (size_t i = 0; i < program.num_instructions(); i++) {

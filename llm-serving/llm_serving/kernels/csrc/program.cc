@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <new>
 
 #include "thread_pool.h"
 
@@ -124,9 +125,14 @@ void Program::read_weights() {
   }
 }
 
-void Program::begin() {
+int Program::begin() {
   row_capacity_ = Passes::padded(std::max(tokens_, samples()), kTileHeight);
-  data_ = static_cast<char*>(scratch(Scratch::kLayer, row_capacity_ * memory_ + 1));
+  try {
+    data_ = static_cast<char*>(scratch(Scratch::kLayer, row_capacity_ * memory_ + 1));
+  } catch (const std::bad_alloc&) {
+    return call_.fail("there is no memory for %zu rows of %zu bytes", row_capacity_, memory_);
+  }
+  return 0;
 }
 
 Rows Program::rows(const Operand& operand) const {

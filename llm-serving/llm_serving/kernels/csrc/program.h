@@ -56,8 +56,9 @@ class Program {
 
   // Reads header, operands and the arguments of the step; a status as operators return it.
   int read();
-  // Provides memory for the operands. To be called after the instructions have been checked.
-  void begin();
+  // Provides memory for the operands; a status as operators return it. To be called after the instructions have been
+  // checked.
+  int begin();
 
   const Call& call() const { return call_; }
   DType dtype() const { return dtype_; }

@@ -26,7 +26,7 @@ int run_gather(const Instruction& in) {
   const size_t bytes = in.program().element_bytes();
   if (const int status = look_up(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes)) return status;
   const float scale = in.number(0);
-  if (scale == 1.0f) return 0;
+  if (scale == 1.0f || y.count == 0) return 0;
   kernels().add({nullptr, y.data, y.data, in.program().dtype(), y.width, scale, y.count, y.stride, y.stride, y.stride});
   return 0;
 }
