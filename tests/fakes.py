@@ -15,7 +15,7 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.request_output import FAILURES, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.health import EngineHealth
@@ -100,6 +100,12 @@ class FakeStream:
             self.finished = True
             self._engine.aborted.append(self._submitted.request_id)
 
+    @property
+    def _failure(self) -> FinishReason:
+        """With an error a request fails in some way, whatever the script says of answers."""
+        reason = self._script.finish_reason
+        return reason if reason in FAILURES else FinishReason.ERROR
+
     def _output(self, index: int, last: bool) -> RequestOutput:
         script, sampling = self._script, self._submitted.sampling
         before = sum(piece.num_tokens for piece in script.pieces[:index])
@@ -115,7 +121,7 @@ class FakeStream:
             num_prompt_tokens=len(self._submitted.prompt_token_ids),
             num_cached_tokens=2,
             num_output_tokens=before + len(ids),
-            finish_reason=(FinishReason.ERROR if failed else script.finish_reason) if last else None,
+            finish_reason=(self._failure if failed else script.finish_reason) if last else None,
             stop_reason=script.stop_reason if last else None,
             error=script.error if failed else None,
             queued_s=0.25,

@@ -88,7 +88,7 @@ class Client:
     def check_answer(self) -> None:
         """Raises AssertionError unless it was told what it would be told alone, or the beginning of that."""
         whole = join_pieces(self.told)
-        broken_off = whole.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        broken_off = whole.finish_reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.UNAVAILABLE)
         given = list(whole.token_ids)
         if self.beam_search is None:
             alone = self._alone[: len(given)] if broken_off else self._alone

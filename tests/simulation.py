@@ -316,11 +316,12 @@ class Simulation:
             assert client.left_in is not None, f"{name} was aborted by nobody"
         poisoned = any(each.is_poisoned for each in self.clients)
         replica = next(each for each in self.replicas if each.engine is client.engine)
-        if reason is FinishReason.ERROR and not client.is_poisoned and error != BAD_ROW:
+        failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
+        if failed and not client.is_poisoned and error != BAD_ROW:
             waited = error is not None and "has not come back within" in error and replica.num_failed_starts
             assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
-            assert reason in (FinishReason.ABORT, FinishReason.ERROR), f"{name} survived the poison"
+            assert failed or reason is FinishReason.ABORT, f"{name} survived the poison"
 
     def _count(self) -> None:
         totals, counts = self.totals, self.metrics._counts

@@ -10,6 +10,7 @@ from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.observe.metrics import Metrics
@@ -37,10 +38,10 @@ def run(config: ServingConfig) -> int:
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            return start_work_agent(config, index, on_progress, like, timeout_s)
+            return start_work_agent(config, index, on_progress, like, timeout_s, given_up)
 
-        serving = config.serving
-        executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts)
+        serving, given_up = config.serving, GivenUp()
+        executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts, given_up=given_up)
         metrics.watch_compilations(index, lambda: executor.num_compilations)
         try:
             loaded = executor.loaded

@@ -11,6 +11,7 @@ from llm_serving.admission.appointments import (
     GRACE_S,
     HORIZON_S,
     MAX_OF_VISITOR,
+    MIN_OF_SOURCE,
     AppointmentBook,
     Place,
     Visitor,
@@ -111,6 +112,17 @@ def test_who_books_without_coming_pushes_nobody_for_long() -> None:
     book.advance(now)
     assert book.num_missed > 100
     assert refuse(book, visitor(1, source="honest"), now=now) <= 3
+
+
+def test_a_large_source_is_held_to_its_share_in_places_that_it_wants_later_too() -> None:
+    book = AppointmentBook()
+    other = place(name="class batch")
+    refuse(book, visitor(0, source="honest"), other)
+    for number in range(MIN_OF_SOURCE):
+        refuse(book, visitor(number, source="large"))
+    for number in range(1000):
+        refuse(book, visitor(1000 + number, source="large"), other, now=number / 1000)
+    assert refuse(book, visitor(1, source="honest"), other, now=1.0) <= 10
 
 
 def test_one_source_leaves_half_of_the_server_to_the_others() -> None:

@@ -172,7 +172,10 @@ def test_one_replica_dies_and_the_other_serves_on() -> None:
             setup.runners[0].dead = True
             setup.runners[0].gate.set()
             pieces = [[piece async for piece in stream][-1] for stream in streams]
-            assert sorted(piece.finish_reason or "" for piece in pieces) == [FinishReason.ERROR, FinishReason.LENGTH]
+            assert sorted(piece.finish_reason or "" for piece in pieces) == [
+                FinishReason.LENGTH,
+                FinishReason.UNAVAILABLE,
+            ]
             while engine.health().detail == "ready":
                 await asyncio.sleep(0)
             assert engine.health().ready and "killed" in engine.health().detail
@@ -437,7 +440,7 @@ def test_stopping_ends_open_streams_with_an_error() -> None:
             setup.runners[0].gate.clear()
             stream = engine.generate([5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="a")
         last = [piece async for piece in stream][-1]
-        assert last.finish_reason is FinishReason.ERROR
+        assert last.finish_reason is FinishReason.UNAVAILABLE
         assert "shutting down" in (last.error or "")
 
     asyncio.run(run())

@@ -242,7 +242,7 @@ def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:
     harness.run()
     for request in early:
         last = harness.last(request.request_id)
-        assert last.finish_reason is FinishReason.ERROR
+        assert last.finish_reason is FinishReason.UNAVAILABLE
         assert last.error == "its WorkAgent has not come back within 300 s: no file descriptors"
         assert ended_at[request.request_id] == 22 * 14.0, "the first moment after 300 s at which it can be told"
     assert absence.num_left == 0

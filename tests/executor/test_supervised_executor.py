@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from llm_serving.errors import ConfigError, ProtocolError, WorkerDiedError
 from llm_serving.executor import supervised_executor
 from llm_serving.executor.away import Away
 from llm_serving.executor.executor import RestartFailedError
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor, restart_delay_s
 from llm_serving.transport.messages import Loaded
 
@@ -184,3 +186,25 @@ class TestAway:
         assert replace(self.AWAY, num_failed=1).predicted_s(10.0) is None
         assert replace(self.AWAY, num_restarts=6).predicted_s(10.0) is None
         assert "started 5 times in a row without a step; trying on: killed" in str(replace(self.AWAY, num_restarts=6))
+
+
+def test_giving_up_breaks_off_a_start_that_is_under_way(pauses):
+    given_up = GivenUp()
+    starts, begun, broken_off = Starts(), threading.Event(), threading.Event()
+
+    def start(like, timeout_s):
+        if like is None:
+            return starts(like, timeout_s)
+        with given_up.breaks_off(broken_off.set):
+            begun.set()
+            assert broken_off.wait(30)
+        raise WorkerDiedError("killed before it was ready")
+
+    executor = SupervisedExecutor(start, 1.0, 5, pauses.now, pauses, given_up)
+    giver = threading.Thread(target=lambda: (begun.wait(30), executor.give_up()))
+    giver.start()
+    with pytest.raises(WorkerDiedError, match="it died"):
+        executor.restart("it died")
+    giver.join()
+    with given_up.breaks_off(begun.clear):  # what begins later is broken off at once
+        assert not begun.is_set()

@@ -18,6 +18,7 @@ from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig,
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import supervisor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import load_settings, start_work_agent
 from step_factories import sampling_input, step_input
@@ -118,6 +119,12 @@ def test_what_keeps_a_model_from_loading_is_told(run_stand_in):
         start_work_agent(a_config(num_blocks=1), 0, lambda text: None)
 
 
+def test_one_that_is_given_up_while_it_loads_ends_at_once(run_stand_in):
+    given_up = GivenUp()
+    with pytest.raises(WorkerDiedError, match=r"ended \(code -9\) before it was ready|is not wanted any more"):
+        start_work_agent(a_config(), 0, lambda text: given_up.set(), given_up=given_up)
+
+
 def test_no_port_is_needed(run_stand_in):
     """Who has the port that stands in `agent_ports` keeps neither a WorkAgent nor its successor from starting."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -152,7 +159,7 @@ def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand
         kill()
         with pytest.raises(WorkerDiedError):
             executor.collect()
-        with pytest.raises(RestartFailedError, match=r"ended \(code -9\) before it was ready"):
+        with pytest.raises(RestartFailedError, match=r"ended \(code -9\) before it was ready|is not wanted any more"):
             executor.restart("killed when it was ready")
         executor.restart("killed while it loaded")
     prompt = [5, 6, 7]

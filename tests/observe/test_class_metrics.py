@@ -42,6 +42,7 @@ def test_counts_stand_under_the_class_of_the_priority() -> None:
         (FinishReason.STOP, 1.0, 0.1, 3.0, {"ttft": True, "tpot": True, "all": True}),
         (FinishReason.LENGTH, 1.1, 0.1, 3.0, {"ttft": False, "tpot": True, "all": False}),
         (FinishReason.LENGTH, 0.1, None, 0.1, {"ttft": True, "all": True}),
+        (FinishReason.UNAVAILABLE, None, None, 0.1, {"ttft": False, "tpot": False, "all": False}),
         (FinishReason.ERROR, None, None, 0.1, {"ttft": False, "tpot": False, "all": False}),
         (FinishReason.ERROR, 0.5, 0.1, 0.9, {"ttft": True, "tpot": False, "all": False}),
         (FinishReason.ABORT, None, None, 0.5, {}),

@@ -201,6 +201,19 @@ def test_static_batching_admits_nothing_until_the_batch_has_ended() -> None:
     assert steps == [["a", "b"], ["b"], ["b"], ["c"]]
 
 
+def test_who_is_admitted_in_the_first_step_and_gets_no_row_has_run() -> None:
+    scheduler = create_scheduler(static_batching=True, max_num_batched_tokens=8, max_num_seqs=2)
+    first, second = create_request(8), create_request(8)
+    scheduler.add(first)
+    scheduler.add(second)
+    promised = second.wait_bound
+    schedule = scheduler.schedule(0.0)
+    assert schedule is not None and [row.request for row in schedule.rows] == [first]
+    assert second in scheduler.running and second.has_run
+    scheduler.lose_cache()
+    assert second.wait_bound == promised, "what it was promised has been kept already"
+
+
 def test_static_batch_is_prefilled_over_several_steps() -> None:
     scheduler = create_scheduler(static_batching=True, max_num_batched_tokens=8, max_num_seqs=2)
     for name in "ab":

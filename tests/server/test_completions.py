@@ -352,3 +352,11 @@ class TestRefusals:
         response = post(engine, PATH, {"prompt": "x"})
         assert response.status_code == 500
         assert error_of(response)["message"] == "internal error"
+
+
+def test_an_answer_that_nothing_can_compute_any_more_is_a_503():
+    script = Script(error="its WorkAgent has not come back within 300 s", finish_reason=FinishReason.UNAVAILABLE)
+    response = post(FakeEngine(script), PATH, {"prompt": "x"})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.json()["error"]["code"] == "unavailable"

@@ -151,7 +151,6 @@ class AppointmentBook:
         self._by_visitor[visitor] = sorted((*own, appointment), key=lambda each: each.due)
         self._expect(appointment, source.weight)
         if len(source.outstanding) == MIN_OF_SOURCE and not source.is_large:
-            source.is_large = True
             self._hold_to_its_share(visitor.source, source)
         heapq.heappush(self._expiries, (due + GRACE_S, next(self._order), appointment))
 
@@ -254,8 +253,8 @@ class AppointmentBook:
         bucket, source = self._bucket(appointment.due) % _NUM_BUCKETS, appointment.visitor.source
         for name, amount in appointment.amounts.items():
             self._ring(name)[bucket] += weight * amount
-            if (name, source) in self._expected:
-                self._expected[name, source][bucket] += weight * amount
+            if self._sources[source].is_large:
+                self._ring((name, source))[bucket] += weight * amount
 
     def _ring(self, name: str | tuple[str, str]) -> list[float]:
         if name not in self._expected:
@@ -263,7 +262,8 @@ class AppointmentBook:
         return self._expected[name]
 
     def _hold_to_its_share(self, name: str, source: _Source) -> None:
-        """Begins to count what is expected of a source that has become large."""
+        """Begins to count what is expected of a source that has become large, in every place that it ever wants."""
+        source.is_large = True
         for appointment in source.outstanding:
             for place, amount in appointment.amounts.items():
                 self._ring((place, name))[self._bucket(appointment.due) % _NUM_BUCKETS] += source.weight * amount

@@ -32,6 +32,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
     TIMEOUT = "timeout"
     """Its deadline passed, or could not be met any more."""
+    UNAVAILABLE = "unavailable"
+    """Nothing could compute it any more; it may be asked again."""
 
 
 RUNNING: Final = RequestStatus.RUNNING
@@ -111,9 +113,12 @@ class Request:
     arrival_clock: int = 0
     """What the clock of its class showed when it came; that clock counts the steps its class could take part in."""
     wait_bound: int | None = None
-    """Most steps from its arrival to its first admission, given on arrival; None: nothing is promised."""
+    """Most steps from its arrival to its first admission, given on arrival; None: nothing is promised.
+
+    It is given anew, and counts from then, when its tenant's limit no longer holds it apart, and when the cache is lost
+    while it waits: what runs then is to be admitted again before it."""
     num_steps_waited: int | None = None
-    """Those that were counted until it was admitted first; None: it has not been."""
+    """Those of `wait_bound` that were counted until it was admitted first; None: it has not been."""
     admission: int = 0
     """Order of admission, the latest time: prompts that have begun go on in this order."""
     running_since: tuple[int, float] = (0, 0.0)
@@ -167,8 +172,8 @@ class Request:
 
     @property
     def has_run(self) -> bool:
-        """Whether a step has been formed with it: it has been admitted before."""
-        return self.last_scheduled_step >= 0
+        """Whether it has been admitted before, or begins as a beam where one that has been was."""
+        return self.num_steps_waited is not None or self.last_scheduled_step >= 0
 
     @property
     def is_finished(self) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from llm_serving.core.request import FinishReason
+
+FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class RequestOutput:
     @property
     def failed(self) -> bool:
         """Whether this is all there will be, and not an answer."""
-        return self.finish_reason is FinishReason.ERROR or self.finish_reason is FinishReason.TIMEOUT
+        return self.finish_reason in FAILURES
 
 
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:

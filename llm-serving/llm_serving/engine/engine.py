@@ -206,7 +206,7 @@ class Engine:
 
     def run(self) -> None:
         """Steps until stopped or the WorkAgent is gone; every request has got its last piece when it returns."""
-        reason = "the server is shutting down"
+        reason, kind = "the server is shutting down", FinishReason.UNAVAILABLE
         try:
             while not self._stopping:
                 if not self.step():
@@ -215,12 +215,13 @@ class Engine:
             while self._in_flight:
                 self._collect()
         except LLMServingError as error:
-            reason = f"the WorkAgent is gone: {error}"
-            logger.error("engine loop ends: %s", reason)
+            if not self._stopping:
+                reason = f"the WorkAgent is gone: {error}"
+                logger.error("engine loop ends: %s", reason)
         except Exception as error:
-            reason = f"internal error: {error}"
+            reason, kind = f"internal error: {error}", FinishReason.ERROR
             logger.exception("engine loop ends")
-        self._end(reason)
+        self._end(reason, kind)
 
     def step(self) -> bool:
         """Submits the next step as late as it can, then collects the oldest; False when there was nothing to do."""
@@ -349,7 +350,8 @@ class Engine:
         self._take_inbox()
         away = self._executor.away
         if away is not None and self._clock() - away.since > self._restart_wait_s:
-            self._end_all(f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}")
+            error = f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}"
+            self._end_all(error, FinishReason.UNAVAILABLE)
         self._flush()
         self.on_away()
 
@@ -414,18 +416,18 @@ class Engine:
         if request is not None:
             self._end_request(request, FinishReason.ABORT)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, kind: FinishReason) -> None:
         with self._inbox_lock:
             self.dead = reason
         self._take_inbox()
-        self._end_all(reason)
+        self._end_all(reason, kind)
         self._flush()
         self._record_load()
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self, reason: str, kind: FinishReason) -> None:
         self._auditor.drop()
         for request in self._processor.unfinished():
-            self._end_request(request, FinishReason.ERROR, reason)
+            self._end_request(request, kind, reason)
 
     # --- inbox and outbox -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -11,6 +10,7 @@ from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.away import Away
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervisor import WorkAgentProcess
 from llm_serving.log import get_logger
 from llm_serving.transport.messages import Loaded
@@ -43,6 +43,7 @@ class SupervisedExecutor:
         max_restarts: In a row, without a step in between: a first WorkAgent that ends before it is ready is given up
             after so many, and later ones are told to be away for good (`Away.used_up`).
         clock: Of the engine.
+        given_up: Set by `give_up`; for `start`, which is to break off then.
         pause: Waits for so many seconds, or less if there shall be no restart any more: then it returns True. None:
             it waits for `give_up`.
     """
@@ -54,6 +55,7 @@ class SupervisedExecutor:
         max_restarts: int,
         clock: Clock = monotonic,
         pause: Callable[[float], bool] | None = None,
+        given_up: GivenUp | None = None,
     ) -> None:
         """Starts the first WorkAgent.
 
@@ -65,7 +67,7 @@ class SupervisedExecutor:
         self._step_timeout_s = step_timeout_s
         self._max_restarts = max_restarts
         self._clock = clock
-        self._given_up = threading.Event()
+        self._given_up = GivenUp() if given_up is None else given_up
         self._pause = self._given_up.wait if pause is None else pause
         self._num_restarts = 0
         """In a row."""
@@ -125,10 +127,13 @@ class SupervisedExecutor:
         try:
             self._use(self._start(self.loaded, max(LEAST_PATIENCE_S, PATIENCE * self._load_s)))
         except (LLMServingError, OSError) as error:
+            if self._given_up.is_set:
+                raise WorkerDiedError(reason) from error
             raise RestartFailedError(str(error)) from error
         self.away = None
 
     def give_up(self) -> None:
+        """There shall be no restart any more, and none that is under way; from any thread."""
         self._given_up.set()
 
     def close(self) -> None:

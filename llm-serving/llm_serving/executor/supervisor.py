@@ -21,6 +21,7 @@ from llm_serving.errors import (
     ProtocolError,
     WorkerDiedError,
 )
+from llm_serving.executor.given_up import GivenUp
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
@@ -88,6 +89,7 @@ def start_work_agent(
     on_progress: Callable[[str], None],
     like: Loaded | None = None,
     timeout_s: float | None = None,
+    given_up: GivenUp | None = None,
 ) -> WorkAgentProcess:
     """Starts WorkAgent `index` and returns when its model is loaded.
 
@@ -97,6 +99,7 @@ def start_work_agent(
         on_progress: Is told what it does; what this raises ends the WorkAgent.
         like: What a WorkAgent before it had loaded: the new one gets as many blocks.
         timeout_s: Seconds it may take.
+        given_up: Ends it before it is ready.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -120,7 +123,10 @@ def start_work_agent(
             raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
         undo.callback(_end_at_once, process)
         try:
-            loaded = _load(index, channel, settings, on_progress, timeout_s)
+            with contextlib.nullcontext() if given_up is None else given_up.breaks_off(process.kill):
+                loaded = _load(index, channel, settings, on_progress, timeout_s)
+            if given_up is not None and given_up.is_set:  # when it had said already that it is ready
+                raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
         except DeadlineExceededError as error:
             raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
         except ChannelClosedError as error:

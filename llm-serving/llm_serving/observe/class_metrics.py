@@ -83,7 +83,8 @@ class ClassMetrics:
             e2e_s: Seconds from arrival to the end.
         """
         request_class = class_of(priority, self._classes)
-        failed, left = reason is FinishReason.ERROR, reason in (FinishReason.ABORT, FinishReason.TIMEOUT)
+        failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
+        left = reason in (FinishReason.ABORT, FinishReason.TIMEOUT)
         outcomes: dict[str, bool | None] = {
             "ttft": _is_met(request_class.ttft_slo_s, e2e_s if ttft_s is None else ttft_s, failed and ttft_s is None),
             "tpot": _is_met(request_class.tpot_slo_s, tpot_s, failed),

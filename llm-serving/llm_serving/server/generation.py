@@ -15,7 +15,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import NOBODY, AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, WorkerError
+from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, UnavailableError, WorkerError
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
@@ -216,9 +216,12 @@ def _end_of_beams(on_end: Callable[[int], None], width: int, num_generated: int)
 
 
 def raise_on_error(output: RequestOutput) -> None:
-    """Raises what the engine ended the request with: WorkerError, or TimedOutError where its deadline passed."""
+    """Raises what the engine ended the request with: TimedOutError where its deadline passed, UnavailableError where
+    nothing could compute it any more, otherwise WorkerError."""
     if output.finish_reason is FinishReason.TIMEOUT:
         raise TimedOutError(output.error or "the deadline of the request has passed")
+    if output.finish_reason is FinishReason.UNAVAILABLE:
+        raise UnavailableError(output.error or "nothing can compute the request at this moment")
     if output.failed:
         raise WorkerError(output.error or "the request failed")
 
