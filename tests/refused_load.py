@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ CHARACTERS_A_TOKEN = 3.3
 STEP_S, TOKEN_S = 0.003, 0.0001
 ROUND_TRIP_S = 0.002
 WARM_S = 2.0
+MAX_TOKENS = 500
 
 
 @dataclass(eq=False)
@@ -61,6 +62,8 @@ class Client:
     source: str = "10.0.0.1"
     obeys: bool = True
     """Or never comes back."""
+    max_tokens: int | None = None
+    """Asked for, where the answer ends before by a token of its own; None: as many as it gets."""
     fields: dict[str, Any] = field(default_factory=dict)
     """For `AsyncEngine.generate`."""
     told: list[float] = field(default_factory=list)
@@ -161,6 +164,9 @@ class World:
         prompt = [3 + client.number % 900] + [5] * (client.num_prompt - 1)
         visitor = Visitor(client.source, client.number.to_bytes(8, "big"))
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
+        if client.max_tokens is not None:
+            last = client.num_prompt + client.num_output - 1  # a token tells how many are before it
+            sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
         try:
             stream = self.master.generate(
                 prompt, sampling, request_id=str(client.number), visitor=visitor, **client.fields
@@ -212,10 +218,14 @@ class _Device(LocalExecutor):
 
     def execute(self, step: StepInput) -> StepOutput:
         self._world.pass_time(self._due.pop(0))
-        tokens = np.full(len(step.sample_rows), 7, np.int32)
+        tokens = (step.num_computed + step.query_lens)[step.sample_rows] % 1000
         empty = np.zeros((len(tokens), 0))
         return StepOutput(
-            step.step, tokens, np.zeros(len(tokens), np.float32), empty.astype(np.int32), empty.astype(np.float32)
+            step.step,
+            tokens.astype(np.int32),
+            np.zeros(len(tokens), np.float32),
+            empty.astype(np.int32),
+            empty.astype(np.float32),
         )
 
 
@@ -321,10 +331,15 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
     args = parser.parse_args()
     most = capacity(args.seed, max(600, 12 * args.slots), slots=args.slots, noise=args.noise)
     clients = shipped_clients(args.load * most, args.seconds, args.seed, start=WARM_S)
-    world = World([*warm_up(most), *clients], slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
+    warm = warm_up(most)
+    if args.unknown:
+        for client in (*warm, *clients):
+            client.max_tokens = MAX_TOKENS
+    world = World([*warm, *clients], slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
     world.run()
     result = outcome(clients)
     lines = [

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import replace
 from functools import cache
 
+import pytest
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
-from refused_load import WARM_S, Client, World, capacity, outcome, shipped_clients, warm_up
+from refused_load import MAX_TOKENS, WARM_S, Client, World, capacity, outcome, shipped_clients, warm_up
 
 SLOTS, PLACES, SECONDS = 32, 64, 3.0
 
@@ -46,6 +47,19 @@ def test_what_is_predicted_comes_true() -> None:
     result = outcome([client for client in world_at_twice_the_capacity().clients if client.arrives > WARM_S])
     assert result.returned.num > 300 and result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
     assert result.accepted.num > 500 and result.accepted.median_error <= 0.25 and result.accepted.p99_factor <= 2
+
+
+@pytest.mark.parametrize(("max_tokens", "most_error"), [(None, 0.15), (MAX_TOKENS, 0.45)])
+def test_few_slots_are_predicted_from_what_runs_in_them(max_tokens: int | None, most_error: float) -> None:
+    slots, places = 8, 32
+    rate = capacity(num=150, slots=slots)
+    clients = [*warm_up(rate), *shipped_clients(2 * rate, 4.0, 1, start=WARM_S)]
+    for client in clients:
+        client.max_tokens = max_tokens
+    World(clients, slots=slots, places=places).run()
+    result = outcome([client for client in clients if client.arrives > WARM_S])
+    assert result.first_time_share >= 0.7
+    assert result.accepted.num > 150 and result.accepted.median_error <= most_error
 
 
 def test_appointments_that_nobody_keeps_lock_nobody_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from llm_serving.admission.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
@@ -192,10 +192,16 @@ class Door:
         queue = Queue(
             ahead.num_waiting + num_requests, ahead.num_waiting_tokens + num_tokens, ahead.num_running, num_running
         )
+        num_ends = queue.num_running + queue.num_requests - measured.num_slots
+        if num_ends > 0 and measured.slots is not None:
+            before = self._room.ahead(replica.index, max_rank)
+            before += before[: num_requests - 1]  # about as long
+            queue = replace(
+                queue, num_steps_to_slot=measured.slots.steps_until_free(before, measured.num_slots, max_rank)
+            )
         seconds = measured.seconds_to_first_token(queue)
         if seconds is None:
             return None
-        num_ends = queue.num_running + queue.num_requests - measured.num_slots
         kind = Kind(request_class.name, "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long")
         return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
 
 STEP_MEMORY: Final = 128
@@ -31,6 +32,8 @@ class Queue:
     num_running: int
     """Running requests that do not give way to it."""
     num_running_in_all: int
+    num_steps_to_slot: int | None = None
+    """Until there is a slot for the last of them, where that is known of the running requests themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,15 @@ class Measured:
     """Requests that can run at once: the limit, or fewer when the cache is full."""
     num_prompt_tokens: int
     """Of prompts that have been begun, tokens yet to be computed."""
+    slots: Slots | None = None
+    """The running requests themselves."""
 
     def seconds_to_first_token(self, queue: Queue) -> float | None:
         """Until the last of the queue has its first token, when nobody comes in between.
 
         Prompts are computed in what decoding leaves of each step's budget. Those that find no free slot wait for ends:
-        of `num_slots` rows a step, the share `ends_per_row` ends. Whichever takes more steps counts; one more is under
-        way already.
+        as `num_steps_to_slot` says, or of `num_slots` rows a step the share `ends_per_row` ends. Whichever takes more
+        steps counts; one more is under way already.
 
         Returns:
             Seconds; None when slots are full and too few requests have ended to tell how fast they get free.
@@ -65,9 +70,12 @@ class Measured:
         )
         num_ends = queue.num_running + queue.num_requests - self.num_slots
         if num_ends > 0:
-            if self.ends_per_row is None:
-                return None
-            num_steps = max(num_steps, math.ceil(num_ends / (self.num_slots * self.ends_per_row)) + 1)
+            num_steps_to_slot = queue.num_steps_to_slot
+            if num_steps_to_slot is None:
+                if self.ends_per_row is None:
+                    return None
+                num_steps_to_slot = math.ceil(num_ends / (self.num_slots * self.ends_per_row))
+            num_steps = max(num_steps, num_steps_to_slot + 1)
         num_steps += num_decoding > 0
         return num_steps * (self.step_s + num_decoding * self.token_s) + num_tokens * self.token_s
 
@@ -99,6 +107,7 @@ class LoadEstimator:
         num_ended: int,
         num_prompt_tokens: int = 0,
         num_slots: int | None = None,
+        slots: Slots | None = None,
     ) -> None:
         """One step has been computed.
 
@@ -109,6 +118,7 @@ class LoadEstimator:
             num_ended: Requests whose last token it was.
             num_prompt_tokens: Tokens it left to compute of the prompts it computed parts of.
             num_slots: Requests that run, when others wait because the cache has no room; None: slots are the limit.
+            slots: The requests that run now.
         """
         moments = self._prompt_steps if num_tokens > num_rows else self._decode_steps
         moments.add(num_tokens, seconds)
@@ -122,8 +132,8 @@ class LoadEstimator:
             self.measured = None
             return
         ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
-        slots = self._limits.max_num_seqs if num_slots is None else max(1, num_slots)
-        self.measured = Measured(self._limits, *cost, ends_per_row, slots, num_prompt_tokens)
+        num = self._limits.max_num_seqs if num_slots is None else max(1, num_slots)
+        self.measured = Measured(self._limits, *cost, ends_per_row, num, num_prompt_tokens, slots)
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""

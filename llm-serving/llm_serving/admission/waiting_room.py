@@ -12,6 +12,7 @@ from llm_serving.admission.drain_rate import DrainRate
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 
 
@@ -54,6 +55,7 @@ class Limit(NamedTuple):
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 
 
+_UNKNOWN: Final = SamplingParams()
 _QUEUE: Final = "queue"
 """Name of the place that all requests share."""
 
@@ -63,6 +65,7 @@ class _Entry(NamedTuple):
     class_name: str
     tenant: str
     num_tokens: int
+    sampling: SamplingParams
 
 
 class WaitingRoom:
@@ -93,12 +96,20 @@ class WaitingRoom:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def enter(self, request_id: str, replica: int, request_class: RequestClass, tenant: str, num_tokens: int) -> None:
+    def enter(
+        self,
+        request_id: str,
+        replica: int,
+        request_class: RequestClass,
+        tenant: str,
+        num_tokens: int,
+        sampling: SamplingParams = _UNKNOWN,
+    ) -> None:
         """The request is submitted; `num_tokens` are those of its prompt."""
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
         tally.num_waiting += 1
         tally.num_waiting_tokens += num_tokens
-        entry = self._waiting[request_id] = _Entry(tally, request_class.name, tenant, num_tokens)
+        entry = self._waiting[request_id] = _Entry(tally, request_class.name, tenant, num_tokens, sampling)
         self._waiting_of_tenant[tenant] += 1
         self._note_who_waits(entry)
 
@@ -169,6 +180,16 @@ class WaitingRoom:
             if (replicas is None or replica in replicas) and (max_rank is None or ranks[name] <= max_rank):
                 total += tally
         return total
+
+    def ahead(self, replica: int, max_rank: int | None) -> list[SamplingParams]:
+        """What those ask for who wait at a replica, of classes up to this rank, in order of arrival; None: of all."""
+        ranks = {each.name: each.rank for each in self._classes}
+        tallies = [
+            id(tally)
+            for (index, name), tally in self._tallies.items()
+            if index == replica and (max_rank is None or ranks[name] <= max_rank)
+        ]
+        return [entry.sampling for entry in self._waiting.values() if id(entry.tally) in tallies]
 
     def class_load(self, name: str) -> Tally:
         """What is there of one class."""

@@ -194,7 +194,7 @@ class AsyncEngine:
         stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         forecast = admission.forecast if admission.of_one and beam_search is None else None
         self._requests.add(OpenRequest(request, stream, engine, forecast))
-        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens)
+        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, sampling)
         try:
             engine.submit(request)
         except WorkerDiedError as error:  # since it was chosen

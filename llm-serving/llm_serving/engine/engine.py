@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from llm_serving.admission.load_estimator import LoadEstimator, Queue
+from llm_serving.admission.slots import AnswerLengths, Slots
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
@@ -81,6 +82,7 @@ class Engine:
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
         self.load = LoadEstimator(scheduler.limits)
+        self._lengths = AnswerLengths()
         self.journal = Journal() if journal is None else journal
         """What happened to its requests and steps, for those who ask; keeps nothing unless told to."""
         self.on_started: Callable[[list[str]], None] = lambda request_ids: None
@@ -274,7 +276,11 @@ class Engine:
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         self._record(schedule, num_tokens)
-        self._measure(schedule, num_tokens, sum(request.is_finished for request in updated))
+        ended = [request for request in updated if request.is_finished]
+        for request in ended:
+            if request.beam_of is None and not self._auditor.owns(request):
+                self._lengths.ended(len(request.output_token_ids), request.sampling)
+        self._measure(schedule, num_tokens, len(ended))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         num_running = len(self.scheduler.running)
@@ -291,6 +297,7 @@ class Engine:
             num_ended=num_ended,
             num_prompt_tokens=sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]]),
             num_slots=num_running if no_blocks else None,
+            slots=Slots(tuple(self.scheduler.running), self._lengths),
         )
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
