@@ -163,7 +163,7 @@ def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
     harness.executor.collect = die  # type: ignore[method-assign]
     harness.engine.run()
     for request in requests:
-        assert harness.last(request.request_id).finish_reason is FinishReason.ERROR
+        assert harness.last(request.request_id).finish_reason is FinishReason.UNAVAILABLE
         assert "killed" in (harness.last(request.request_id).error or "")
     with pytest.raises(WorkerDiedError, match="killed"):
         harness.engine.submit(create_request(4))

@@ -328,7 +328,7 @@ def test_tokens_of_a_wrong_reply_reach_nobody(agent, reply):
     engine.run()
     (piece,) = pieces
     assert (piece.request_id, piece.token_ids, piece.text) == ("r", (), "")
-    assert piece.finish_reason is FinishReason.ERROR
+    assert piece.finish_reason is FinishReason.UNAVAILABLE
     assert engine.dead == piece.error
 
 
