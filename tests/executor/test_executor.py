@@ -10,7 +10,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
-from llm_serving.core.request import FinishReason
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
@@ -328,7 +327,7 @@ def test_tokens_of_a_wrong_reply_reach_nobody(agent, reply):
     engine.run()
     (piece,) = pieces
     assert (piece.request_id, piece.token_ids, piece.text) == ("r", (), "")
-    assert piece.finish_reason is FinishReason.UNAVAILABLE
+    assert piece.failed
     assert engine.dead == piece.error
 
 
