@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three classes, 1 place": {"classes": CLASSES, "max_num_seqs": 1},
     "three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4},
     "three classes, 8 places": {"classes": CLASSES, "max_num_seqs": 8},
-    "three classes, 8 places, blocks for 2": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
+    "three classes, 8 places, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
     "mixed, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
     "shortest, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
