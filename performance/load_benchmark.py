@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 from figures import Figure, greedy
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
 from machine_limits import ELEMENT_BYTES

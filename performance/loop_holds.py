@@ -22,10 +22,10 @@ from pathlib import Path
 from figures import FIRST_PLAIN_TOKEN
 from http_client import HttpClient
 from llm_serving.config import load_config
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import collect_garbage_rarely, create_app, hand_over_often
 from llm_serving.server.http_server import HttpServer, bind

@@ -7,6 +7,7 @@ multiply-add instruction that the products use (AMX tiles, `vdpbf16ps`, or float
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.kernels import library
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.rewriting import select_rows
 
 READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
@@ -93,8 +95,7 @@ class StepCost:
     def num_bytes(self, num_context_tokens: int) -> float:
         """Bytes read by a step whose rows have `num_context_tokens` in the cache together."""
         size = ELEMENT_BYTES[self.dtype]
-        parameters = self._layer_parameters + self.spec.vocab_size * self.spec.hidden_size
-        return size * parameters + self.spec.kv_bytes_per_token(size) * num_context_tokens
+        return size * (self._layers + self._head) + self.spec.kv_bytes_per_token(size) * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
         """Operations of a step. Of a token that does not sample the last layer needs keys and values alone.
@@ -104,17 +105,29 @@ class StepCost:
             num_samples: Rows whose last token goes through the head.
             num_pairs: Pairs of a token and a token it attends to, in one head of one layer.
         """
-        spec = self.spec
-        head = spec.vocab_size * spec.hidden_size
-        attention = 2 * spec.q_size * spec.num_hidden_layers
-        spared = spec.hidden_size * (2 * spec.q_size + 3 * spec.intermediate_size) * (num_tokens - num_samples)
-        return 2.0 * (self._layer_parameters * num_tokens - spared + head * num_samples + attention * num_pairs)
+        attends = [each for each in self.spec.network.operations if each.kind == "attend"]
+        attention = sum(each.inputs["q"].width + each.outputs["y"].width for each in attends)
+        plan = select_rows(self.spec.network.operations)
+        spared = sum(
+            math.prod(each.weights["weight"].shape)
+            for each in plan.operations[:-1]
+            if each.kind == "linear" and each.outputs["y"] in plan.selected
+        )
+        # The query of the last layer, whose product has keys and values too.
+        spared += attends[-1].inputs["q"].width * self.spec.network.hidden
+        products = self._layers * num_tokens - spared * (num_tokens - num_samples)
+        return 2.0 * (products + self._head * num_samples + attention * num_pairs)
 
     @property
-    def _layer_parameters(self) -> int:
-        """Without the embedding table, of which a token reads one row, and without a head of its own."""
-        num_tables = 1 if self.spec.tie_word_embeddings else 2
-        return self.spec.num_parameters - num_tables * self.spec.vocab_size * self.spec.hidden_size
+    def _layers(self) -> int:
+        """Elements a token is multiplied by, the head aside, and those of the norms."""
+        network = self.spec.network
+        norms = sum(math.prod(each.weights["gain"].shape) for each in network.operations if each.kind == "norm")
+        return self.spec.num_multiplied + norms
+
+    @property
+    def _head(self) -> int:
+        return self.spec.vocab_size * self.spec.network.hidden
 
 
 def prompt_seconds(limits: Limits, cost: StepCost, count: int, length: int) -> float:

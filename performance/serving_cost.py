@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager, contextmanager
 from figures import FIRST_PLAIN_TOKEN
 from http_client import HttpClient
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.access_log import open_access_log
 from llm_serving.server.app import create_app

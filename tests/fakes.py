@@ -13,13 +13,13 @@ from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import FAILURES, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.health import EngineHealth
 from llm_serving.errors import CapacityError, LLMServingError
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.explanation import Explanation
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer

@@ -13,12 +13,12 @@ import httpx
 from fake_runner import FakeRunner
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from llm_serving.config.schema import ApiKey, CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import create_app
 

@@ -10,8 +10,8 @@ import numpy as np
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.core.model_spec import ModelSpec
-from llm_serving.models.registry import model_family
+from llm_serving.lowering.lower import lower
+from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.device import configure_device
@@ -32,13 +32,21 @@ def backend(name: str, dtype: str) -> Backend:
 
 class GraphModel:
     def __init__(
-        self, spec: ModelSpec, folder: Path, backend: Backend, num_blocks: int = 32, num_swap_blocks: int = 0
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        backend: Backend,
+        num_blocks: int = 32,
+        num_swap_blocks: int = 0,
+        as_program: bool = True,
     ) -> None:
         kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
         self.kv_tensors = kv_tensors
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder)
-        self._network = CompiledNetwork(model_family(spec)(spec, backend, weights, kv_tensors.layers, max_positions))
+        self._network = CompiledNetwork(
+            lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)
+        )
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, BLOCK_SIZE)
 
     @property

@@ -1,56 +1,33 @@
 """Tiny models with random weights, written as Hugging Face folders."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
 
-TINY = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=256,
-)
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+}
 
 
 def tiny_spec(**changes) -> ModelSpec:
-    """`TINY`, with changes."""
-    return dataclasses.replace(TINY, **changes)
+    """The spec of `TINY`, with changes."""
+    return ModelSpec.from_hugging_face({**TINY, **changes})
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor of a Llama."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    for index in range(spec.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        projections = {
-            "self_attn.q_proj": (spec.q_size, hidden, spec.attention_bias),
-            "self_attn.k_proj": (spec.kv_size, hidden, spec.attention_bias),
-            "self_attn.v_proj": (spec.kv_size, hidden, spec.attention_bias),
-            "self_attn.o_proj": (hidden, spec.q_size, spec.attention_bias),
-            "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
-            "mlp.up_proj": (inner, hidden, spec.mlp_bias),
-            "mlp.down_proj": (hidden, inner, spec.mlp_bias),
-        }
-        for name, (rows, columns, has_bias) in projections.items():
-            shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    return shapes
+    """Hugging Face name -> shape of every tensor."""
+    return spec.tensors
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:

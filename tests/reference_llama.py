@@ -4,12 +4,17 @@ RMSNorm: Zhang and Sennrich 2019. Rotary embedding: Su et al. 2021. SwiGLU: Shaz
 al. 2023. Scaling of rotary frequencies: the case distinction of the Llama 3.1 reference code.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
+
+DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False}
 
 
 def reference_logits(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids: list[int]) -> np.ndarray:
     """Logits [len(token_ids), vocab_size] of every position of one sequence."""
+    spec = SimpleNamespace(**{**DEFAULTS, **spec.config})
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     num_tokens, dim = len(token_ids), spec.head_dim
     group = spec.num_attention_heads // spec.num_key_value_heads
@@ -49,19 +54,19 @@ def reference_logits(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids:
     return norm(hidden, "model.norm") @ head.T
 
 
-def rotary_frequency(spec: ModelSpec, pair: int) -> float:
+def rotary_frequency(spec: SimpleNamespace, pair: int) -> float:
     """Radians per position of one pair of elements."""
     frequency = 1.0 / spec.rope_theta ** (2 * pair / spec.head_dim)
     scaling = spec.rope_scaling
     if scaling is None:
         return frequency
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    wavelength = 2 * np.pi / frequency
-    if wavelength < scaling.original_max_position_embeddings / scaling.high_freq_factor:
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    original, wavelength = scaling["original_max_position_embeddings"], 2 * np.pi / frequency
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength < original / high:
         return frequency
-    if wavelength > scaling.original_max_position_embeddings / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    smooth = scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
-    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    if wavelength > original / low:
+        return frequency / scaling["factor"]
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency

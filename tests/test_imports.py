@@ -5,12 +5,12 @@
 8                    offline                        (cli starts the master)
 7   master                                 work_agent
 6   server                                 worker
-5   engine                                 models
-4   executor  admission -> observe, text   layers
+5   engine                                 lowering
+4   executor  admission -> observe, text
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
 1            transport
-0            errors < log, log_writer < core < formats < hub < config
+0            errors < log, log_writer < core < network < models < hub < config
 ```
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count too.
@@ -45,8 +45,9 @@ PLACES = {
     "core": Place(0.2, BOTH),
     "formats": Place(0.24, BOTH),
     "network": Place(0.25, BOTH),
-    "hub": Place(0.26, BOTH),
-    "config": Place(0.3, BOTH),
+    "models": Place(0.3, BOTH),
+    "hub": Place(0.35, BOTH),
+    "config": Place(0.4, BOTH),
     "transport": Place(1, BOTH),
     "kvcache": Place(2, MASTER),
     "scheduler": Place(3.0, MASTER),
@@ -60,8 +61,7 @@ PLACES = {
     "master": Place(7, MASTER),
     "kernels": Place(3.0, WORKER),
     "backends": Place(3.1, WORKER),
-    "layers": Place(4, WORKER),
-    "models": Place(5, WORKER),
+    "lowering": Place(5, WORKER),
     "worker": Place(6, WORKER),
     "work_agent": Place(7, WORKER),
     "offline": Place(8, TOP),

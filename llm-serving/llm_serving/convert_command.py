@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 
 from llm_serving.config.yaml_reader import plain, read_yaml
-from llm_serving.core.memory import readable_size
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compare import DERIVED, check_tensors
 from llm_serving.formats.folder import read_tensors
@@ -23,6 +22,7 @@ from llm_serving.formats.writing import Tensor, write_checkpoint, write_safetens
 from llm_serving.hub.contents import small_files
 from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import spare_tensors
+from llm_serving.models.memory import readable_size
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 FORMS: Final = ("hf", "mindformers")

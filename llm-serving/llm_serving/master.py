@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import serve
 from llm_serving.text.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from llm_serving.config import ServingConfig
 from llm_serving.config.model_size import ModelSize, model_size
-from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.hub import cached_models, download
 from llm_serving.hub.contents import missing_files
 from llm_serving.models.contents import check_folder
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 
 def stored_size(config: ServingConfig) -> ModelSize:

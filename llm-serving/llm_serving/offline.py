@@ -9,7 +9,6 @@ from llm_serving.admission.admission import check_beam_search, check_request, en
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import monotonic
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
 from llm_serving.log import get_logger
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.worker.loading import load_runner

@@ -2,18 +2,17 @@ import gc
 import os
 import subprocess
 import sys
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
-from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
 from llm_serving.kernels.bfloat16 import round_to_bfloat16
-from mindspore import nn, ops
+from llm_serving.network.description import CacheShape
+from mindspore import ops
 
 pytestmark = pytest.mark.mindspore
 
@@ -45,7 +44,7 @@ def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: s
 )
 def test_cpu_names_the_multiple_its_caches_need(block_size: int, head_dim: int, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        create_backend("cpu", "bfloat16").kv_cache(4, block_size, 2, head_dim)
+        create_backend("cpu", "bfloat16").kv_cache(4, block_size, CacheShape(2, head_dim, head_dim))
     assert str(error.value) == message
 
 
@@ -63,7 +62,7 @@ def test_weights_may_come_in_any_float_type_from_read_only_memory(name: str) -> 
 def test_parameters_alias_aligned_memory_and_take_names() -> None:
     backend = create_backend("cpu", "bfloat16")
     weight = backend.linear_weight(np.ones((40, 64), dtype=np.float32), "weight")
-    key, value = backend.kv_cache(4, 16, 2, 32, "layer.0")
+    key, value = backend.kv_cache(4, 16, CacheShape(2, 32, 32), "layer.0")
     assert [weight.name, key.name, value.name] == ["weight", "layer.0.key", "layer.0.value"]
     assert all(parameter.data_ptr() % 64 == 0 for parameter in (weight, key, value))
     assert (key.shape, key.dtype) == ((4, 16, 2, 32), ms.bfloat16)
@@ -108,55 +107,3 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "MS_OP_PLUGIN_PATH"} | {
         "PYTHONPATH": os.pathsep.join(sys.path)
     }
-
-
-class DecoderLayer(nn.Cell):
-    """All operations of the Ascend backend in the order of a decoder layer."""
-
-    def __init__(self, backend: AscendBackend, prompts: bool) -> None:
-        super().__init__()
-        rng = np.random.default_rng(0)
-
-        def normal(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape, dtype=np.float32)
-
-        self.table = backend.table(normal(50, 64), "table")
-        self.gamma = backend.vector(normal(64), name="gamma")
-        self.qkv_weight = backend.linear_weight(normal(128, 64), "qkv")
-        self.gate_up_weight = backend.linear_weight(normal(192, 64), "gate_up")
-        self.down_weight = backend.linear_weight(normal(64, 96), "down")
-        self.head_weight = backend.linear_weight(normal(50, 64), "head")
-        self.key_cache, self.value_cache = backend.kv_cache(8, 16, 2, 16)
-        self.embedding = backend.embedding()
-        self.norm = backend.rms_norm(1e-5)
-        self.linear = backend.linear()
-        attention = backend.prompt_attention if prompts else backend.attention
-        self.attention = attention(4, 2, 16, 0.25)
-        self.swiglu = backend.swiglu()
-        self.add = backend.add()
-        self.logits = backend.logits()
-
-    def construct(
-        self, token_ids: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, context_lens: Any
-    ) -> Any:
-        h = self.embedding(token_ids, self.table)
-        qkv = self.linear(self.norm(h, self.gamma), self.qkv_weight)
-        caches = self.key_cache, self.value_cache
-        h = self.add(h, self.attention(qkv, cos, sin, *caches, slots, tables, query_lens, context_lens))
-        h = self.add(h, self.linear(self.swiglu(self.linear(h, self.gate_up_weight)), self.down_weight))
-        return self.logits(h, self.head_weight)
-
-
-@pytest.mark.parametrize("prompts", [False, True])
-def test_a_layer_of_ascend_primitives_exports_to_mindir(prompts: bool, tmp_path: Any) -> None:
-    backend = create_backend("ascend", "bfloat16")
-    assert isinstance(backend, AscendBackend)
-    network = DecoderLayer(backend, prompts)
-    network.set_train(False)
-    rows, requests, int32 = [None], [4 if prompts else None], ms.int32
-    shapes = [(rows, int32), ([None, 16], ms.bfloat16), ([None, 16], ms.bfloat16), (rows, int32)]
-    shapes += [([None, None], int32), (requests, int32), (requests, int32)]
-    inputs = [ms.Tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
-    network.set_inputs(*inputs)
-    ms.export(network, *inputs, file_name=str(tmp_path / "layer"), file_format="MINDIR")
-    assert (tmp_path / "layer.mindir").stat().st_size > 0

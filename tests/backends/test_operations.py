@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from kernel_calls import FIXED_POINT_ISA, ROUNDING_UNIT, fixed_point_bound, typed
 from llm_serving.backends import Backend, create_backend
+from llm_serving.backends.base import AttentionShape
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.kernels import library, reference
-from mindspore import nn
+from llm_serving.network.description import CacheShape
+from mindspore import nn, ops
 
 pytestmark = pytest.mark.mindspore
 
@@ -172,14 +174,22 @@ def test_add(backend: Backend) -> None:
 
 
 class Attention(nn.Cell):
+    """Rotates queries and keys, stores keys and values, then attends."""
+
     def __init__(self, backend: Backend, num_blocks: int) -> None:
         super().__init__()
-        self.key_cache, self.value_cache = backend.kv_cache(num_blocks, 16, NUM_KV_HEADS, HEAD_DIM)
-        self.attention = backend.attention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
+        shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 0.25)
+        cache = CacheShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM)
+        self.key_cache, self.value_cache = backend.kv_cache(num_blocks, 16, cache)
+        self.split = backend.split((NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM))
+        self.rotary, self.store = backend.rotary(HEAD_DIM), backend.store_kv()
+        self.attention = backend.paged_attention(shape)
 
     def construct(self, qkv: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, contexts: Any) -> Any:
-        caches = self.key_cache, self.value_cache
-        return self.attention(qkv, cos, sin, *caches, slots, tables, query_lens, contexts)
+        q, k, v = self.split(qkv)
+        q, k = self.rotary(q, k, cos, sin)
+        q = ops.depend(q, self.store(k, v, self.key_cache, self.value_cache, slots))
+        return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, contexts)
 
 
 def test_attention_over_mixed_steps(backend: Backend) -> None:

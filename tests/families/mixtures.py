@@ -15,7 +15,7 @@ MIXTRAL: dict[str, Any] = MISTRAL | {
     "router_aux_loss_coef": 0.02, "sliding_window": None,
 }  # fmt: skip
 QWEN2_MOE: dict[str, Any] = QWEN2 | {
-    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1,
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 96, "decoder_sparse_step": 1,
     "moe_intermediate_size": 40, "norm_topk_prob": False, "num_experts": 8, "num_experts_per_tok": 3,
     "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 88,
 }  # fmt: skip

@@ -10,9 +10,9 @@ import pytest
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
-from llm_serving.core.memory import bytes_for_cache
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.model_command import cached_table
+from llm_serving.models.memory import bytes_for_cache
+from llm_serving.models.spec import ModelSpec
 
 from .conftest import weight_requests
 

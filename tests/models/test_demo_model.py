@@ -6,7 +6,7 @@ import llm_serving.demo_model
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader, to_float32
 from reference_llama import reference_logits
 

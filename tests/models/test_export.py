@@ -3,8 +3,9 @@
 import mindspore as ms
 import pytest
 from graph_model import backend
-from llm_serving.models.base import dynamic_inputs
-from llm_serving.models.llama_networks import llama
+from llm_serving.lowering.cells import NetworkOfCells
+from llm_serving.lowering.parameters import parameters_of
+from llm_serving.lowering.step import dynamic_inputs
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.kv_tensors import KVTensors
 from model_factories import tiny_spec, write_model
@@ -29,8 +30,8 @@ def test_both_graphs_of_one_network_export(tmp_path, dtype, changes):
     write_model(tmp_path, spec)
     ascend = backend("ascend", dtype)
     kv_tensors = KVTensors.allocate(spec, ascend, num_blocks=8, block_size=16)
-    network = llama(spec, ascend, WeightReader(tmp_path), kv_tensors.layers, max_positions=128)
-    network.set_train(False)
-    assert export(network, tmp_path / "any_step.mindir") == {"PagedAttention"}
-    network.use_whole_prompts(ascend)
-    assert export(network, tmp_path / "whole_prompts.mindir", num_rows=8) == {"FlashAttentionScore"}
+    parameters = parameters_of(spec.network, ascend, WeightReader(tmp_path), 128, as_cells=True)
+    for prompts, name in ((False, "PagedAttention"), (True, "FlashAttentionScore")):
+        made = NetworkOfCells(spec.network, ascend, parameters, kv_tensors.layers, 128, whole_prompts=prompts)
+        made.set_train(False)
+        assert export(made, tmp_path / f"{name}.mindir", num_rows=8 if prompts else None) == {name}

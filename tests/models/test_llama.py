@@ -8,7 +8,6 @@ from graph_model import GraphModel, backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_calls import FIXED_POINT_ISA, typed
-from llm_serving.core.model_spec import RopeScaling
 from llm_serving.errors import ModelError
 from llm_serving.kernels import library
 from model_factories import random_weights, tiny_spec, weight_shapes, write_model, write_safetensors
@@ -16,9 +15,13 @@ from reference_llama import reference_logits
 
 pytestmark = pytest.mark.mindspore
 
-LLAMA3 = RopeScaling(
-    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 VARIANTS = {
     "grouped queries": {},
     "one key head a query head": {"num_key_value_heads": 4},
@@ -26,7 +29,7 @@ VARIANTS = {
     "tied embeddings": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "llama3 scaling": {"rope_theta": 500.0, "rope_scaling": LLAMA3},
-    "linear scaling": {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+    "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "heads of 32": {"head_dim": 32},
     "heads of 48": {"head_dim": 48, "num_attention_heads": 3, "num_key_value_heads": 1},
     "heads of 64": {"head_dim": 64, "num_attention_heads": 1, "num_key_value_heads": 1},

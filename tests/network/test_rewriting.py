@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from family_configs import CONFIGS, RandomTensors, config_of
 from llm_serving.models.facts import Facts
-from llm_serving.models.families import describe
+from llm_serving.models.registry import describe
 from llm_serving.network.description import Network
 from llm_serving.network.program import Memory, program_of
 from llm_serving.network.rewriting import rewrite, select_rows

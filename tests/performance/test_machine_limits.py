@@ -1,21 +1,22 @@
 """What a step costs at least, worked out by hand for a small model, and the limits of the machine."""
 
 import pytest
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
 from machine_limits import Limits, StepCost, arithmetic_peak, decode_seconds, prompt_seconds
 
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-)
-LAYERS = 2 * (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8
-HEAD = 100 * 8
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+SPEC = ModelSpec.from_hugging_face(CONFIG)
+LAYERS = 2 * (32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 16 + 2 * 32) + 32
+HEAD = 100 * 32
 COST = StepCost(SPEC, "bfloat16")
 
 
@@ -25,21 +26,21 @@ def limits(read_bytes_per_s, flop_per_s):
 
 def test_a_step_reads_every_weight_but_the_embedding_and_every_context():
     assert COST.num_bytes(0) == 2 * (LAYERS + HEAD)
-    assert COST.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * 2 * 4 * 2  # keys and values, two layers
+    assert COST.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * 2 * 16 * 2  # keys and values, two layers
 
 
 def test_a_tied_table_is_read_once():
-    tied = StepCost(ModelSpec(**{**vars(SPEC), "tie_word_embeddings": True}), "float32")
+    tied = StepCost(ModelSpec.from_hugging_face({**CONFIG, "tie_word_embeddings": True}), "float32")
     assert tied.num_bytes(0) == 4 * (LAYERS + HEAD)
 
 
 def test_a_token_is_multiplied_with_every_weight_and_only_samples_with_the_head():
     assert COST.flop(5, 5, 0) == 2 * 5 * (LAYERS + HEAD)
-    assert COST.flop(0, 0, 7) == 2 * 2 * 8 * 7 * 2  # scores and sums of 8 elements, two layers
+    assert COST.flop(0, 0, 7) == 2 * 2 * 32 * 7 * 2  # scores and sums of 32 elements, two layers
 
 
 def test_the_last_layer_needs_only_keys_and_values_of_a_token_that_does_not_sample():
-    query_out_mlp = 8 * 8 + 8 * 8 + 3 * 8 * 16
+    query_out_mlp = 32 * 32 + 32 * 32 + 3 * 32 * 16
     assert COST.flop(5, 3, 0) == 2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD)
 
 

@@ -1,15 +1,14 @@
 """From settings to a runner: what is allocated."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, ServingConfig
-from llm_serving.core.memory import PROCESS_BYTES, working_bytes
 from llm_serving.errors import ConfigError
 from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.memory import PROCESS_BYTES, working_bytes
 from llm_serving.worker import loading
 from llm_serving.worker.loading import load_runner
 from model_factories import tiny_spec, write_model
@@ -34,8 +33,7 @@ TAKEN_BYTES = PROCESS_BYTES + working_bytes(SPEC, 2, settings().max_num_batched_
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, SPEC)
-    config = dataclasses.asdict(SPEC) | {"architectures": [SPEC.architecture], "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(SPEC.config))
     return folder
 
 
@@ -77,7 +75,7 @@ def test_the_cache_takes_what_the_memory_given_leaves(load):
 
 
 def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
-    token, row = 2 * (6 * SPEC.hidden_size + 3 * SPEC.intermediate_size), 4 * 3 * SPEC.vocab_size
-    assert working_bytes(SPEC, 2, 2048, 100) == 2048 * token + 100 * row
-    wide = dataclasses.replace(SPEC, hidden_size=4096, intermediate_size=11008)
+    gate_up_and_their_product, row = 3 * 96, 4 * 3 * SPEC.vocab_size
+    assert working_bytes(SPEC, 2, 2048, 100) == 2048 * 2 * 2 * gate_up_and_their_product + 100 * row
+    wide = tiny_spec(hidden_size=4096, intermediate_size=11008)
     assert working_bytes(wide, 2, 1, 1) == 2 * (2 * 4096 * 2 * 11008)

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from llm_serving.core.model_spec import MAX_VOCAB_SIZE
+from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.worker.token_weights import (
     draw_token,
     filter_weights,

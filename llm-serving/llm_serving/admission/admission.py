@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 from llm_serving.config.schema import ModelConfig
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.kvcache import BlockManager
+from llm_serving.models.spec import ModelSpec
 from llm_serving.text.tokenizer import Tokenizer
 
 

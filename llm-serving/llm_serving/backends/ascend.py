@@ -15,11 +15,18 @@ from mindspore import nn, ops
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from llm_serving.backends.base import Array, BlockMemory, model_dtype
-from llm_serving.backends.composed import AttentionOfQkv, RotateAndStore
-from llm_serving.backends.parameters import parameter_over, resident_zeros, to_model_dtype, zeroed_array
+from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
+from llm_serving.backends.parameters import (
+    float32_parameter,
+    parameter_over,
+    resident_zeros,
+    to_model_dtype,
+    zeroed_array,
+)
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.network.description import CacheShape
+from llm_serving.network.elements import rounded_to
 
 _ROTATE_HALF = 2
 _CAUSAL_MASK_MODE = "TRAPEZOIDAL"
@@ -54,23 +61,29 @@ class AscendBackend:
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
-        return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, scale))
+    def split(self, widths: Sequence[int]) -> nn.Cell:
+        return Split(widths)
 
-    def prompt_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        """As `attention`, for steps of whole prompts only, none of whose tokens is in the cache.
+    def rotary(self, head_dim: int) -> nn.Cell:
+        return Rotary()
 
-        The device's fastest way for prompts: keys and values come straight from the products of the step. B is fixed
-        when the graph is compiled, with trailing lengths of 0.
-        """
-        stored = _rotate_and_store(num_heads, num_kv_heads, head_dim)
-        return PromptAttentionOfQkv(stored, num_heads, scale, prompt_mask(self.activation_dtype))
+    def store_kv(self) -> nn.Cell:
+        return StoreKV()
 
-    def decoder(
-        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
-    ) -> nn.Cell | None:
+    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
+        for what, is_asked in (("window", shape.window), ("cap on its scores", shape.cap), ("slope", slopes)):
+            if is_asked:
+                raise ModelError(f"the primitives of Ascend have no attention with a {what}; kernels: program has")
+        return PagedAttention(shape.num_heads, shape.num_kv_heads, shape.scale)
+
+    def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
+        return PromptAttention(shape.num_heads, shape.scale, prompt_mask(self.activation_dtype))
+
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
         return None
+
+    def rounded(self, number: float) -> float:
+        return float(rounded_to(np.float32(number), self.dtype))
 
     def swiglu(self) -> nn.Cell:
         return Swiglu()
@@ -84,15 +97,23 @@ class AscendBackend:
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
+    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return float32_parameter(array, name)
+
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
     def kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        shapes = {"key": shape.key_width, "value": shape.value_width}
         keys, values = (
-            parameter_over(resident_zeros(shape, self.dtype), self.dtype, f"{name}.{part}") for part in ("key", "value")
+            parameter_over(
+                resident_zeros((num_blocks, block_size, shape.kv_heads, width), self.dtype),
+                self.dtype,
+                f"{name}.{part}",
+            )
+            for part, width in shapes.items()
         )
         return keys, values
 
@@ -118,11 +139,6 @@ class AscendBackend:
         memory = zeroed_array(array.shape, self.dtype)
         memory[...] = to_model_dtype(array, self.dtype)
         return parameter_over(memory, self.dtype, name)
-
-
-def _rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int) -> RotateAndStore:
-    kv_size = num_kv_heads * head_dim
-    return RotateAndStore(Split((num_heads * head_dim, kv_size, kv_size)), Rotary(), StoreKV())
 
 
 def _index(block_ids: Int32Array) -> ms.Tensor:
@@ -235,26 +251,13 @@ class PagedAttention(nn.Cell):
         )
 
 
-class PromptAttentionOfQkv(nn.Cell):
-    def __init__(self, rotate_and_store: RotateAndStore, num_heads: int, scale: float, mask: ms.Tensor) -> None:
+class PromptAttention(nn.Cell):
+    def __init__(self, num_heads: int, scale: float, mask: ms.Tensor) -> None:
         super().__init__()
-        self.rotate_and_store = rotate_and_store
         self.flash = gen_ops_prim.FlashAttentionScore(num_heads, scale_value=scale, input_layout="TH", sparse_mode=0)
         self.mask = mask
 
-    def construct(
-        self,
-        qkv: ms.Tensor,
-        cos: ms.Tensor,
-        sin: ms.Tensor,
-        key_cache: ms.Tensor,
-        value_cache: ms.Tensor,
-        slot_mapping: ms.Tensor,
-        block_tables: ms.Tensor,
-        query_lens: ms.Tensor,
-        context_lens: ms.Tensor,
-    ) -> ms.Tensor:
-        q, k, v = self.rotate_and_store(qkv, cos, sin, key_cache, value_cache, slot_mapping)
+    def construct(self, q: ms.Tensor, k: ms.Tensor, v: ms.Tensor, query_lens: ms.Tensor) -> ms.Tensor:
         lens = ops.cast(query_lens, ms.int64)
         return self.flash(q, k, v, None, None, None, self.mask, None, lens, lens)[3]
 

@@ -7,6 +7,8 @@ in the widest block table. First dimensions may be dynamic; nothing is compiled 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import mindspore as ms
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
+from llm_serving.network.description import CacheShape
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 carried as uint16 bits."""
@@ -25,10 +28,31 @@ BlockMemory: TypeAlias = ms.Parameter | Array
 MODEL_DTYPES: dict[str, Any] = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """
+    Attributes:
+        num_heads, num_kv_heads, head_dim: Of the queries and of the cache.
+        scale: Of the scores.
+        window: Tokens a row sees, itself included; 0 for all.
+        cap: Scores s become cap * tanh(s / cap); 0: they stay.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+
+
 class Backend(Protocol):
     """One way to compute a decoder. Cells are cheap to make and hold no weights: weights are arguments."""
 
     name: str
+
+    dtype: str
+    """The model dtype, as in `MODEL_DTYPES`."""
 
     activation_dtype: Any
     """MindSpore dtype of every activation and of the cosines and sines, and what `embedding` returns."""
@@ -48,38 +72,57 @@ class Backend(Protocol):
     def logits(self) -> nn.Cell:
         """(x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype on a CPU."""
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        """Rotates queries and keys, stores keys and values, then attends, causally.
+    def split(self, widths: Sequence[int]) -> nn.Cell:
+        """(x [T, sum of widths]) -> its columns, one range after another"""
 
-        (qkv, cos, sin, key_cache, value_cache, slot_mapping, block_tables, query_lens, context_lens)
-        -> [T, num_heads*D]
+    def rotary(self, head_dim: int) -> nn.Cell:
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D]) -> (q, k) turned
 
-        A row of qkv [T, (num_heads + 2*num_kv_heads)*D] is query, key, value. Element i of a head turns with element
-        i + D/2 (rotate half) by row t of cos and sin [T, D], both of two equal halves. Key and value of row t go to
-        slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]; -1 skips the row; any other slot outside the
-        cache raises.
+        Element i of a head turns with element i + D/2 (rotate half) by row t of cos and sin, both of two equal halves.
+        """
+
+    def store_kv(self) -> nn.Cell:
+        """(k, v, key_cache, value_cache, slot_mapping) -> a tensor to depend on
+
+        Key and value of row t go to slot `slot_mapping[t]` = block_id * block_size + offset, int32[T]; -1 skips the
+        row; any other slot outside the cache raises.
+        """
+
+    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
+        """(q, key_cache, value_cache, block_tables, query_lens, context_lens) -> [T, num_heads*D], causal attention
 
         block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b owns `query_lens[b]` rows; its
         context, these rows included, is `context_lens[b]` tokens; its row i sees the first
         `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
+
+        Args:
+            shape: Of the attention.
+            slopes: float32 [num_heads], what scores lose with each token of distance; None: nothing.
+
+        Raises:
+            ModelError: The backend has no such attention.
         """
 
-    def decoder(
-        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
-    ) -> nn.Cell | None:
-        """A whole network as one operation; None where it is made of the others.
+    def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
+        """(q, k, v, query_lens) -> [T, num_heads*D], for steps of whole prompts only, of which nothing was computed
 
-        (token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices, table [V, H],
-        cos [P, D], sin [P, D], gain [H], head [V, H], then of each layer vectors, qkv, out, gate_up, down, key_cache,
-        value_cache) -> logits, float32 [S, V]
-
-        hidden = table[token_ids]; in each layer hidden += out(attention(qkv(norm(hidden)))), then hidden +=
-        down(swiglu(gate_up(norm(hidden)))); logits = head(norm(hidden)), with the bits that the operations give; the
-        last layer computes only the rows that `sample_indices` names once their keys and values are stored. Row p of
-        cos and sin is for position p. head, qkv, out, gate_up and down are from `linear_weight`, the table from there
-        or from `table`, cos and sin from `table`, gain from `vector`; `vectors`, from there too, has the gains of both
-        norms, then with `attention_bias` the biases of qkv and out, with `mlp_bias` those of gate_up and down.
+        The device's fastest way for prompts: keys and values come straight from the products of the step. B is fixed
+        when the graph is compiled, with trailing lengths of 0. None where there is no such way.
         """
+
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+        """(instructions, operands, then the step, weights and caches) -> logits; None where programs are not run.
+
+        The step is as `lowering.step.STEP_INPUTS`, weights as `network.program.Program` numbers them, each from
+        `linear_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
+
+        Args:
+            kinds: A letter for each weight: "f" of the model dtype, "s" of float32.
+            num_layers: Layers with a cache.
+        """
+
+    def rounded(self, number: float) -> float:
+        """The nearest number of the model dtype."""
 
     def swiglu(self) -> nn.Cell:
         """(gate_up [T, 2*I], gate first) -> [T, I] = silu(gate) * up"""
@@ -98,13 +141,16 @@ class Backend(Protocol):
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         """Vectors (the gain of a norm), copied, as one."""
 
+    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
+        """A vector in float32, whatever the model dtype, copied."""
+
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         """A table [V, H] whose rows are looked up, copied."""
 
     def kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        """Key and value cache of one layer, zeroed, of shape [num_blocks, block_size, num_kv_heads, head_dim].
+        """Key and value cache of one layer, zeroed, of shape [num_blocks, block_size, kv_heads, width].
 
         Block i is row i of the buffer, so blocks may be copied whole; the order inside a block is the backend's own.
         """

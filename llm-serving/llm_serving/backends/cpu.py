@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+import zlib
 
 import mindspore as ms
 import numpy as np
@@ -22,6 +23,7 @@ from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_ove
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
+from llm_serving.network.description import CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
@@ -56,7 +58,7 @@ def _require_dispatch() -> None:
 class CpuBackend(AscendBackend):
     """Weights are packed into the order the products read them; blocks hold one head after another.
 
-    The whole decoder is one operator of the library: MindSpore spends more on a step's operators than a small model
+    A whole network may be one operator of the library: MindSpore spends more on a step's operators than a small model
     computes in them.
     """
 
@@ -70,8 +72,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def decoder(self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool) -> nn.Cell:
-        return Decoder(self.dtype, num_layers, scale, eps, attention_bias, mlp_bias)
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+        return Program(self.dtype, kinds, num_layers)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -85,12 +87,16 @@ class CpuBackend(AscendBackend):
         return parameter
 
     def kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        for field, value in (("block_size", block_size), ("head_dim", head_dim)):
+        for field, value in (
+            ("block_size", block_size),
+            ("head_dim", shape.key_width),
+            ("head_dim", shape.value_width),
+        ):
             if value % _MULTIPLE != 0:
                 raise ConfigError(f"`{field}` must be a multiple of {_MULTIPLE} on {self.name}. Given: {value}")
-        return super().kv_cache(num_blocks, block_size, num_kv_heads, head_dim, name)
+        return super().kv_cache(num_blocks, block_size, shape, name)
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
@@ -112,18 +118,15 @@ class Logits(nn.Cell):
         return self.matmul(x, weight)
 
 
-class Decoder(nn.Cell):
-    """`Backend.decoder`."""
+class Program(nn.Cell):
+    """`Backend.program`."""
 
-    def __init__(
-        self, dtype: str, num_layers: int, scale: float, eps: float, attention_bias: bool, mlp_bias: bool
-    ) -> None:
+    def __init__(self, dtype: str, kinds: str, num_layers: int) -> None:
         super().__init__()
-        self.run = _custom("decoder", "s" + "iiiiiii" + "fffff" + "fffffff" * num_layers, dtype)
-        self.constants = ms.Tensor(np.array([scale, eps, attention_bias, mlp_bias], dtype=np.float32))
+        self.run = _custom("program", "ii" + "iiiiiii" + kinds + "ff" * num_layers, dtype)
 
     def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
-        return self.run(self.constants, *inputs)
+        return self.run(*inputs)
 
 
 def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
@@ -134,8 +137,8 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
         inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always.
         dtype: The model dtype.
     """
-    # MindSpore keeps the first registration of a name.
-    register = CustomRegOp(f"{function}_{dtype}_{len(inputs)}")
+    # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
+    register = CustomRegOp(f"{function}_{dtype}_{len(inputs)}_{zlib.crc32(inputs.encode()):08x}")
     for index in range(len(inputs)):
         register = register.input(index, f"x{index}")
     register = register.output(0, "y").target("CPU")

@@ -73,6 +73,13 @@ def parameter_over(array: Array, dtype: str, name: str | None = None) -> ms.Para
     return parameter
 
 
+def float32_parameter(array: Array, name: str | None = None) -> ms.Parameter:
+    """A copy in float32."""
+    memory = zeroed_array(array.shape, "float32")
+    memory[...] = from_bfloat16(array) if array.dtype == np.uint16 else array
+    return parameter_over(memory, "float32", name)
+
+
 def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
     """Plain zeroed memory for `num_blocks` blocks like those of `cache`, a Parameter from `parameter_over`.
 

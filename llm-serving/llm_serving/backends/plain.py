@@ -14,11 +14,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from llm_serving.backends.base import Array, BlockMemory, model_dtype
-from llm_serving.backends.composed import AttentionOfQkv, RotateAndStore
-from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
+from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
+from llm_serving.backends.parameters import (
+    copy_blocks_in_memory,
+    float32_parameter,
+    parameter_over,
+    to_model_dtype,
+    zeroed_array,
+)
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16
+from llm_serving.network.description import CacheShape
+from llm_serving.network.elements import rounded_to
 
 
 class PlainBackend:
@@ -46,16 +53,26 @@ class PlainBackend:
     def logits(self) -> nn.Cell:
         return Linear()
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> nn.Cell:
-        kv_size = num_kv_heads * head_dim
-        split = Split((num_heads * head_dim, kv_size, kv_size))
-        stored = RotateAndStore(split, Rotary(num_heads, num_kv_heads, head_dim), StoreKV())
-        return AttentionOfQkv(stored, PagedAttention(num_heads, num_kv_heads, head_dim, scale))
+    def split(self, widths: Sequence[int]) -> nn.Cell:
+        return Split(widths)
 
-    def decoder(
-        self, num_layers: int, scale: float, eps: float, *, attention_bias: bool, mlp_bias: bool
-    ) -> nn.Cell | None:
+    def rotary(self, head_dim: int) -> nn.Cell:
+        return Rotary(head_dim)
+
+    def store_kv(self) -> nn.Cell:
+        return StoreKV()
+
+    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
+        return PagedAttention(shape, slopes)
+
+    def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
+
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+        return None
+
+    def rounded(self, number: float) -> float:
+        return float(rounded_to(np.float32(number), self.dtype))
 
     def swiglu(self) -> nn.Cell:
         return Swiglu()
@@ -69,15 +86,23 @@ class PlainBackend:
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
 
+    def numbers(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return float32_parameter(array, name)
+
     def table(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
     def kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "cache"
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
-        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+        widths = {"key": shape.key_width, "value": shape.value_width}
         keys, values = (
-            parameter_over(zeroed_array(shape, "float32"), "float32", f"{name}.{part}") for part in ("key", "value")
+            parameter_over(
+                zeroed_array((num_blocks + 1, block_size, shape.kv_heads, width), "float32"),
+                "float32",
+                f"{name}.{part}",
+            )
+            for part, width in widths.items()
         )
         return keys, values
 
@@ -128,22 +153,21 @@ class Linear(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, head_dim: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
 
-    def rotate(self, x: ms.Tensor, num_heads: int, cos: ms.Tensor, sin: ms.Tensor) -> ms.Tensor:
-        heads = x.reshape(-1, num_heads, self.head_dim)
+    def rotate(self, x: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> ms.Tensor:
+        width = x.shape[1]
+        heads = x.reshape(-1, width // self.head_dim, self.head_dim)
         half = self.head_dim // 2
         turned = ops.concat((-heads[:, :, half:], heads[:, :, :half]), -1)
-        return (heads * cos + turned * sin).reshape(-1, num_heads * self.head_dim)
+        return (heads * cos + turned * sin).reshape(-1, width)
 
     def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         cos = ops.expand_dims(cos, 1)
         sin = ops.expand_dims(sin, 1)
-        return self.rotate(q, self.num_heads, cos, sin), self.rotate(k, self.num_kv_heads, cos, sin)
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
 
 class StoreKV(nn.Cell):
@@ -156,24 +180,26 @@ class StoreKV(nn.Cell):
     def construct(
         self, k: ms.Tensor, v: ms.Tensor, key_cache: ms.Tensor, value_cache: ms.Tensor, slot_mapping: ms.Tensor
     ) -> ms.Tensor:
-        num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
+        num_blocks, block_size, num_kv_heads, _ = key_cache.shape
         spare = ops.full_like(slot_mapping, (num_blocks - 1) * block_size)
         slots = ops.select(slot_mapping >= 0, slot_mapping, spare)
         index = ops.stack((slots // block_size, slots % block_size), -1)
-        keys = self.update(key_cache, index, k.reshape(-1, num_kv_heads, head_dim))
-        values = self.update(value_cache, index, v.reshape(-1, num_kv_heads, head_dim))
+        keys = self.update(key_cache, index, k.reshape(-1, num_kv_heads, key_cache.shape[3]))
+        values = self.update(value_cache, index, v.reshape(-1, num_kv_heads, value_cache.shape[3]))
         return ops.depend(values, keys)
 
 
 class PagedAttention(nn.Cell):
     """Each row gathers the keys and values of its own request, so rows are products of their own."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+    def __init__(self, shape: AttentionShape, slopes: ms.Parameter | None) -> None:
         super().__init__()
-        self.num_kv_heads = num_kv_heads
-        self.group = num_heads // num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
+        self.num_kv_heads = shape.num_kv_heads
+        self.group = shape.num_heads // shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.scale, self.window, self.cap = shape.scale, shape.window, shape.cap
+        self.has_slopes = slopes is not None
+        self.slopes = ms.Tensor(np.zeros(1, np.float32)) if slopes is None else slopes
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.weighted_sum = ops.BatchMatMul()
         self.minus_infinity = ms.Tensor(np.float32(np.finfo(np.float32).min))
@@ -202,8 +228,15 @@ class PagedAttention(nn.Cell):
         values = self.keys_of(value_cache, tables)
         heads = q.reshape(-1, self.num_kv_heads, self.group, self.head_dim)
         scores = self.scores(heads, keys) * self.scale
+        scores = ops.tanh(scores / self.cap) * self.cap if self.cap > 0 else scores
         position = ops.arange(keys.shape[2]).astype(ms.int32)
-        visible = (position.reshape(1, -1) < limit.reshape(-1, 1)).reshape(num_tokens, 1, 1, -1)
+        distance = limit.reshape(-1, 1) - 1 - position.reshape(1, -1)
+        if self.has_slopes:
+            slopes = self.slopes.reshape(1, self.num_kv_heads, self.group, 1)
+            scores = scores - slopes * distance.astype(ms.float32).reshape(num_tokens, 1, 1, -1)
+        visible = distance >= 0
+        visible = ops.logical_and(visible, distance < self.window) if self.window > 0 else visible
+        visible = visible.reshape(num_tokens, 1, 1, -1)
         weights = ops.softmax(ops.where(visible, scores, self.minus_infinity), -1)
         return self.weighted_sum(weights, values).reshape(num_tokens, -1)
 

@@ -5,9 +5,9 @@ from typing import Any, Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.positions import Positions, positions_of
 from llm_serving.errors import ConfigError
+from llm_serving.models.spec import ModelSpec
 
 MODEL_SOURCE: Final = "model config.json"
 _SAME_SHAPE: Final = (
@@ -149,7 +149,7 @@ def _fit_longest_prompt(values: Values) -> None:
 
 def _check_same_shape(described: ModelSpec, source: str, spec: ModelSpec, config: str) -> None:
     for fact in _SAME_SHAPE:
-        ours, theirs = getattr(described, fact), getattr(spec, fact)
+        ours, theirs = described.fact(fact), spec.fact(fact)
         if ours != theirs:
             raise ConfigError(
                 f"{source}: the MindFormers YAML describes a model with {fact} {ours}, but {config} says {theirs}; "

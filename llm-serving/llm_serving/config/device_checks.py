@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llm_serving.config.values import Values
-from llm_serving.core.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
-from llm_serving.core.model_spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.errors import ConfigError
+from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
+from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
+from llm_serving.network.primitives import lacking
 
 BLOCK_SIZE: Final = "pa_config.block_size"
 NUM_BLOCKS: Final = "pa_config.num_blocks"
 NUM_SWAP_BLOCKS: Final = "pa_config.num_swap_blocks"
+KERNELS: Final = "device_config.kernels"
 MODEL_PATH: Final = "model_config.model_path"
 DTYPE: Final = "model_config.model_dtype"
 MAX_MEMORY: Final = "device_config.max_device_memory"
@@ -34,7 +36,7 @@ def check_device(values: Values, spec: ModelSpec | None) -> None:
     """
     if values["device_config.device_target"] == "Ascend":
         _check_ascend(values, spec)
-    elif values["device_config.kernels"] != "plain":
+    elif values[KERNELS] != "plain":
         hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
         _check_multiple(values, spec, MULTIPLE, hint)
     for name in (NUM_BLOCKS, NUM_SWAP_BLOCKS):
@@ -46,15 +48,17 @@ def check_device(values: Values, spec: ModelSpec | None) -> None:
             rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
             raise _error(values, MODEL_PATH, rule, spec.vocab_size)
         _check_memory(values, spec)
+        _check_primitives(values, spec)
     _notice_what_is_not_served(values)
 
 
 def _check_multiple(values: Values, spec: ModelSpec | None, head_multiple: int, hint: str) -> None:
     if values[BLOCK_SIZE] % MULTIPLE:
         raise _error(values, BLOCK_SIZE, f"must be a multiple of {MULTIPLE} {hint}", values[BLOCK_SIZE])
-    if spec is not None and spec.head_dim % head_multiple:
-        rule = f"must name a model whose head_dim is a multiple of {head_multiple} {hint}"
-        raise _error(values, MODEL_PATH, rule, spec.head_dim)
+    for head_dim in spec.head_dims if spec is not None else ():
+        if head_dim % head_multiple:
+            rule = f"must name a model whose head_dim is a multiple of {head_multiple} {hint}"
+            raise _error(values, MODEL_PATH, rule, head_dim)
 
 
 def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
@@ -63,12 +67,25 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
     _check_multiple(values, spec, ASCEND_HEAD_MULTIPLE, "on Ascend")
     if spec is None:
         return
-    if spec.head_dim > ASCEND_LARGEST_HEAD:
+    head_dim = max(spec.head_dims)
+    if head_dim > ASCEND_LARGEST_HEAD:
         rule = f"must name a model whose head_dim is at most {ASCEND_LARGEST_HEAD} on Ascend"
-        raise _error(values, MODEL_PATH, rule, spec.head_dim)
-    if spec.head_dim * values[BLOCK_SIZE] > ASCEND_LARGEST_BLOCK:
-        rule = f"times the model's head_dim {spec.head_dim} must be at most {ASCEND_LARGEST_BLOCK} on Ascend"
+        raise _error(values, MODEL_PATH, rule, head_dim)
+    if head_dim * values[BLOCK_SIZE] > ASCEND_LARGEST_BLOCK:
+        rule = f"times the model's head_dim {head_dim} must be at most {ASCEND_LARGEST_BLOCK} on Ascend"
         raise _error(values, BLOCK_SIZE, rule, values[BLOCK_SIZE])
+
+
+def _check_primitives(values: Values, spec: ModelSpec) -> None:
+    on_ascend = values["device_config.device_target"] == "Ascend"
+    if not on_ascend and values[KERNELS] != "primitives":
+        return
+    lacks = lacking(spec.network, values["model_config.max_generate_length"])
+    if lacks is not None:
+        where = "on Ascend" if on_ascend else "with device_config.kernels: primitives (program and plain have it)"
+        raise _error(values, MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
+    if values[DTYPE] == "float32" and not on_ascend:
+        raise _error(values, DTYPE, "must be bfloat16 or float16 with device_config.kernels: primitives", "float32")
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:
@@ -77,7 +94,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     if limit is None or values[NUM_BLOCKS] is not None:
         return
     # The plain backend computes in float32 whatever the dtype; where it stands in for the library is found out later.
-    is_plain = values["device_config.device_target"] == "CPU" and values["device_config.kernels"] == "plain"
+    is_plain = values["device_config.device_target"] == "CPU" and values[KERNELS] == "plain"
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     weights = spec.num_parameters * dtype_bytes

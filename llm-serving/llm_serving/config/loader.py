@@ -24,9 +24,9 @@ from llm_serving.config.tables import TableReader
 from llm_serving.config.tls import CERTFILE, KEYFILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import ConfigError, ModelError, shorten
 from llm_serving.hub import locate
+from llm_serving.models.spec import ModelSpec
 
 MODEL_PATH: Final = "model_config.model_path"
 MODEL_HUB: Final = "model_config.model_hub"

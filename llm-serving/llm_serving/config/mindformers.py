@@ -6,8 +6,8 @@ from pathlib import Path
 
 from llm_serving.config.legacy import MINDFORMERS_SHAPE, MINDFORMERS_SILENT, MINDFORMERS_TARGETS
 from llm_serving.config.yaml_reader import Located, plain, read_yaml
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import ConfigError
+from llm_serving.models.spec import ModelSpec
 
 CHECKPOINT_KEY = "model.model_config.checkpoint_name_or_path"
 MODE_KEY = "context.mode"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import psutil
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.memory import PROCESS_BYTES, SHARE_OF_FREE_MEMORY, bytes_for_cache, readable_size, working_bytes
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.memory import PROCESS_BYTES, SHARE_OF_FREE_MEMORY, bytes_for_cache, readable_size, working_bytes
+from llm_serving.models.spec import ModelSpec
 
 
 class ModelSize(NamedTuple):

@@ -375,8 +375,10 @@ class DeviceConfig:
     max_device_memory: int | None = option(None, memory())
     """Bytes that weights and KV cache of one WorkAgent may take, or text such as "2GB" (one GB is 2**30 bytes)."""
 
-    kernels: str = option("auto", choice(("auto", "plugin", "plain")))
-    """`plugin`: our operator library. `plain`: MindSpore's own operations, slower. `auto`: the first that works."""
+    kernels: str = option("auto", choice(("auto", "program", "primitives", "plain", "plugin")))
+    """What computes on a CPU. `program` (`plugin` in older files): one operator of our library runs the whole network.
+    `primitives`: the graph that Ascend would run, answered by our library. `plain`: MindSpore's own operations, slower.
+    `auto`: the first that works."""
 
     enable_graph_kernel: bool = option(False, boolean())
     """MindSpore's graph kernel fusion (Ascend)."""

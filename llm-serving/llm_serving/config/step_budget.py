@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import Values
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
 
 KEY: Final = "scheduler_config.max_prefill_tokens"
 LONG_PREFILL: Final = "scheduler_config.max_long_prefill_tokens"
@@ -48,7 +48,7 @@ def choose_step_budget(values: Values, spec: ModelSpec | None) -> None:
     tokens, source = values[KEY], "default"
     if spec is not None and values["device_config.device_target"] == "CPU":
         tokens, source = min(tokens, CPU_STEP_TOKENS), "device_config.device_target"
-        while tokens > SMALLEST and 2 * spec.num_layer_parameters * tokens > CPU_STEP_OPERATIONS:
+        while tokens > SMALLEST and 2 * spec.num_multiplied * tokens > CPU_STEP_OPERATIONS:
             tokens, source = tokens // 2, "size of the model"
     for key, least in ((NUM_SEQS, values[NUM_SEQS] + SMALLEST), (LONG_PREFILL, values[LONG_PREFILL] or 0)):
         if least > tokens:

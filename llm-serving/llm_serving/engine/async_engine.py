@@ -16,7 +16,6 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.generation_defaults import generation_defaults
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
@@ -29,6 +28,7 @@ from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import ContextLengthError, LLMServingError, UnavailableError, WorkerDiedError
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.class_metrics import ClassLoad
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -35,6 +35,12 @@ Order = Literal["grouped", "stacked"]
 the gate and one of the other by turns. `stacked`, of older releases: one projection after the other.
 """
 ORDERS: Final = ("grouped", "stacked")
+
+
+def are_of_mindformers(names: Iterable[str]) -> bool:
+    """Whether tensors are a model's as MindFormers names them: other families share some of its names, not these."""
+    own = ("tok_embeddings.embedding_weight", ".attention.wq.", ".attention.w_qkv.", ".feed_forward.w_gate_hidden.")
+    return any(part in name for name in names for part in own)
 
 
 def hugging_face_name(name: str) -> str:

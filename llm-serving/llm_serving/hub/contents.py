@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.core.files import read_regular
-from llm_serving.core.model_spec import CONFIG_NAME
 from llm_serving.errors import ModelError
+from llm_serving.models.spec import CONFIG_NAME
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llm_serving.core.memory import readable_size
-from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
 from llm_serving.errors import ModelError
 from llm_serving.hub.base import Hub, Listing
 from llm_serving.hub.caches import DEFAULT_REVISIONS, is_offline
 from llm_serving.hub.contents import INDEX_NAME, missing_files, small_files, weight_files
 from llm_serving.hub.huggingface import HuggingFace
 from llm_serving.hub.modelscope import ModelScope
+from llm_serving.models.memory import readable_size
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 HUBS: Final[Mapping[str, type[Hub]]] = {"huggingface": HuggingFace, "modelscope": ModelScope}
 """Value of `model_config.model_hub` -> the hub."""

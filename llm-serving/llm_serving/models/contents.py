@@ -21,4 +21,4 @@ def check_folder(folder: Path) -> None:
 
 def spare_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """What may be there besides: some exporters write a tied table twice."""
-    return {"lm_head.weight": (spec.vocab_size, int(spec.config["hidden_size"]))}
+    return dict.fromkeys(spec.network.optional, (spec.vocab_size, spec.network.hidden))

@@ -5,11 +5,9 @@ the latent space, where keys and values are the same, and what is attended comes
 (DeepSeek-V2, Liu et al. 2024, section 2.1; the absorbed form).
 """
 
-from collections.abc import Sequence
-
 from llm_serving.models.facts import Facts
-from llm_serving.models.parts import decoder, gated_mlp, mixture, network_of, scaling_of
-from llm_serving.network.description import Float32Array, Network, Routing, Value
+from llm_serving.models.parts import HEAD_MULTIPLE, decoder, gated_mlp, mixture, network_of, scaling_of
+from llm_serving.network.description import Float32Array, Network, Routing, Value, blocks, filled
 from llm_serving.network.rotary import Rotary, yarn_mscale
 
 LATENT_EPS = 1e-6
@@ -62,40 +60,49 @@ class _LatentAttention:
         )
         theta = facts.number("rope_theta", c.number("rope_theta", 10000.0))
         scaling = scaling_of(c, facts, self.turning)
-        self.rotary = Rotary(self.turning, self.turning, theta, True, scaling)
+        wide = len(filled(self.turning, HEAD_MULTIPLE))
+        self.rotary = Rotary(wide, self.turning, theta, True, scaling, self.turning)
         self.scale = (self.still + self.turning) ** -0.5
         if scaling is not None and scaling.mscale_all_dim:
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
     def __call__(self, net: Network, x: Value, at: str) -> Value:
-        heads, still, rank = self.heads, self.still, self.rank
-        dim, width, turned = still + self.turning, still + self.value, self.rotary.order()
+        heads, still = self.heads, self.still
+        dim, width, wide = still + self.turning, still + self.value, self.rotary.head_dim
+        turned = [-1 if i < 0 else still + i for i in self.rotary.order()]
+        latents = filled(self.rank, HEAD_MULTIPLE)
         q, query = x, "q_proj"
         if self.q_rank:
             q = net.norm(net.linear(x, at + "q_a_proj", self.q_rank), at + "q_a_layernorm", eps=LATENT_EPS)
             query = "q_b_proj"
-        rows = of_heads(heads, dim, range(still)) + of_heads(heads, dim, [still + i for i in turned])
-        q, q_turned = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * self.turning)
-        rows = [*range(rank), *(rank + i for i in turned)]
-        latent, key = net.split(
-            net.linear(x, at + "kv_a_proj_with_mqa", rank + self.turning, rows=rows), rank, self.turning
-        )
-        latent = net.norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS)
+        rows = [*blocks(heads, dim, range(still)), *blocks(heads, dim, turned)]
+        q, q_turned = net.split(net.linear(q, at + query, heads * dim, rows=rows), heads * still, heads * wide)
+
+        rows = [*latents, *(-1 if i < 0 else self.rank + i for i in self.rotary.order())]
+        both = net.linear(x, at + "kv_a_proj_with_mqa", self.rank + self.turning, rows=rows)
+        latent, key = net.split(both, len(latents), wide)
+        latent = net.norm(latent, at + "kv_a_layernorm", eps=LATENT_EPS, own=self.rank, rows=latents)
         layer = net.store(latent, net.rotate(key, self.rotary), 1)
-        both, stored = at + "kv_b_proj", (heads * width, rank)
-        rows = of_heads(heads, width, range(still))
-        into = net.linear(
-            q, both, heads * width, heads=heads, rows=rows, stored=stored, change=_Transposed(heads), width=heads * rank
+
+        name, stored = at + "kv_b_proj", (heads * width, self.rank)
+        rows = blocks(heads, width, range(still))
+        q = net.linear(
+            q,
+            name,
+            heads * width,
+            heads=heads,
+            rows=rows,
+            columns=latents,
+            stored=stored,
+            change=_Transposed(heads),
+            width=heads * len(latents),
         )
-        attended = net.attend(into, layer, q_turned=net.rotate(q_turned, self.rotary), scale=self.scale)
-        rows = of_heads(heads, width, range(still, width))
-        values = net.linear(attended, both, heads * width, heads=heads, rows=rows, stored=stored)
-        return net.linear(values, at + "o_proj", net.hidden)
-
-
-def of_heads(heads: int, dim: int, elements: Sequence[int]) -> list[int]:
-    """Elements of every head of `dim`."""
-    return [head * dim + i for head in range(heads) for i in elements]
+        attended = net.attend(q, layer, q_turned=net.rotate(q_turned, self.rotary), scale=self.scale)
+        values = [-1 if i < 0 else still + i for i in filled(self.value, HEAD_MULTIPLE)]
+        rows = blocks(heads, width, values)
+        back = net.linear(attended, name, heads * width, heads=heads, rows=rows, columns=latents, stored=stored)
+        columns = blocks(heads, self.value, filled(self.value, HEAD_MULTIPLE))
+        return net.linear(back, at + "o_proj", net.hidden, columns=columns)
 
 
 class _Transposed:

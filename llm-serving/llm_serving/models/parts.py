@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from llm_serving.errors import ModelError
 from llm_serving.models.facts import Facts
-from llm_serving.network.description import Change, Expert, Network, Routing, Value, Weight
+from llm_serving.network.description import Change, Expert, Network, Routing, Value, Weight, blocks, filled
 from llm_serving.network.rotary import SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16
@@ -217,13 +217,10 @@ def self_attention(
     qkv = net.linear(x, [at + name for name in names], sizes, bias=bias, rows=rows)
     q, k, v = net.split(qkv, heads.q_width, heads.kv_width, heads.kv_width)
     if norms is not None:
-        if heads.own != heads.dim:
-            raise ModelError(
-                f"`head_dim` must be a multiple of {HEAD_MULTIPLE} where heads have norms. Given: {heads.own}"
-            )
-        order = None if rotary is None else rotary.order()
+        order = _filled(heads) if rotary is None else rotary.order()
         q, k = (
-            net.norm(part, at + name, group=heads.dim, rows=order) for part, name in zip((q, k), norms, strict=True)
+            net.norm(part, at + name, group=heads.dim, own=heads.own, rows=order)
+            for part, name in zip((q, k), norms, strict=True)
         )
     if rotary is not None:
         q, k = net.rotate(q, rotary), net.rotate(k, rotary)
@@ -252,12 +249,12 @@ def qkv_rows(heads: Heads, rotary: Rotary | None, grouped: bool) -> tuple[int, .
 
 @lru_cache(8)
 def _out_columns(heads: Heads) -> tuple[int, ...]:
-    return tuple(-1 if i < 0 else head * heads.own + i for head in range(heads.q) for i in _filled(heads))
+    return tuple(blocks(heads.q, heads.own, _filled(heads)))
 
 
 def _filled(heads: Heads) -> list[int]:
     """The elements of a head as stored, then zeros."""
-    return [i if i < heads.own else -1 for i in range(heads.dim)]
+    return filled(heads.own, HEAD_MULTIPLE)
 
 
 def gated_mlp(

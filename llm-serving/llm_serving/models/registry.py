@@ -1,29 +1,65 @@
-"""The model families by name; a family is imported when a model of it is loaded."""
+"""The model families by the names that configurations give them."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from llm_serving.core.model_spec import ModelSpec
-from llm_serving.errors import ModelError
-from llm_serving.models.base import ModelFamily
+from llm_serving.errors import ModelError, shorten
+from llm_serving.models.facts import Facts
+from llm_serving.network.description import Network
 
-MODEL_FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
-    "llama": ("llm_serving.models.llama_networks", "llama"),
+Family = Callable[[Facts], Network]
+"""The facts of a configuration -> its network.
+
+Raises ModelError where a fact is missing or out of its range, or asks for what the family does not have.
+"""
+
+FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
+    "LlamaForCausalLM": ("llama", "llama"),
+    "Qwen2ForCausalLM": ("qwen", "qwen2"),
+    "Qwen2MoeForCausalLM": ("qwen", "qwen2"),
+    "Qwen3ForCausalLM": ("qwen", "qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen", "qwen3"),
+    "MistralForCausalLM": ("mistral", "mistral"),
+    "MixtralForCausalLM": ("mistral", "mistral"),
+    "Phi3ForCausalLM": ("phi3", "phi3"),
+    "InternLM2ForCausalLM": ("internlm", "internlm2"),
+    "InternLM3ForCausalLM": ("internlm", "internlm3"),
+    "BaichuanForCausalLM": ("baichuan", "baichuan2"),
+    "GlmForCausalLM": ("glm", "glm"),
+    "Glm4ForCausalLM": ("glm", "glm4"),
+    "Gemma2ForCausalLM": ("gemma", "gemma2"),
+    "Gemma3ForCausalLM": ("gemma", "gemma3"),
+    "GraniteForCausalLM": ("granite", "granite"),
+    "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
+    "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
 }
-"""Value of `core.model_spec.ARCHITECTURES` -> module, function."""
+"""Name in `architectures` of a configuration -> file of this folder, function."""
 
 
-def model_family(spec: ModelSpec) -> ModelFamily:
-    """What builds networks of this model.
+def architecture_of(config: Mapping[str, Any], where: str) -> str:
+    """The first of the names in `architectures` that is known.
 
     Raises:
-        ModelError: No family of this name; the text lists the known ones.
+        ModelError: None is; the text lists those known and the nearest.
     """
-    if spec.family not in MODEL_FAMILIES:
-        raise ModelError(f"model family {spec.family} is not known. Known: {', '.join(MODEL_FAMILIES)}")
-    module, name = MODEL_FAMILIES[spec.family]
-    family: ModelFamily = getattr(importlib.import_module(module), name)
-    return family
+    known = ", ".join(FAMILIES)
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ModelError(f"{where}: `architectures` must name one of: {known}. Given: {shorten(names)}")
+    for name in names:
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    near = difflib.get_close_matches(names[0], FAMILIES, 1, 0.7) if isinstance(names[0], str) else []
+    nearest = f" Nearest: {near[0]}." if near else ""
+    raise ModelError(f"{where}: architecture {shorten(names[0])} is not supported.{nearest} Known: {known}")
+
+
+def describe(architecture: str, facts: Facts) -> Network:
+    """The network of a configuration, by the family of that name in `FAMILIES`."""
+    module, function = FAMILIES[architecture]
+    family: Family = getattr(importlib.import_module(f"llm_serving.models.{module}"), function)
+    return family(facts)

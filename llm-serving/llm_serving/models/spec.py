@@ -14,7 +14,7 @@ from llm_serving.core.files import read_regular
 from llm_serving.core.quantisation import describe_quantisation
 from llm_serving.errors import ModelError, shorten
 from llm_serving.models.facts import Facts
-from llm_serving.models.families import architecture_of, describe
+from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.description import CacheShape, Network, Weight
 
 CONFIG_NAME: Final = "config.json"
@@ -31,7 +31,7 @@ class ModelSpec:
     """The facts of a model.
 
     Attributes:
-        architecture: Name as in `models.families.FAMILIES`.
+        architecture: Name as in `models.registry.FAMILIES`.
         config: As in `config.json`; checked.
         vocab_size: Tokens.
         max_position_embeddings: Tokens. Longest context the model was made for.
@@ -52,6 +52,16 @@ class ModelSpec:
         """What the family makes of the configuration."""
         network: Network = describe(self.architecture, Facts(self.config, CONFIG_NAME))
         return network
+
+    def fact(self, key: str) -> Any:
+        """What the configuration says, with the number of key heads and layers where it leaves them out."""
+        found = {"num_key_value_heads": self.caches[0].kv_heads, "num_hidden_layers": len(self.caches)}
+        return self.config.get(key) if self.config.get(key) is not None else found.get(key)
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Elements of a head of keys or of values in a cache."""
+        return frozenset(width for cache in self.caches for width in (cache.key_width, cache.value_width))
 
     @property
     def caches(self) -> tuple[CacheShape, ...]:

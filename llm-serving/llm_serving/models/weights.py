@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llm_serving.errors import ModelError
 from llm_serving.formats.compare import DERIVED
 from llm_serving.formats.folder import INDEX_NAME, read_tensors
-from llm_serving.formats.mindformers import ORDERS, hugging_face_name, is_joined
+from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_face_name, is_joined
 from llm_serving.formats.stored import Array, StoredTensor
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
@@ -41,13 +41,15 @@ class WeightReader:
         """
         self._folder = folder
         self._tensors: dict[str, StoredTensor] = {}
-        for stored_name, tensor in read_tensors(folder).items():
-            if is_joined(stored_name):
+        stored = read_tensors(folder)
+        theirs = are_of_mindformers(stored)
+        for stored_name, tensor in stored.items():
+            if theirs and is_joined(stored_name):
                 raise ModelError(
                     f"{tensor.file}: {stored_name} holds several projections in an order that no file tells: "
                     f"`llm-serving convert {folder} OUT --to hf --joined {'|'.join(ORDERS)}` takes them apart"
                 )
-            name = hugging_face_name(stored_name)
+            name = hugging_face_name(stored_name) if theirs else stored_name
             if name in self._tensors:
                 raise ModelError(f"{tensor.file}: tensor {name} stands twice, also in {self._tensors[name].file}")
             self._tensors[name] = tensor
@@ -97,6 +99,10 @@ class WeightReader:
         if len({array.dtype for array in arrays}) > 1:
             arrays = [to_float32(array) for array in arrays]
         return np.concatenate(arrays)
+
+    def leave(self, name: str) -> None:
+        """The model has no use for this tensor, and it may be there."""
+        self._left.discard(name)
 
     def check_all_taken(self) -> None:
         """Raises:

@@ -34,6 +34,9 @@ from llm_serving.network.rotary import Rotary
 
 Float32Array = NDArray[np.float32]
 
+PANEL: Final = 16
+"""Output features that a product computes together; what is cut into parts is filled up to multiples of it."""
+
 MAX_EXPERTS: Final = 2**16
 """Of all layers; several times those of any model."""
 
@@ -278,13 +281,32 @@ class Network:
         return self._record("linear", {"x": x}, weights, attributes, width)
 
     def norm(
-        self, x: Value, name: str, *, group: int = 0, eps: float | None = None, rows: Sequence[int] | None = None
+        self,
+        x: Value,
+        name: str,
+        *,
+        group: int = 0,
+        own: int = 0,
+        eps: float | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Value:
-        """x / sqrt(mean(x^2) + eps) * gain, over whole rows or over each `group` columns, computed in float32."""
+        """x / sqrt(mean(x^2) + eps) * gain, over whole rows or over each `group` columns, computed in float32.
+
+        Args:
+            x: What is normed.
+            name: Of the gain `<name>.weight`.
+            group: Columns of one norm; 0 for whole rows.
+            own: How many of them count, the others being zeros; 0 for all.
+            eps: None is that of the network.
+            rows: As `Weight.rows`, of the gain.
+        """
         size = group or x.width
-        kind: Kind = "model" if self._change_gain is None else "float32"
-        gain = Weight((f"{name}.weight",), (size,), ((size,),), _order(rows, size), change=self._change_gain, kind=kind)
-        attributes = {"eps": self._eps if eps is None else eps, "group": group}
+        own = own or size
+        change = self._change_gain if own == size else _Stretched(own / size, self._change_gain)
+        kind: Kind = "model" if change is None else "float32"
+        gain = Weight((f"{name}.weight",), (size,), ((own,),), _order(rows, own), change=change, kind=kind)
+        # The mean is taken over all: smaller by own / size, and so is what is added to it.
+        attributes = {"eps": (self._eps if eps is None else eps) * own / size, "group": group}
         return self._record("norm", {"x": x}, {"gain": gain}, attributes, x.width)
 
     def split(self, x: Value, *widths: int) -> list[Value]:
@@ -374,11 +396,23 @@ class Network:
             "chosen": Value(f"chosen{number}", top_k, "int32"),
         }
         self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
-        gate_up = tuple(f"{name}.weight" for each in experts for name in (each.gate, each.up))
-        down = tuple(f"{each.down}.weight" for each in experts)
+        names = [tuple(f"{name}.weight" for name in (each.gate, each.up, each.down)) for each in experts]
+        if x.width % PANEL:
+            raise ModelError(f"experts need rows of a multiple of {PANEL} elements. Given: {x.width}")
+        wide = filled(inner, PANEL)
         weights = {
-            "gate_up": Weight(gate_up, (count * 2 * inner, x.width), ((inner, x.width),) * (2 * count)),
-            "down": Weight(down, (count * x.width, inner), ((x.width, inner),) * count),
+            "gate_up": Weight(
+                tuple(name for gate, up, _ in names for name in (gate, up)),
+                (count * 2 * len(wide), x.width),
+                ((inner, x.width),) * (2 * count),
+                _order(blocks(2 * count, inner, wide), 2 * count * inner),
+            ),
+            "down": Weight(
+                tuple(down for _, _, down in names),
+                (count * x.width, len(wide)),
+                ((x.width, inner),) * count,
+                columns=_order(wide, inner),
+            ),
         }
         attributes = {"function": "silu", "scale": 1.0, "experts": count}
         return self._record("experts", {"x": x, **outputs}, weights, attributes, x.width)
@@ -407,6 +441,28 @@ class Network:
         of_weights = {role: each for role, each in weights.items() if each is not None}
         self.operations.append(Operation(kind, present, of_weights, {"y": y}, attributes))
         return y
+
+
+@dataclass(frozen=True)
+class _Stretched:
+    """Gains for a mean that counts zeros too."""
+
+    share: float
+    change: Change | None
+
+    def __call__(self, gain: Float32Array) -> Float32Array:
+        changed = gain if self.change is None else self.change(gain)
+        return changed * np.float32(math.sqrt(self.share))
+
+
+def filled(own: int, multiple: int) -> list[int]:
+    """0, 1, ... own - 1, then -1 up to a multiple: the order of elements that are filled up with zeros."""
+    return [i if i < own else -1 for i in range(-(-own // multiple) * multiple)]
+
+
+def blocks(count: int, size: int, order: Sequence[int]) -> list[int]:
+    """The same order in each of `count` blocks of `size` elements."""
+    return [-1 if i < 0 else block * size + i for block in range(count) for i in order]
 
 
 def _order(numbers: Sequence[int] | None, size: int) -> tuple[int, ...] | None:

@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from llm_serving.network.description import Operation, Value, Weight
+from llm_serving.network.description import PANEL, Operation, Value, Weight
 
 Operations = list[Operation]
-
-PANEL: Final = 16
-"""Output features that a product computes together; gates and up-projections of whole panels are gated at once."""
 
 _ROW_BY_ROW: Final = frozenset({"linear", "norm", "activate", "add", "weigh", "route", "experts", "output"})
 """What computes a row from that row alone."""
@@ -58,8 +55,13 @@ def select_rows(operations: Sequence[Operation]) -> Plan:
 
 def rewrite(plan: Plan) -> Plan:
     """Applies every rule wherever it fits, one rule after the other."""
+    return apply(plan, RULES)
+
+
+def apply(plan: Plan, rules: Sequence[Rule]) -> Plan:
+    """As `rewrite`, with some of the rules."""
     operations = plan.operations
-    for rule in RULES:
+    for rule in rules:
         while changes := _changes(rule, operations):
             changed = [changes.get(each, each) for each in operations]
             operations = [each for each in changed if each is not None]

@@ -30,8 +30,8 @@ def parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
         num_positions: Longest context that is served.
 
     Returns:
-        An array of `weight.shape` (the rows of a table that is made are `num_positions`), in a type it was stored in or
-        float32; perhaps a read-only memory map.
+        A C-contiguous array of `weight.shape` (the rows of a table that is made are `num_positions`), in a type it was
+        stored in or float32; perhaps a read-only memory map.
     """
     if weight.made is not None:
         return weight.made(num_positions)
@@ -45,7 +45,7 @@ def parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
         stack = _picked(stack.T, weight.columns).T
     if weight.change is not None:
         stack = weight.change(stack)
-    whole: Array = stack.reshape(weight.shape)
+    whole: Array = np.ascontiguousarray(stack.reshape(weight.shape))
     return whole
 
 

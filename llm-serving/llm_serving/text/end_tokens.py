@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llm_serving.config.schema import ModelConfig
 from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_end_ids
-from llm_serving.core.model_spec import CONFIG_NAME, ModelSpec
+from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.tokenizer import Tokenizer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.model_spec import MAX_VOCAB_SIZE
 from llm_serving.core.step import Move, SamplingInput, StepInput, StepOutput
 from llm_serving.errors import ProtocolError
+from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.messages import StepDone
 
 _STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling"))

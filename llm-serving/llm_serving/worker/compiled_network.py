@@ -16,7 +16,7 @@ from mindspore import nn
 from numpy.typing import NDArray
 
 from llm_serving.core.step import Int32Array
-from llm_serving.models.base import dynamic_inputs
+from llm_serving.lowering.step import dynamic_inputs
 
 try:
     from mindspore.graph.api import _cell_graph_executor
@@ -42,7 +42,7 @@ class CompiledNetwork:
         """Runs the graph; the first call compiles it.
 
         Args:
-            arrays: As `models.base.STEP_INPUTS`; not copied, so nobody may write them until this returns.
+            arrays: As `lowering.step.STEP_INPUTS`; not copied, so nobody may write them until this returns.
 
         Returns:
             The result, over the memory of the device tensor where that is a CPU.

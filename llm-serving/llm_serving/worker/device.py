@@ -42,7 +42,7 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
         The backend, and a notice for the operator where MindSpore's own operations had to take the library's place.
 
     Raises:
-        KernelError: `kernels: plugin` was asked for and the operator library cannot be built or loaded.
+        KernelError: `kernels` asks for the operator library, which cannot be built or loaded.
     """
     if device.device_target != "CPU":
         return create_backend("ascend", dtype), ""
@@ -51,7 +51,7 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
     try:
         return create_backend("cpu", dtype), ""
     except KernelError as error:
-        if device.kernels == "plugin":
+        if device.kernels != "auto":
             raise
         notice = f"no operator library, MindSpore's own operations serve, many times slower: {error}"
         logger.warning("%s", notice)

@@ -9,10 +9,10 @@ from mindspore.common.dtype import type_size_in_bytes
 
 from llm_serving.backends.base import Array, Backend
 from llm_serving.backends.parameters import host_blocks
-from llm_serving.core.memory import MAX_SLOTS
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import BlockMove, Int32Array
 from llm_serving.errors import ConfigError
+from llm_serving.models.memory import MAX_SLOTS
+from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.block_moves import runs
 
 
@@ -45,8 +45,8 @@ class KVTensors:
                 f"`num_blocks` times `block_size` must be at most {MAX_SLOTS}. Given: {num_blocks} x {block_size}"
             )
         layers = tuple(
-            backend.kv_cache(num_blocks, block_size, spec.num_key_value_heads, spec.head_dim, f"kv_cache.{index}")
-            for index in range(spec.num_hidden_layers)
+            backend.kv_cache(num_blocks, block_size, cache, f"kv_cache.{index}")
+            for index, cache in enumerate(spec.caches)
         )
         host_layers = tuple(
             (host_blocks(keys, num_swap_blocks), host_blocks(values, num_swap_blocks)) for keys, values in layers

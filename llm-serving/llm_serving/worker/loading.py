@@ -11,11 +11,11 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.core.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.models.contents import check_folder
+from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
+from llm_serving.models.spec import ModelSpec
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
@@ -62,6 +62,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         settings.block_size,
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
+        as_program=device.kernels != "primitives",
     )
     on_progress("compiling the network")
     runner.warm_up()

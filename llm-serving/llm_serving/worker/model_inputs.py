@@ -34,7 +34,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The arguments of a network, in the order of `models.base.STEP_INPUTS`; all int32, all C-contiguous."""
+    """The arguments of a network, in the order of `lowering.step.STEP_INPUTS`; all int32, all C-contiguous."""
 
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from llm_serving.backends.base import Backend
-from llm_serving.core.model_spec import ModelSpec
 from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.errors import StepMismatchError
-from llm_serving.models.registry import model_family
+from llm_serving.lowering.lower import lower
+from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.block_guard import BlockGuard
 from llm_serving.worker.block_moves import check_block_moves
@@ -35,6 +35,8 @@ class ModelRunner:
         block_size: int,
         max_model_len: int,
         num_swap_blocks: int = 0,
+        *,
+        as_program: bool = True,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -46,6 +48,7 @@ class ModelRunner:
             block_size: Tokens of a block.
             max_model_len: Longest context of a row, in tokens.
             num_swap_blocks: Blocks of the host pool.
+            as_program: One operator runs the network, where the backend has that.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -57,7 +60,7 @@ class ModelRunner:
         max_positions = min(max_model_len, num_blocks * block_size)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
         self._network = CompiledNetwork(
-            model_family(spec)(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions)
+            lower(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions, as_program=as_program)
         )
         self._choose_tokens = choose_tokens_for(backend.name)
         self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size)

@@ -12,11 +12,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.model_spec import MAX_VOCAB_SIZE
 from llm_serving.core.parameter_rules import Real
 from llm_serving.core.sampling_params import LOGIT_BIAS, RULES
 from llm_serving.core.step import SAMPLE_FIELDS, SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
+from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.worker import kernel_choice, token_choice
 from llm_serving.worker.logprobs import logprobs_of
 from llm_serving.worker.model_inputs import resolve_token_ids

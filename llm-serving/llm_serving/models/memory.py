@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from llm_serving.core.model_spec import ModelSpec
+from llm_serving.models.spec import ModelSpec
 
 PROCESS_BYTES: Final = 600_000_000
 """What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""
@@ -22,12 +22,12 @@ def readable_size(num_bytes: float) -> str:
 def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Most that is needed at once for a while: by the largest step, or before it by one weight on its way.
 
-    A step holds a few tensors as wide as the hidden size, gate, up and their product, and the logits of every row with
-    what sampling makes of them. A weight is there as stored, and once more where several are stacked.
+    A step holds a few of the widest values for each token, and the logits of every row with what sampling makes of
+    them. A weight is there as stored, and once more where several are stacked.
     """
-    token = dtype_bytes * (6 * spec.hidden_size + 3 * spec.intermediate_size)
+    token = dtype_bytes * 2 * spec.widest_row
     row = 4 * 3 * spec.vocab_size
-    largest_weight = dtype_bytes * spec.hidden_size * max(spec.vocab_size, 2 * spec.intermediate_size)
+    largest_weight = dtype_bytes * spec.largest_weight
     return max(max_num_batched_tokens * token + max_num_seqs * row, 2 * largest_weight)
 
 

@@ -5,8 +5,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.core.model_spec import ModelSpec, RopeScaling
 from llm_serving.errors import ModelError
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.description import CacheShape
+from llm_serving.network.rotary import Rotary, Scaling
 
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -45,38 +47,33 @@ LLAMA_2_7B = {
     "pad_token_id": None,
     "rope_scaling": None,
 }
-SCALING = RopeScaling(kind="llama3", factor=32.0, original_max_position_embeddings=8192)
+
+
+def rotary_of_model(spec):
+    """The one rotary embedding of all layers."""
+    (cos,) = {each.weights["cos"] for each in spec.network.operations if each.kind == "rotate"}
+    return cos.made.__self__
 
 
 def test_llama_3_with_grouped_queries_and_tied_embeddings():
     spec = ModelSpec.from_hugging_face(LLAMA_3_1B)
-    assert spec == ModelSpec(
-        architecture="LlamaForCausalLM",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=SCALING,
-        tie_word_embeddings=True,
-        max_position_embeddings=131072,
-        bos_token_id=128000,
-        eos_token_ids=(128001, 128008, 128009),
-    )
+    assert (spec.architecture, spec.vocab_size) == ("LlamaForCausalLM", 128256)
+    assert spec.caches == (CacheShape(8, 64, 64),) * 16
+    assert (spec.max_position_embeddings, spec.bos_token_id) == (131072, 128000)
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+    scaling = Scaling(kind="llama3", factor=32.0, low=1.0, high=4.0, original=8192)
+    assert rotary_of_model(spec) == Rotary(64, 64, 500000.0, scaling=scaling, own=64)
     assert spec.num_parameters == 1_235_814_400
+    assert spec.num_multiplied == 16 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
     assert spec.kv_bytes_per_token(2) == 32_768
-    assert (spec.q_size, spec.kv_size, spec.family) == (2048, 512, "llama")
 
 
 def test_llama_2_takes_heads_and_ids_from_what_is_there():
     spec = ModelSpec.from_hugging_face(LLAMA_2_7B)
-    assert (spec.num_key_value_heads, spec.head_dim) == (32, 128)
-    assert (spec.eos_token_ids, spec.pad_token_id, spec.rope_scaling) == ((2,), None, None)
-    assert (spec.rope_theta, spec.tie_word_embeddings, spec.attention_bias) == (10000.0, False, False)
+    assert spec.caches == (CacheShape(32, 128, 128),) * 32
+    assert (spec.eos_token_ids, spec.pad_token_id) == ((2,), None)
+    assert rotary_of_model(spec) == Rotary(128, 128, 10000.0, own=128)
+    assert "lm_head.weight" in spec.tensors
     assert spec.num_parameters == 6_738_415_616
     assert spec.kv_bytes_per_token(2) == 524_288
 
@@ -84,15 +81,23 @@ def test_llama_2_takes_heads_and_ids_from_what_is_there():
 def test_rope_parameters_say_the_same_as_theta_and_scaling():
     newer = {key: value for key, value in LLAMA_3_1B.items() if not key.startswith("rope")}
     newer["rope_parameters"] = LLAMA_3_ROPE | {"rope_theta": 500000.0}
-    assert ModelSpec.from_hugging_face(newer) == ModelSpec.from_hugging_face(LLAMA_3_1B)
+    older = ModelSpec.from_hugging_face(LLAMA_3_1B)
+    assert rotary_of_model(ModelSpec.from_hugging_face(newer)) == rotary_of_model(older)
     newer["rope_parameters"] = {"rope_theta": 7.0, "rope_type": "default"}
-    spec = ModelSpec.from_hugging_face(newer)
-    assert (spec.rope_theta, spec.rope_scaling) == (7.0, None)
+    assert rotary_of_model(ModelSpec.from_hugging_face(newer)) == Rotary(64, 64, 7.0, own=64)
 
 
 def test_linear_scaling_under_its_older_name():
     spec = ModelSpec.from_hugging_face(LLAMA_2_7B | {"rope_scaling": {"type": "linear", "factor": 2}})
-    assert spec.rope_scaling == RopeScaling(kind="linear", factor=2.0, original_max_position_embeddings=4096)
+    assert rotary_of_model(spec).scaling == Scaling(kind="linear", factor=2.0, original=4096)
+
+
+def test_a_token_is_multiplied_by_the_experts_it_goes_to():
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    dense, mixed = (ModelSpec.from_hugging_face(LLAMA_2_7B | more) for more in ({}, experts))
+    one = 3 * 4096 * 11008
+    assert mixed.num_parameters - dense.num_parameters == 32 * (7 * one + 8 * 4096)
+    assert mixed.num_multiplied - dense.num_multiplied == 32 * (one + 8 * 4096)
 
 
 def test_biases_count_as_parameters():
@@ -106,7 +111,7 @@ def test_biases_count_as_parameters():
     ("changes", "text"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Known: LlamaForCausalLM"),
-        ({"architectures": None}, "`architectures` must name one of: LlamaForCausalLM. Given: None"),
+        ({"architectures": None}, "`architectures` must name one of: LlamaForCausalLM, Qwen2ForCausalLM, "),
         ({"vocab_size": 0}, "`vocab_size` must be an integer >= 1 and <= 16777216. Given: 0"),
         ({"vocab_size": None}, "`vocab_size` must be an integer >= 1 and <= 16777216. Given: None"),
         ({"hidden_size": "4096"}, "`hidden_size` must be an integer >= 1 and <= 1048576. Given: '4096'"),
@@ -118,20 +123,25 @@ def test_biases_count_as_parameters():
         ({"rms_norm_eps": 2}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: 2"),
         ({"eos_token_id": [1] * 300}, "`eos_token_id` must be at most 256 token ids"),
         ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer >= 1"),
-        ({"num_key_value_heads": 5}, "`num_attention_heads` 32 must be a multiple of `num_key_value_heads` 5"),
-        ({"head_dim": 63}, "`head_dim` must be even for rotary embeddings. Given: 63"),
+        ({"num_key_value_heads": 5}, "`num_attention_heads` must be a multiple of `num_key_value_heads` 5. Given: 32"),
+        ({"head_dim": 63}, "`head_dim` must be even for rotary embeddings, is 63. Given: 63"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be silu. Given: 'gelu'"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: 0"),
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: nan"),
         ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false. Given: 1"),
         ({"eos_token_id": "2"}, "`eos_token_id` must be a token id or a list of them"),
         ({"eos_token_id": 32000}, "token id 32000 must be < `vocab_size` 32000"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not supported. Known: default, linear, llama3"),
-        ({"rope_scaling": {"type": "linear"}}, "`rope_scaling` must have a `factor`"),
+        (
+            {"rope_scaling": {"type": "spiral", "factor": 2}},
+            "`type` must be default or linear or dynamic",
+        ),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "`short_factor` must be a list of 64 numbers"),
+        ({"architectures": ["Qwen4ForCausalLM"]}, "'Qwen4ForCausalLM' is not supported. Nearest: Qwen3ForCausalLM."),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: `factor` must be given for linear"),
         ({"rope_scaling": 2}, "`rope_scaling` must be an object. Given: 2"),
         (
             {"rope_scaling": LLAMA_3_ROPE | {"low_freq_factor": 9}},
-            "low_freq_factor < high_freq_factor. Given: 9.0, 4.0",
+            "`low_freq_factor` must be less than `high_freq_factor` 4.0. Given: 9",
         ),
     ],
 )
@@ -189,11 +199,15 @@ def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
     config = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "vocab_size": 32000, "multiple_of": 256}
     config |= {"seq_length": 4096, "rms_norm_eps": "1e-5", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     spec = ModelSpec.from_mindformers(config)
-    assert (spec.intermediate_size, spec.num_key_value_heads, spec.rms_norm_eps) == (11008, 32, 1e-5)
+    assert (spec.fact("intermediate_size"), spec.fact("num_key_value_heads"), spec.fact("rms_norm_eps")) == (
+        11008,
+        32,
+        1e-5,
+    )
     assert (spec.max_position_embeddings, spec.eos_token_ids, spec.pad_token_id) == (4096, (2,), 0)
     grouped = {"hidden_size": 8192, "num_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
     spec = ModelSpec.from_mindformers(config | grouped)
-    assert (spec.intermediate_size, spec.kv_size) == (28672, 1024)
+    assert (spec.fact("intermediate_size"), spec.caches[0]) == (28672, CacheShape(8, 128, 128))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,278 @@
+"""A network as a graph of Cells: the operations of a backend, one Cell for each operation of the description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+
+from llm_serving.backends.base import AttentionShape, Backend
+from llm_serving.errors import ModelError
+from llm_serving.lowering import operations as cells
+from llm_serving.lowering.parameters import Parameters
+from llm_serving.lowering.step import KVCaches
+from llm_serving.network.description import Network, Operation, Value, Weight
+from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
+
+Registers = Any
+"""A tuple of tensors; MindSpore reads the functions that take it, not Python."""
+
+
+class NetworkOfCells(nn.Cell):
+    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> logits, float32 [S, V].
+
+    Values live in a few registers: a graph is compiled the faster the less each Cell hands on.
+
+    Args:
+        network: The description.
+        backend: Makes the operations.
+        parameters: Of every weight.
+        kv_caches: One pair for each layer.
+        max_positions: Longest context of a row, in tokens: a window of as many is none.
+        whole_prompts: For steps of whole prompts only; B is fixed in it, and unused rows have length 0.
+
+    Raises:
+        ModelError: The backend has no operation for something the network needs.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        backend: Backend,
+        parameters: Parameters,
+        kv_caches: KVCaches,
+        max_positions: int,
+        *,
+        whole_prompts: bool = False,
+    ) -> None:
+        super().__init__()
+        plan = apply(select_rows(network.operations), (add_in_norm,))
+        listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
+        self.steps = nn.CellList(listing.cells)
+        self.num_registers = listing.num_registers
+
+    def construct(
+        self,
+        token_ids: ms.Tensor,
+        positions: ms.Tensor,
+        slot_mapping: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
+    ) -> ms.Tensor:
+        arguments = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        registers = (token_ids,) * self.num_registers
+        for step in self.steps:
+            registers = step(registers, arguments)
+        return registers[0]
+
+
+class Step(nn.Cell):
+    """Takes what a Cell reads from registers and puts what it writes into others.
+
+    Args:
+        cell: (values read, arguments of the step) -> tuple of the values written
+        reads: Registers.
+        writes: Register -> which of the values written, for all registers; -1 stays as it is.
+    """
+
+    def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Sequence[int]) -> None:
+        super().__init__()
+        self.cell = cell
+        self.reads = tuple(reads)
+        self.writes = tuple(writes)
+
+    def construct(self, registers: Registers, arguments: Registers) -> Registers:
+        read: Registers = ()
+        for at in self.reads:
+            read = (*read, registers[at])
+        written = self.cell(read, arguments)
+        result: Registers = ()
+        for at, which in enumerate(self.writes):
+            result = (*result, registers[at] if which < 0 else written[which])
+        return result
+
+
+class _Listing:
+    """The Cells of a plan, and the registers between them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        backend: Backend,
+        parameters: Parameters,
+        kv_caches: KVCaches,
+        max_positions: int,
+        whole_prompts: bool,
+    ) -> None:
+        self._network, self._backend = network, backend
+        self._parameters, self._kv_caches = parameters, kv_caches
+        self._max_positions, self._whole_prompts = max_positions, whole_prompts
+        listed = _listed(plan.operations, whole_prompts)
+        last_read = {x: at for at, each in enumerate(listed) for x in each.reads}
+        taken: dict[object, int] = {}
+        steps = []
+        for at, each in enumerate(listed):
+            reads = [taken[x] for x in each.reads]
+            for value in [x for x in taken if last_read[x] <= at]:
+                del taken[value]
+            written = {}
+            for which, y in enumerate(each.writes):
+                if y in last_read or each.operation.kind == "output":
+                    taken[y] = next(i for i in range(len(listed)) if i not in taken.values())
+                    written[taken[y]] = which
+            for y in each.writes:
+                if y not in last_read:
+                    taken.pop(y, None)
+            steps.append((self._cell(each), reads, written))
+        self.num_registers = 1 + max(at for _, reads, written in steps for at in (*reads, *written, 0))
+        self.cells = [
+            Step(cell, reads, [written.get(at, -1) for at in range(self.num_registers)])
+            for cell, reads, written in steps
+        ]
+        if 0 not in steps[-1][2]:
+            raise AssertionError("logits are not in register 0")
+
+    def _cell(self, each: _Listed) -> nn.Cell:
+        operation, backend, parameters = each.operation, self._backend, self._parameters
+        attributes = operation.attributes
+        weights = {role: parameters[weight][0] for role, weight in operation.weights.items()}
+        match operation.kind:
+            case "tables":
+                return cells.Tables(backend, weights["cos"], weights["sin"])
+            case "split":
+                return cells.Split(backend, [view.width for view in each.writes if isinstance(view, Value)])
+            case "gather":
+                return cells.Gather(backend, weights["table"], attributes["scale"], attributes["rounded_scale"])
+            case "linear" if attributes["heads"] == 1:
+                return cells.Linear(backend, weights["weight"], weights.get("bias"))
+            case "norm" if "added" in operation.inputs:
+                return cells.AddNorm(backend, weights["gain"], attributes["eps"])
+            case "norm":
+                return cells.Norm(backend, weights["gain"], attributes["eps"], attributes["group"])
+            case "rotate":
+                return cells.Rotate(backend, [x.width for x in operation.inputs.values()], weights_width(operation))
+            case "store":
+                return cells.Store(backend, self._kv_caches[attributes["layer"]])
+            case "attend":
+                return self._attend(operation)
+            case "activate":
+                return cells.Activate(backend, attributes["function"])
+            case "add":
+                return cells.Add(backend, attributes["scale"])
+            case "weigh":
+                return cells.Weigh()
+            case "route":
+                return cells.Route(backend, weights["weight"], weights.get("correction"), attributes)
+            case "experts":
+                gate_up, down = (parameters[operation.weights[role]] for role in ("gate_up", "down"))
+                return cells.Experts(backend, gate_up, down)
+            case "select":
+                return cells.Select(backend)
+            case "output":
+                return cells.Output(backend, weights["weight"], attributes["scale"], attributes["cap"])
+        raise ModelError(f"no Cell computes the operation {operation.kind}")
+
+    def _attend(self, operation: Operation) -> nn.Cell:
+        layer, q = operation.attributes["layer"], operation.inputs["q"]
+        shape = self._network.caches[layer]
+        if "q_turned" in operation.inputs:
+            raise ModelError(f"kernels of {self._backend.name} have no attention to latent keys")
+        window, slopes = operation.attributes["window"], operation.weights.get("slopes")
+        attention = AttentionShape(
+            num_heads=q.width // shape.key_width,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.key_width,
+            scale=operation.attributes["scale"],
+            window=window if window < self._max_positions else 0,
+            cap=operation.attributes["cap"],
+        )
+        weight = None if slopes is None else self._parameters[slopes][0]
+        paged = self._backend.paged_attention(attention, weight)
+        if not self._whole_prompts:
+            return cells.Attend(paged, self._kv_caches[layer])
+        prompts = self._backend.prompt_attention(attention)
+        if prompts is None:
+            raise ModelError(f"kernels of {self._backend.name} have no attention of their own for whole prompts")
+        return cells.AttendPrompts(prompts)
+
+
+def weights_width(operation: Operation) -> int:
+    """Elements of a head of `rotate`."""
+    return operation.weights["cos"].shape[1]
+
+
+class _Listed:
+    """An operation, with what it reads and writes: values, views of them, and keys of what is no value."""
+
+    def __init__(self, operation: Operation, reads: Sequence[object], writes: Sequence[object]) -> None:
+        self.operation = operation
+        self.reads = tuple(reads)
+        self.writes = tuple(writes)
+
+
+def _listed(operations: Sequence[Operation], whole_prompts: bool) -> list[_Listed]:
+    """The operations as Cells take them.
+
+    Views become results of a split; cosines and sines are looked up once for all layers; two rotations by the same
+    tables, one after the other, are one; attention depends on what was stored before.
+    """
+    views: dict[Value, dict[tuple[int, int], Value]] = {}
+    for each in operations:
+        for x in each.inputs.values():
+            if x.whole is not None:
+                views.setdefault(x.whole, {}).setdefault((x.start, x.width), x)
+
+    def key(x: Value) -> object:
+        return x if x.whole is None else views[x.whole][x.start, x.width]
+
+    result: list[_Listed] = []
+    tables: set[Weight] = set()
+    waiting: Operation | None = None  # a rotation that the next one may join
+    for each in operations:
+        if waiting is not None:
+            joins = each.kind == "rotate" and each.weights == waiting.weights
+            pair = (waiting, each) if joins else (waiting,)
+            result.append(_rotation(pair, key))
+            waiting = None
+            if joins:
+                continue
+        if each.kind == "rotate":
+            if each.weights["cos"] not in tables:
+                tables.add(each.weights["cos"])
+                looked_up = Operation("tables", {}, each.weights, {}, {})
+                result.insert(0, _Listed(looked_up, (), (each.weights["cos"], each.weights["sin"])))
+            waiting = each
+            continue
+        reads: list[object] = [key(x) for x in each.inputs.values()]
+        writes: list[object] = list(each.outputs.values())
+        if each.kind == "norm" and "added" in each.inputs:
+            writes = [each.outputs["y"], each.outputs.get("sum")]
+        elif each.kind == "store":
+            writes = [("stored", each.attributes["layer"])]
+        elif each.kind == "attend":
+            layer = each.attributes["layer"]
+            reads.append(("stored", layer))
+            if whole_prompts:
+                stored = next(s for s in operations if s.kind == "store" and s.attributes["layer"] == layer)
+                reads += [key(stored.inputs[role]) for role in ("k", "v")]
+        elif each.kind == "output":
+            writes = ["logits"]
+        result.append(_Listed(each, reads, writes))
+        for y in each.outputs.values():
+            if y in views:
+                ordered = [views[y][at] for at in sorted(views[y])]
+                result.append(_Listed(Operation("split", {"x": y}, {}, {}, {}), (y,), ordered))
+    return result
+
+
+def _rotation(operations: Sequence[Operation], key: Callable[[Value], object]) -> _Listed:
+    inputs = {f"x{index}": each.inputs["x"] for index, each in enumerate(operations)}
+    together = Operation("rotate", inputs, operations[0].weights, {}, {})
+    tables = operations[0].weights["cos"], operations[0].weights["sin"]
+    reads = [*(key(x) for x in inputs.values()), *tables]
+    return _Listed(together, reads, [each.outputs["y"] for each in operations])

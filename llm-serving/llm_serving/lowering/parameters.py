@@ -1,0 +1,73 @@
+"""The Parameters of a network, read from a model folder in the order of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import mindspore as ms
+import numpy as np
+
+from llm_serving.backends.base import Backend
+from llm_serving.models.weights import WeightReader
+from llm_serving.network.description import Network, Operation, Weight
+from llm_serving.network.weights import parameter
+
+_PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("weight",),
+    "route": ("weight",),
+    "experts": ("gate_up", "down"),
+    "output": ("weight",),
+}
+"""Operation -> roles of weights by which it multiplies."""
+
+
+Parameters = Mapping[Weight, Sequence[ms.Parameter]]
+"""One for each weight; of experts one for each of them where each is multiplied by itself."""
+
+
+def parameters_of(
+    network: Network, backend: Backend, reader: WeightReader, max_positions: int, *, as_cells: bool
+) -> Parameters:
+    """Makes the Parameter of every weight, one after the other: a stacked weight takes memory until it is packed.
+
+    Args:
+        network: The description.
+        backend: Makes the Parameters.
+        reader: Of the folder; it is read once.
+        max_positions: Longest context of a row, in tokens.
+        as_cells: Each expert has a Parameter of its own, and biases are tables of one row.
+
+    Raises:
+        ModelError: The folder lacks a tensor, has one of another shape, or one too many.
+    """
+    multiplied = products(network.operations)
+    experts = _experts(network.operations) if as_cells else {}
+    biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
+    made: dict[Weight, list[ms.Parameter]] = {}
+    for index, weight in enumerate(network.weights):
+        values = parameter(weight, reader, max_positions)
+        name = f"weights.{index}"
+        if weight in multiplied:
+            parts = np.split(values, experts.get(weight, 1))
+            made[weight] = [backend.linear_weight(part, f"{name}.{at}") for at, part in enumerate(parts)]
+        elif weight.kind == "float32":
+            made[weight] = [backend.numbers(values, name)]
+        elif values.ndim == 1 and not (weight in biases and as_cells):
+            made[weight] = [backend.vector(values, name=name)]
+        else:
+            made[weight] = [backend.table(np.atleast_2d(values), name)]
+    for name in network.optional:
+        reader.leave(name)
+    reader.check_all_taken()
+    return made
+
+
+def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:
+    """Number of experts in a weight."""
+    routed = [each for each in operations if each.kind == "experts"]
+    return {each.weights[role]: each.attributes["experts"] for each in routed for role in ("gate_up", "down")}
+
+
+def products(operations: Iterable[Operation]) -> set[Weight]:
+    """The weights by which an operation multiplies."""
+    return {each.weights[role] for each in operations for role in _PRODUCTS.get(each.kind, ())}

@@ -1,0 +1,32 @@
+"""The arguments of a network: the arrays of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import mindspore as ms
+
+KVCaches = Sequence[tuple[ms.Parameter, ms.Parameter]]
+"""Key and value cache of each layer."""
+
+STEP_INPUTS: Final = (
+    ("token_ids", 1),  # [T]
+    ("positions", 1),  # [T]
+    ("slot_mapping", 1),  # [T]
+    ("block_tables", 2),  # [B, W]
+    ("query_lens", 1),  # [B]
+    ("context_lens", 1),  # [B]
+    ("sample_indices", 1),  # [S]
+)
+"""Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size]."""
+
+
+def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
+    """Arguments of every shape, for `Cell.set_inputs`: one compilation serves all batches.
+
+    Args:
+        num_rows: B, for a graph in which it is fixed.
+    """
+    sizes = {"block_tables": (num_rows, None), "query_lens": (num_rows,), "context_lens": (num_rows,)}
+    return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

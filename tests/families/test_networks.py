@@ -1,0 +1,107 @@
+"""Every family as it is served, against what its references answer."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from families import models
+from graph_model import BLOCK_SIZE, GraphModel, backend
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.primitives import lacking
+
+pytestmark = pytest.mark.mindspore
+
+LARGEST_ERROR = 1e-4
+ON_EVERY_KERNELS = (
+    "llama3.1",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3-longrope",
+    "internlm2",
+    "baichuan2-13b",
+    "glm4",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "mixtral",
+    "qwen2-moe",
+    "deepseek-v2-lite",
+)
+
+
+def spec_and_golden(name, folder):
+    models.write(name, folder)
+    golden = models.golden(name)
+    longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
+    spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
+    return spec, golden, longest
+
+
+def served(name, folder, kernels, dtype):
+    spec, golden, longest = spec_and_golden(name, folder)
+    made = backend("plain" if kernels == "plain" else "cpu", dtype)
+    num_blocks = -(-longest // BLOCK_SIZE)
+    return GraphModel(spec, folder, made, num_blocks=num_blocks, as_program=kernels == "program"), golden, longest
+
+
+def greedy(model, prompt, longest):
+    """Logits of the prompt, and as many tokens as fit."""
+    token_ids = prompt.token_ids.tolist()
+    blocks = list(range(min(-(-longest // BLOCK_SIZE), -(-(len(token_ids) + models.NEW_TOKENS) // BLOCK_SIZE))))
+    logits = model.logits((token_ids, 0, blocks))
+    tokens = [int(logits[-1].argmax())]
+    for position in range(len(token_ids), min(len(token_ids) + models.NEW_TOKENS - 1, longest)):
+        tokens.append(int(model.logits(([tokens[-1]], position, blocks))[-1].argmax()))
+    return logits, tokens
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_a_program_answers_as_the_reference(tmp_path, name):
+    model, golden, longest = served(name, tmp_path, "program", "float32")
+    for prompt in golden.prompts.values():
+        logits, tokens = greedy(model, prompt, longest)
+        assert np.abs(logits[prompt.positions] - prompt.logits).max() < LARGEST_ERROR
+        assert tokens == prompt.generated[: len(tokens)].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in ON_EVERY_KERNELS if "deepseek" not in name])
+def test_plain_kernels_answer_as_the_reference(tmp_path, name):
+    model, golden, longest = served(name, tmp_path, "plain", "float32")
+    prompt = golden.prompts[min(golden.prompts)]
+    logits, tokens = greedy(model, prompt, longest)
+    assert np.abs(logits[prompt.positions] - prompt.logits).max() < LARGEST_ERROR
+    assert tokens == prompt.generated[: len(tokens)].tolist()
+
+
+@pytest.mark.parametrize("name", ON_EVERY_KERNELS)
+def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
+    spec, golden, longest = spec_and_golden(name, tmp_path)
+    if lacking(spec.network, longest) is not None:
+        pytest.skip(f"the primitives have no {lacking(spec.network, longest)}")
+    program, _, _ = served(name, tmp_path / "program", "program", "bfloat16")
+    graph, _, _ = served(name, tmp_path / "graph", "primitives", "bfloat16")
+    token_ids = golden.prompts[200].token_ids.tolist() if 200 in golden.prompts else []
+    blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
+    expected, logits = (each.logits((token_ids, 0, blocks)) for each in (program, graph))
+    # Soft functions are MindSpore's own there.
+    own = {"experts", "weigh"} & {each.kind for each in spec.network.operations}
+    if own or any(each.attributes.get("function") == "gelu_tanh" for each in spec.network.operations):
+        assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
+    else:
+        assert logits.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3-moe", "deepseek-v2"])
+def test_a_row_has_the_same_bits_however_a_prompt_is_cut_and_whoever_is_beside_it(tmp_path, name):
+    model, golden, _ = served(name, tmp_path, "program", "bfloat16")
+    token_ids = golden.prompts[200].token_ids.tolist()[:90]
+    other = golden.prompts[5].token_ids.tolist()
+    whole = model.logits((token_ids, 0, [0, 1, 2, 3, 4, 5]))
+    parts = [model.logits((token_ids[:31], 0, [9, 8, 7, 6, 5, 4]), (other, 0, [1]))[:31]]
+    parts.append(model.logits((other, 0, [1]), (token_ids[31:77], 31, [9, 8, 7, 6, 5, 4]))[len(other) :])
+    for position in range(77, 90):
+        beside = [([token_ids[position]], position, [9, 8, 7, 6, 5, 4]), (other[:1], 0, [2])]
+        parts.append(model.logits(*beside)[:1])
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
