@@ -1,11 +1,10 @@
 """Every family as it is served, against what its references answer."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from families import models
-from graph_model import BLOCK_SIZE, GraphModel, backend
+from families.precision import greedy, served
+from graph_model import BLOCK_SIZE
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.primitives import lacking
 
@@ -31,32 +30,6 @@ ON_EVERY_KERNELS = (
 )
 
 
-def spec_and_golden(name, folder):
-    models.write(name, folder)
-    golden = models.golden(name)
-    longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
-    spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
-    return spec, golden, longest
-
-
-def served(name, folder, kernels, dtype):
-    spec, golden, longest = spec_and_golden(name, folder)
-    made = backend("plain" if kernels == "plain" else "cpu", dtype)
-    num_blocks = -(-longest // BLOCK_SIZE)
-    return GraphModel(spec, folder, made, num_blocks=num_blocks, as_program=kernels == "program"), golden, longest
-
-
-def greedy(model, prompt, longest):
-    """Logits of the prompt, and as many tokens as fit."""
-    token_ids = prompt.token_ids.tolist()
-    blocks = list(range(min(-(-longest // BLOCK_SIZE), -(-(len(token_ids) + models.NEW_TOKENS) // BLOCK_SIZE))))
-    logits = model.logits((token_ids, 0, blocks))
-    tokens = [int(logits[-1].argmax())]
-    for position in range(len(token_ids), min(len(token_ids) + models.NEW_TOKENS - 1, longest)):
-        tokens.append(int(model.logits(([tokens[-1]], position, blocks))[-1].argmax()))
-    return logits, tokens
-
-
 @pytest.mark.parametrize("name", models.names())
 def test_a_program_answers_as_the_reference(tmp_path, name):
     model, golden, longest = served(name, tmp_path, "program", "float32")
@@ -77,10 +50,10 @@ def test_plain_kernels_answer_as_the_reference(tmp_path, name):
 
 @pytest.mark.parametrize("name", ON_EVERY_KERNELS)
 def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
-    spec, golden, longest = spec_and_golden(name, tmp_path)
+    program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16")
+    spec = ModelSpec.from_folder(tmp_path / "program")
     if lacking(spec.network, longest) is not None:
         pytest.skip(f"the primitives have no {lacking(spec.network, longest)}")
-    program, _, _ = served(name, tmp_path / "program", "program", "bfloat16")
     graph, _, _ = served(name, tmp_path / "graph", "primitives", "bfloat16")
     token_ids = golden.prompts[200].token_ids.tolist() if 200 in golden.prompts else []
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
