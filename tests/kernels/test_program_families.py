@@ -9,7 +9,7 @@ from family_configs import CONFIGS, RandomTensors, config_of
 from kernel_calls import Array, Typed
 from llm_serving.kernels import library
 from llm_serving.models.facts import Facts
-from llm_serving.models.families import describe
+from llm_serving.models.registry import describe
 from llm_serving.network.description import Network
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows

@@ -11,7 +11,7 @@ from kernel_calls import Typed, empty, integers, packed, status_of, typed
 from kernels_cache import Cache
 from llm_serving.kernels import library
 from llm_serving.models.facts import Facts
-from llm_serving.models.families import describe
+from llm_serving.models.registry import describe
 from llm_serving.network.program import KINDS
 from network_reference import parameters as weights_of
 from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of

@@ -16,7 +16,7 @@ DEMO = Path(llm_serving.demo_model.__file__).parent
 
 
 def folder_with(tmp_path, eos, generation):
-    for name in ("tokenizer.model", "tokenizer_config.json"):
+    for name in ("tokenizer.model", "tokenizer_config.json", "model.safetensors"):
         shutil.copy(DEMO / name, tmp_path)
     config = json.loads((DEMO / "config.json").read_text()) | {"eos_token_id": eos}
     (tmp_path / "config.json").write_text(json.dumps(config))
