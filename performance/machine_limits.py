@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -105,20 +105,29 @@ class StepCost:
             num_samples: Rows whose last token goes through the head.
             num_pairs: Pairs of a token and a token it attends to, in one head of one layer.
         """
+        products = self._layers * num_tokens - self._spared * (num_tokens - num_samples)
+        return 2.0 * (products + self._head * num_samples + self._attention * num_pairs)
+
+    @cached_property
+    def _attention(self) -> int:
+        """Elements of scores and sums for a pair of tokens, over all layers."""
         attends = [each for each in self.spec.network.operations if each.kind == "attend"]
-        attention = sum(each.inputs["q"].width + each.outputs["y"].width for each in attends)
+        return sum(each.inputs["q"].width + each.outputs["y"].width for each in attends)
+
+    @cached_property
+    def _spared(self) -> int:
+        """Elements that a token which does not sample is not multiplied by."""
         plan = select_rows(self.spec.network.operations)
-        spared = sum(
+        behind = sum(
             math.prod(each.weights["weight"].shape)
             for each in plan.operations[:-1]
             if each.kind == "linear" and each.outputs["y"] in plan.selected
         )
         # The query of the last layer, whose product has keys and values too.
-        spared += attends[-1].inputs["q"].width * self.spec.network.hidden
-        products = self._layers * num_tokens - spared * (num_tokens - num_samples)
-        return 2.0 * (products + self._head * num_samples + attention * num_pairs)
+        query = next(each.inputs["q"] for each in reversed(plan.operations) if each.kind == "attend")
+        return behind + query.width * self.spec.network.hidden
 
-    @property
+    @cached_property
     def _layers(self) -> int:
         """Elements a token is multiplied by, the head aside, and those of the norms."""
         network = self.spec.network
