@@ -1,13 +1,11 @@
-"""Whole networks as the operator `decoder`, and as the operators that it stands for."""
+"""A small Llama, computed by the operators of the library one after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from kernel_calls import Typed, call, empty, integers, linear, packed, scalar, typed
-from kernels_cache import SCALE, Cache, filled, padded, rows
-from llm_serving.kernels import library
+from kernels_cache import Cache, filled, rows
 
 VOCAB, POSITIONS = 70, 96
 NUM_HEADS, NUM_KV_HEADS = 4, 2
@@ -34,12 +32,6 @@ class Layer:
     gate_up: Typed
     down: Typed
 
-    @property
-    def vectors(self) -> Typed:
-        """Gains and biases behind one another."""
-        present = [value for field in fields(self) if (value := getattr(self, field.name)) and value.array.ndim == 1]
-        return Typed(np.concatenate([vector.array for vector in present]), self.gain.dtype)
-
 
 @dataclass(frozen=True)
 class Decoder:
@@ -51,11 +43,6 @@ class Decoder:
     gain: Typed
     head: Typed
     layers: list[Layer]
-
-    @property
-    def constants(self) -> Typed:
-        layer = self.layers[0]
-        return typed([SCALE, EPS, layer.qkv_bias is not None, layer.gate_up_bias is not None], "float32")
 
 
 @dataclass(frozen=True)
@@ -210,49 +197,6 @@ def _layer_by_operators(layer: Layer, hidden: Typed, cos: Typed, sin: Typed, ste
     return result
 
 
-def parameters(decoder: Decoder, step: Step, caches: list[Cache]) -> dict[str, Typed]:
-    """Of `decoder`, in its order; those of a layer under their name and, from the second on, its number."""
-    given = {
-        "constants": decoder.constants,
-        "token_ids": integers(step.token_ids),
-        "positions": integers(step.positions),
-        "slot_mapping": integers(step.slots),
-        "block_tables": padded(step.tables),
-        "query_lens": integers(step.query_lens),
-        "context_lens": integers(step.context_lens),
-        "sample_indices": integers(step.samples),
-    }
-    given |= {name: getattr(decoder, name) for name in ("table", "cos", "sin", "gain", "head")}
-    for number, (layer, cache) in enumerate(zip(decoder.layers, caches, strict=True)):
-        of_layer = {"vectors": layer.vectors, "qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up}
-        of_layer |= {"down": layer.down, "key_cache": cache.key, "value_cache": cache.value}
-        given |= {f"{name}{number or ''}": value for name, value in of_layer.items()}
-    return given | {"logits": empty((len(step.samples), VOCAB), "float32")}
-
-
-def in_one(decoder: Decoder, step: Step, caches: list[Cache]) -> Typed:
-    """Logits of the rows that sample."""
-    given = parameters(decoder, step, caches)
-    call("decoder", *given.values())
-    return given["logits"]
-
-
 def same_bits(caches: list[Cache], others: list[Cache]) -> bool:
     pairs = zip(caches, others, strict=True)
     return all(np.array_equal(a.key.bits, b.key.bits) and np.array_equal(a.value.bits, b.value.bits) for a, b in pairs)
-
-
-def assert_same_as_by_operators(
-    decoder: Decoder,
-    create_step: Callable[[], tuple[Step, list[Cache]]],
-    thread_counts: tuple[int, ...] = (1, 2),
-) -> None:
-    step, apart = create_step()
-    expected = by_operators(decoder, step, apart)
-    assert np.all(np.isfinite(expected.values))
-    for threads in thread_counts:
-        _, together = create_step()
-        with library.threads_in_use(threads):
-            logits = in_one(decoder, step, together)
-        assert np.array_equal(logits.bits, expected.bits[step.samples]), threads
-        assert same_bits(together, apart), threads
