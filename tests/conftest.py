@@ -1,8 +1,13 @@
-"""The order of the tests, by file: what needs the operator library comes late, since it may be compiling meanwhile."""
+"""What holds for all tests: their order by file, and logging as it was before each of them.
 
+What needs the operator library comes late, since it may be compiling meanwhile.
+"""
+
+import logging
 from pathlib import Path
 
 import pytest
+from llm_serving.log import ROOT
 
 TESTS = Path(__file__).parent
 LATE = (
@@ -20,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def lateness(path: Path) -> int:
     """Place in `LATE`, from 1 on; 0 for all others."""
     return next((place for place, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
+
+
+def pytest_runtest_teardown() -> None:
+    """The commands configure the package's logger; `caplog` would then have each line twice, or none."""
+    logger = logging.getLogger(ROOT)
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

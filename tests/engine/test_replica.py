@@ -28,14 +28,8 @@ def test_the_context_is_the_models_as_far_as_memory_goes(num_blocks, longest, re
         sources={"model_config.max_generate_length": "model config.json"},
     )
     tokenizer: Any = WordTokenizer()
-    logger = logging.getLogger("llm_serving")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
-        executor = LocalExecutor(FakeRunner(num_blocks, 16))
-        engine = build_engine(config, num_blocks, executor, tokenizer, Metrics(), lambda pieces: None)
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger.setLevel(logging.NOTSET)
+    caplog.set_level(logging.INFO, "llm_serving")
+    executor = LocalExecutor(FakeRunner(num_blocks, 16))
+    engine = build_engine(config, num_blocks, executor, tokenizer, Metrics(), lambda pieces: None)
     assert engine.scheduler.limits.max_model_len == longest
     assert reason in caplog.text

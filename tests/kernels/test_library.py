@@ -129,14 +129,8 @@ def test_the_tests_go_through_every_instruction_set_of_this_cpu() -> None:
 
 
 def test_progress_is_logged(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("llm_serving")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
-        library.library_path()
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger.setLevel(logging.NOTSET)
+    caplog.set_level(logging.INFO, "llm_serving")
+    library.library_path()
     assert "compiling the operator library with fake compiler 1.0" in caplog.text
     assert "compiled the operator library in" in caplog.text
 

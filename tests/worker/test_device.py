@@ -1,10 +1,8 @@
-import logging
 import os
 
 import pytest
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.errors import KernelError
-from llm_serving.log import ROOT
 from llm_serving.worker import device
 from llm_serving.worker.device import backend_for, configure_device
 
@@ -26,8 +24,7 @@ def made(monkeypatch):
     return made
 
 
-def test_without_a_compiler_auto_falls_back_with_a_notice(made, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(ROOT), "propagate", True)
+def test_without_a_compiler_auto_falls_back_with_a_notice(made, caplog):
     backend, notice = backend_for(DeviceConfig(kernels="auto"), "bfloat16")
     assert backend == "plain"
     assert "no C++ compiler found" in notice

@@ -56,7 +56,6 @@ def run(main):
 
 def test_connections_wait_until_there_are_file_descriptors(monkeypatch, caplog):
     monkeypatch.setattr(acceptor, "PAUSE_S", 0.01)
-    monkeypatch.setattr(logging.getLogger("llm_serving"), "propagate", True)
 
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:

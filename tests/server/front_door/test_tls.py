@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 import threading
 
@@ -105,8 +104,7 @@ def test_new_files_are_shown_without_a_restart(authority, tmp_path, monkeypatch)
             client.recv(1)
 
 
-def test_files_that_cannot_be_used_change_nothing(authority, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("llm_serving"), "propagate", True)
+def test_files_that_cannot_be_used_change_nothing(authority, tmp_path, caplog):
     limits = issue(authority, tmp_path)
     files = Certificates(limits["ssl_certfile"], limits["ssl_keyfile"])
     before = files.context
