@@ -1,4 +1,4 @@
-// ReshapeAndCache, PagedAttention, and both with what comes before them.
+// ReshapeAndCache and PagedAttention.
 #include <vector>
 
 #include "attending.h"
@@ -59,70 +59,9 @@ int paged_attention(const Call& call) {
   return 0;
 }
 
-// As read_slots, of `count` rows of tables.
-int read_positions(const Call& call, int parameter, size_t tokens, size_t count, std::vector<int64_t>& positions) {
-  if (!call.is_integer(parameter) || call.elements(parameter) != tokens) {
-    return call.fail("positions must be int32 or int64, one for each of %zu rows", tokens);
-  }
-  positions.resize(tokens);
-  for (size_t i = 0; i < tokens; i++) positions[i] = call.integer(parameter, i);
-  return call.check_within(parameter, "positions", 0, count, "rows of cos and sin");
-}
-
 }  // namespace
 }  // namespace llm
 
 LLM_OPERATOR(ReshapeAndCache) { return llm::reshape_and_cache(call); }
 
 LLM_OPERATOR(PagedAttention) { return llm::paged_attention(call); }
-
-namespace llm {
-
-int attend_to_qkv(const Call& call, const QkvParameters& at) {
-  const DType dtype = at.dtype;
-  const size_t tokens = call.elements(at.slot_mapping);
-  KvCache cache;
-  if (!read_cache(call, at.key_cache, at.value_cache, dtype, cache) || cache.key_dim != cache.value_dim) {
-    return call.fail("%s", kCacheRule);
-  }
-  const size_t head_dim = cache.key_dim;
-  const size_t kv_width = cache.heads * head_dim;
-  const size_t width = at.width;
-  const size_t q_width = at.q_width;
-  if (head_dim == 0 || width != q_width + 2 * kv_width || width % head_dim != 0 || at.tokens != tokens) {
-    return call.fail("qkv must have %zu rows of %zu queries and of %zu keys and values", tokens, q_width, kv_width);
-  }
-  if (call.dtype(at.cos) != dtype || call.dtype(at.sin) != dtype || call.rank(at.cos) != 2 ||
-      call.dim(at.cos, 1) != head_dim || call.elements(at.sin) != call.elements(at.cos)) {
-    return call.fail("cos and sin must be tables [positions, %zu] of the type of qkv", head_dim);
-  }
-  std::vector<int64_t> positions, slots;
-  if (const int status = read_positions(call, at.positions, tokens, call.dim(at.cos, 0), positions)) return status;
-  if (const int status = read_slots(call, cache, at.slot_mapping, slots)) return status;
-  const size_t num_heads = q_width / head_dim;
-  if (cache.heads == 0 || num_heads == 0 || num_heads % cache.heads != 0) {
-    return call.fail("rows of q must hold %zu heads of %zu elements, shared by %zu heads of the cache", num_heads,
-                     head_dim, cache.heads);
-  }
-  Requests requests;
-  if (const int status = read_requests(call, at.block_tables, at.query_lens, at.context_lens, tokens, requests)) {
-    return status;
-  }
-  if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
-  const size_t bytes = element_size(dtype, nullptr);
-  const char* q = static_cast<const char*>(at.qkv);
-  const char* k = q + q_width * bytes;
-  AttendArgs args = {q,         width,           {k, width, k + kv_width * bytes, width, slots.data()},
-                     cache,     &requests,       tokens,
-                     num_heads, positions.data()};
-  args.cos = call.data<void>(at.cos);
-  args.sin = call.data<void>(at.sin);
-  args.table_dtype = dtype;
-  args.scale = at.scale;
-  args.y = at.y;
-  args.y_passes = at.y_passes;
-  attend(args);
-  return 0;
-}
-
-}  // namespace llm

@@ -20,11 +20,4 @@ void gate(const SwigluArgs& args) {
   kernels().swiglu(args);
 }
 
-int Weight::check(const Call& call, size_t n, size_t k) const {
-  if (n_ != n || k_ != k || !is_packed_) {
-    return call.fail("%s must be packed, [%zu, %zu], of the type of the table", name_, n, k);
-  }
-  return can_multiply(units()) ? 0 : call.fail("%s", kOtherKernels);
-}
-
 }  // namespace llm

@@ -19,31 +19,11 @@ int look_up(const Call& call, int table, int indices, char* y, size_t y_stride =
 // Refuses integers of `indices` that name no row of a table.
 int check_indices(const Call& call, int indices, size_t rows);
 
-// Rows of query, key and value, `width` elements each and `q_width` of them queries, and the parameters of a call that
-// go with them; `cos` and `sin` have a row for each position.
-struct QkvParameters {
-  const void* qkv;
-  size_t tokens, width, q_width;
-  DType dtype;
-  int positions, cos, sin, key_cache, value_cache, slot_mapping, block_tables, query_lens, context_lens;
-  float scale;
-  void* y;
-  Passes y_passes;
-};
-
-// Rotates queries and keys, stores keys and values, attends: what four operators do otherwise, with the same bits.
-// Returns a status as operators do; nothing is written unless it is 0.
-int attend_to_qkv(const Call& call, const QkvParameters& at);
-
 // A parameter that products multiply by.
 class Weight {
  public:
-  Weight(const Call& call, const char* name, int parameter, DType dtype)
-      : name_(name),
-        data_(call.data<void>(parameter)),
-        dtype_(dtype),
-        n_(call.dim(parameter, 0)),
-        k_(call.dim(parameter, 1)) {
+  Weight(const Call& call, int parameter, DType dtype)
+      : data_(call.data<void>(parameter)), dtype_(dtype), n_(call.dim(parameter, 0)), k_(call.dim(parameter, 1)) {
     const PackedWeight packed(data_, dtype, n_, k_);
     is_packed_ = packed.is_packed();
     if (packed.units() == nullptr) return;
@@ -66,9 +46,6 @@ class Weight {
     return result;
   }
 
-  // Refuses any but a packed weight [n, k] that the kernels in use can read.
-  int check(const Call& call, size_t n, size_t k) const;
-
   // How products want their `count` rows.
   Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, units()); }
 
@@ -80,7 +57,6 @@ class Weight {
   }
 
  private:
-  const char* name_;
   const void* data_;
   DType dtype_;
   size_t n_, k_;

@@ -120,7 +120,7 @@ void Program::read_weights() {
   for (size_t i = 0; i < num_weights_; i++) {
     const int parameter = kWeights + static_cast<int>(i);
     if (call_.rank(parameter) != 2 || call_.dtype(parameter) != dtype_) continue;
-    const Weight weight(call_, "weight", parameter, dtype_);
+    const Weight weight(call_, parameter, dtype_);
     if (weight.is_packed()) weights_[i].emplace(weight);
   }
 }
