@@ -6,7 +6,9 @@ import pytest
 from llm_serving.errors import ModelError
 from llm_serving.models import weights
 from llm_serving.models.read_ahead import ReadAhead
-from llm_serving.models.weights import WeightReader, to_float32
+from llm_serving.models.weights import WeightReader
+from llm_serving.network.description import Weight
+from llm_serving.network.weights import parameter, to_float32
 from model_factories import to_bfloat16, write_safetensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -102,13 +104,13 @@ def test_derived_tables_need_not_be_taken(tmp_path):
 
 def test_stacked_tensors_keep_their_order(folder):
     write_safetensors(folder / "second.safetensors", {"c": A + 10})
-    stacked = WeightReader(folder).take_rows([("c", 2), ("a", 2)], 3)
+    stacked = parameter(Weight(("c", "a"), (4, 3), ((2, 3), (2, 3))), WeightReader(folder), 1)
     assert stacked.tolist() == [*(A + 10).tolist(), *A.tolist()]
 
 
 def test_stacked_tensors_of_different_types_become_float32(folder):
     write_safetensors(folder / "second.safetensors", {"c": to_bfloat16(A)})
-    stacked = WeightReader(folder).take_rows([("c", 2), ("b", 1)], 3)
+    stacked = parameter(Weight(("c", "b"), (3, 3), ((2, 3), (1, 3))), WeightReader(folder), 1)
     assert stacked.dtype == np.float32
     assert stacked.tolist() == [*A.tolist(), *A[:1].tolist()]
 

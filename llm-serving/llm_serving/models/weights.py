@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.compare import DERIVED
@@ -21,7 +17,7 @@ from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_
 from llm_serving.formats.stored import Array, StoredTensor
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
-__all__ = ["INDEX_NAME", "WeightReader", "to_float32"]
+__all__ = ["INDEX_NAME", "WeightReader"]
 
 # Below this, reading ahead saves less than a thread costs.
 _LEAST_READ_AHEAD: Final = 1 << 26
@@ -88,18 +84,6 @@ class WeightReader:
         self._advance(name, stored)
         return stored.read()
 
-    def take_rows(self, parts: Iterable[tuple[str, int]], *columns: int) -> Array:
-        """Several tensors [rows, *columns], stacked along the rows: one product in place of several.
-
-        Args:
-            parts: Name and number of rows of each.
-            columns: The remaining shape; none for vectors.
-        """
-        arrays = [self.take(name, (rows, *columns)) for name, rows in parts]
-        if len({array.dtype for array in arrays}) > 1:
-            arrays = [to_float32(array) for array in arrays]
-        return np.concatenate(arrays)
-
     def leave(self, name: str) -> None:
         """The model has no use for this tensor, and it may be there."""
         self._left.discard(name)
@@ -131,10 +115,3 @@ class WeightReader:
 def _model_order(name: str) -> tuple[bool, bool, list[int], str]:
     """Embedding, layers by their numbers, and what follows them."""
     return "embed" not in name, "layers" not in name, [int(number) for number in re.findall(r"\d+", name)], name
-
-
-def to_float32(array: Array) -> NDArray[np.float32]:
-    """Widens stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float32)
