@@ -6,7 +6,7 @@ the latent space, where keys and values are the same, and what is attended comes
 """
 
 from llm_serving.models.facts import Facts
-from llm_serving.models.parts import HEAD_MULTIPLE, decoder, gated_mlp, mixture, network_of, scaling_of
+from llm_serving.models.parts import HEAD_MULTIPLE, decoder, gated_mlp, mixture, network_of, rope_facts, scaling_of
 from llm_serving.network.description import Float32Array, Network, Routing, Value, blocks, filled
 from llm_serving.network.rotary import Rotary, yarn_mscale
 
@@ -51,13 +51,7 @@ class _LatentAttention:
         self.value = c.integer("v_head_dim")
         self.rank = c.integer("kv_lora_rank")
         self.q_rank = c.integer("q_lora_rank") if c.has("q_lora_rank") else 0
-        facts = (
-            c.inner("rope_scaling")
-            if c.has("rope_scaling")
-            else c.inner("rope_parameters")
-            if c.has("rope_parameters")
-            else Facts({}, c.where)
-        )
+        facts = rope_facts(c)
         theta = facts.number("rope_theta", c.number("rope_theta", 10000.0))
         scaling = scaling_of(c, facts, self.turning)
         wide = len(filled(self.turning, HEAD_MULTIPLE))

@@ -73,8 +73,7 @@ def rotary_of(
         kind: Of layer, where each has parameters of its own.
         theta, share: Where the configuration has none: the base, and the share of a head that turns.
     """
-    key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
-    facts = c.inner(key) if c.has(key) else Facts({}, c.where)
+    facts = rope_facts(c)
     if kind and facts.has(kind):
         facts = facts.inner(kind)
     theta = facts.number("rope_theta", c.number("rope_theta", theta))
@@ -83,6 +82,12 @@ def rotary_of(
     if share > 1 or turning < 2 or turning % 2:
         raise c.fail("partial_rotary_factor", f"must leave an even number of the {heads.own} elements of a head")
     return Rotary(heads.dim, turning, theta, interleaved, scaling_of(c, facts, turning), heads.own)
+
+
+def rope_facts(c: Facts) -> Facts:
+    """Of the newer `rope_parameters` or of `rope_scaling`; none where the configuration has neither."""
+    key = "rope_parameters" if c.has("rope_parameters") else "rope_scaling"
+    return c.inner(key) if c.has(key) else Facts({}, c.where)
 
 
 def scaling_of(c: Facts, facts: Facts, turning: int) -> Scaling | None:
