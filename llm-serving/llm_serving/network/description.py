@@ -227,7 +227,7 @@ class Network:
 
         Args:
             name: Of the table [V, H].
-                scale: Rounded to the model dtype first if `rounded_scale`.
+            scale: Rounded to the model dtype first if `rounded_scale`.
         """
         attributes = {"scale": scale, "rounded_scale": rounded_scale}
         return self._record("gather", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
@@ -405,7 +405,7 @@ class Network:
                 tuple(name for gate, up, _ in names for name in (gate, up)),
                 (count * 2 * len(wide), x.width),
                 ((inner, x.width),) * (2 * count),
-                _order(blocks(2 * count, inner, wide), 2 * count * inner),
+                None if len(wide) == inner else tuple(blocks(2 * count, inner, wide)),
             ),
             "down": Weight(
                 tuple(down for _, _, down in names),
