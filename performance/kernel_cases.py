@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from llm_serving.backends.parameters import zeroed_array
 from llm_serving.kernels import library
-from machine_limits import ELEMENT_BYTES
+from llm_serving.network.elements import ELEMENT_BYTES
 
 UNCACHED_BYTES: Final = 1 << 28
 BLOCK_SIZE: Final = 16

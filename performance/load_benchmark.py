@@ -17,9 +17,9 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.elements import ELEMENT_BYTES
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
-from machine_limits import ELEMENT_BYTES
 
 READ_AT_ONCE = 1 << 24
 PROCESS_BYTES = 0.6e9

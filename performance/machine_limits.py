@@ -17,14 +17,13 @@ from typing import Final
 import numpy as np
 from llm_serving.kernels import library
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.elements import ELEMENT_BYTES
 from llm_serving.network.rewriting import select_rows
 
 READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
 NUM_TRIES: Final = 8
 CACHE_LEVELS: Final = (1, 2)
-
-ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
