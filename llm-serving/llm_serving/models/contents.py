@@ -9,14 +9,18 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 
 
-def check_folder(folder: Path) -> None:
-    """Reads the headers of the weights, and no weight.
+def check_folder(folder: Path) -> ModelSpec:
+    """Reads config.json and the headers of the weights, and no weight.
+
+    Returns:
+        The model.
 
     Raises:
         ModelError: A form that is not read, a damaged file, or other tensors than the model has.
     """
     spec = ModelSpec.from_folder(folder)
     check_tensors(str(folder), spec.tensors, WeightReader(folder).shapes(), spare_tensors(spec))
+    return spec
 
 
 def spare_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

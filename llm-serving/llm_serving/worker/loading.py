@@ -50,8 +50,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
             library.library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     folder = Path(settings.model_path)
-    spec = ModelSpec.from_folder(folder)
-    check_folder(folder)
+    spec = check_folder(folder)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
     runner = ModelRunner(
