@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,17 +16,14 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
+from llm_serving.server.conversation import converse, plain_message
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.generation import (
     MIN_LOGPROB,
     Generation,
-    encode_text,
     raise_on_error,
-    start_generation,
-    truncated,
 )
-from llm_serving.server.knock import knock
-from llm_serving.server.off_loop import INLINE_BYTES, INLINE_TOKENS, off_loop
+from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -41,7 +35,6 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
-from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -51,20 +44,12 @@ from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
 from llm_serving.server.streaming import DONE, event
-from llm_serving.text.chat_template import NUM_PROCESSES
 from llm_serving.text.tokenizer import Tokenizer
-
-MAX_MESSAGES: Final = 4096
-RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self")
-"""What a chat template gets from us, or Jinja takes for itself."""
-_RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
-"""Threads that wait for templates: other work beside the loop does not wait with them."""
 
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
@@ -75,120 +60,17 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     identity = identify(engine, http_request, request, "chatcmpl")
     choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
-    words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
-    decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
-    decided["defaults"] = engine.sampling_defaults
-    sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
-    said = await off_loop(_says_much(request.messages), lambda: _said(request))
-    visitor = await knock(
-        engine,
-        caller,
-        [said],
-        _max_tokens(request, 1),
-        num_each=choices.best_of,
-        frame=2,
-        truncates=request.truncate_prompt_tokens is not None,
-    )
-    text = await render_chat(
-        engine,
-        request.messages,
-        _adds_generation_prompt(request),
-        request.chat_template_kwargs,
-        continue_final_message=bool(request.continue_final_message),
-    )
-    whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
-    prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
-    remaining = engine.max_model_len - len(prompt)
-    max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
-    sampling = sampling_params(request, max_tokens=max_tokens, **decided)
-    generation = await start_generation(
-        engine,
-        [prompt],
-        [sampling],
-        choices=choices,
-        request_id=identity.request_id,
-        caller=caller,
-        visitor=visitor,
+    prompt, generation = await converse(
+        engine, request, caller=caller, identity=identity, choices=choices, logprobs=logprobs
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, choices.n)
     return await respond(http_request, request, generation, answer, identity)
 
 
-async def render_chat(
-    engine: AsyncEngine,
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None = None,
-    *,
-    continue_final_message: bool = False,
-) -> str:
-    """The prompt text of a conversation, rendered off the event loop.
-
-    With `continue_final_message` it ends where the text of the last message does.
-
-    Raises:
-        RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
-    """
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
-    extra = variables or {}
-    for name in RESERVED_VARIABLES:
-        if name in extra:
-            raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
-
-    def render() -> str:
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-        return engine.tokenizer.apply_chat_template(
-            plain,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **extra,
-        )
-
-    return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
-
-
-def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
-    content = message.content
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
-        content = "\n".join(part.text for part in content if part.text is not None)
-    plain = {"role": message.role, "content": content or ""}
-    return plain if message.name is None else plain | {"name": message.name}
-
-
-def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
-    if not request.continue_final_message:
-        return request.add_generation_prompt is not False
-    if request.add_generation_prompt:
-        raise RequestError("continue_final_message", "must not be given together with `add_generation_prompt`")
-    return False
-
-
 def _echo(request: ChatCompletionRequest) -> str:
     """The text that the answer shall begin with."""
     last = request.messages[-1]
-    return _plain_message(0, last)["content"] if request.echo and last.role == "assistant" else ""
-
-
-def _says_much(messages: Sequence[ChatMessage]) -> bool:
-    sizes = (len(each.content) if isinstance(each.content, str) else INLINE_BYTES for each in messages if each.content)
-    return sum(sizes) >= INLINE_BYTES
-
-
-def _said(request: ChatCompletionRequest) -> str:
-    """All that the template is given, as one text."""
-    return msgspec.json.encode((request.messages, request.chat_template_kwargs)).decode()
-
-
-def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:
-    """`max_completion_tokens`, its older name, or what fits."""
-    for given in (request.max_completion_tokens, request.max_tokens):
-        if given is not None:
-            return given
-    return max(remaining, 1)
+    return plain_message(0, last)["content"] if request.echo and last.role == "assistant" else ""
 
 
 def _num_logprobs(request: ChatCompletionRequest) -> int | None:

@@ -1,0 +1,163 @@
+"""A conversation as a prompt, and the generation that answers it: what all routes of conversations have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.server.caller import Caller
+from llm_serving.server.choices import Choices
+from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
+from llm_serving.server.knock import knock
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
+from llm_serving.server.openai_requests import Identity
+from llm_serving.server.sampling import bad_words, sampling_params
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
+from llm_serving.text.chat_template import NUM_PROCESSES
+
+MAX_MESSAGES: Final = 4096
+RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self")
+"""What a chat template gets from us, or Jinja takes for itself."""
+_RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
+"""Threads that wait for templates: other work beside the loop does not wait with them."""
+
+
+async def converse(
+    engine: AsyncEngine,
+    request: ChatCompletionRequest,
+    *,
+    caller: Caller,
+    identity: Identity,
+    choices: Choices,
+    logprobs: int | None,
+) -> tuple[list[int], Generation]:
+    """Starts to answer a conversation.
+
+    Args:
+        engine: Answers.
+        request: The conversation and its parameters.
+        caller: Who asks.
+        identity: Of the answer.
+        choices: How many answers, and how they are found.
+        logprobs: Most likely tokens to tell beside each; None: nothing.
+
+    Returns:
+        The prompt's token ids, and its generation.
+
+    Raises:
+        LLMServingError: The conversation or a parameter breaks a rule, or the engine refuses it.
+    """
+    words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
+    decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
+    decided["defaults"] = engine.sampling_defaults
+    sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
+    said = await off_loop(_says_much(request.messages), lambda: _said(request))
+    visitor = await knock(
+        engine,
+        caller,
+        [said],
+        _max_tokens(request, 1),
+        num_each=choices.best_of,
+        frame=2,
+        truncates=request.truncate_prompt_tokens is not None,
+    )
+    text = await render_chat(
+        engine,
+        request.messages,
+        _adds_generation_prompt(request),
+        request.chat_template_kwargs,
+        continue_final_message=bool(request.continue_final_message),
+    )
+    whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
+    prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
+    remaining = engine.max_model_len - len(prompt)
+    max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
+    sampling = sampling_params(request, max_tokens=max_tokens, **decided)
+    generation = await start_generation(
+        engine,
+        [prompt],
+        [sampling],
+        choices=choices,
+        request_id=identity.request_id,
+        caller=caller,
+        visitor=visitor,
+    )
+    return prompt, generation
+
+
+async def render_chat(
+    engine: AsyncEngine,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    variables: dict[str, Any] | None = None,
+    *,
+    continue_final_message: bool = False,
+) -> str:
+    """The prompt text of a conversation, rendered off the event loop.
+
+    With `continue_final_message` it ends where the text of the last message does.
+
+    Raises:
+        RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
+    """
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
+    extra = variables or {}
+    for name in RESERVED_VARIABLES:
+        if name in extra:
+            raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
+
+    def render() -> str:
+        plain = [plain_message(i, message) for i, message in enumerate(messages)]
+        return engine.tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **extra,
+        )
+
+    return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
+
+
+def plain_message(index: int, message: ChatMessage) -> dict[str, str]:
+    """What a chat template gets of a message; raises RequestError where it has a part that is no text."""
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
+        content = "\n".join(part.text for part in content if part.text is not None)
+    plain = {"role": message.role, "content": content or ""}
+    return plain if message.name is None else plain | {"name": message.name}
+
+
+def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
+    if not request.continue_final_message:
+        return request.add_generation_prompt is not False
+    if request.add_generation_prompt:
+        raise RequestError("continue_final_message", "must not be given together with `add_generation_prompt`")
+    return False
+
+
+def _says_much(messages: Sequence[ChatMessage]) -> bool:
+    sizes = (len(each.content) if isinstance(each.content, str) else INLINE_BYTES for each in messages if each.content)
+    return sum(sizes) >= INLINE_BYTES
+
+
+def _said(request: ChatCompletionRequest) -> str:
+    """All that the template is given, as one text."""
+    return msgspec.json.encode((request.messages, request.chat_template_kwargs)).decode()
+
+
+def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:
+    """`max_completion_tokens`, its older name, or what fits."""
+    for given in (request.max_completion_tokens, request.max_tokens):
+        if given is not None:
+            return given
+    return max(remaining, 1)
