@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
@@ -290,15 +292,23 @@ class TestRefusals:
         response = post(FakeEngine(), PATH, {"model": "gpt-4", "prompt": "x"})
         assert response.status_code == 404
         assert error_of(response) == {
-            "message": "`model` must be demo, the model that is served. Given: 'gpt-4'",
+            "message": "`model` must be demo, the model that is served, or one of its aliases. Given: 'gpt-4'",
             "type": "not_found_error",
             "param": "model",
             "code": "model_not_found",
         }
 
-    @pytest.mark.parametrize("name", ["demo", "llama2", "internlm", "", None])
+    @pytest.mark.parametrize("name", ["demo", "llama2", "internlm", "tgi", "dummy", "", None])
     def test_names_that_mean_the_served_model(self, name):
         assert post(FakeEngine(), PATH, {"model": name, "prompt": "x"}).json()["model"] == "demo"
+
+    @pytest.mark.parametrize(("aliases", "status"), [(("gpt-4",), 200), (("*",), 200), (("gpt-5",), 404), ((), 404)])
+    def test_aliases_of_the_configuration(self, aliases, status):
+        engine = FakeEngine()
+        engine.config = replace(engine.config, model=replace(engine.config.model, model_aliases=aliases))
+        response = post(engine, PATH, {"model": "gpt-4", "prompt": "x"})
+        assert response.status_code == status
+        assert status == 404 or response.json()["model"] == "demo"
 
     def test_a_full_queue_says_when_to_come_back(self):
         response = post(FakeEngine(refusal=FULL_QUEUE), PATH, {"prompt": "x"})

@@ -177,6 +177,12 @@ def integers(minimum: int, maximum: int = 2**31 - 1, unique: bool = False) -> Ru
     return Rule(f"must be an integer or a list of {several}, each{one.text.removeprefix('must be an integer')}", parse)
 
 
+def model_names() -> Rule:
+    """A list of names that clients may give; `*` is any."""
+    pattern = re.compile(r"\*|[\w.\-/:@+]{1,128}")
+    return _texts(pattern, "must be a list of names, each 1 to 128 letters, digits and ._-/:@+, or *")
+
+
 def origins() -> Rule:
     """A list of origins as browsers send them: no path, no default port."""
     pattern = re.compile(r"\*|null|[a-z][a-z0-9+.-]{0,31}://[a-zA-Z0-9.:\[\]_-]{1,255}")

@@ -17,6 +17,7 @@ from llm_serving.config.rules import (
     integers,
     largest,
     memory,
+    model_names,
     name,
     number,
     option,
@@ -48,6 +49,8 @@ DTYPE_ALIASES: Final = {
     "fp32": "float32",
 }
 DEFAULT_MAX_GENERATE_LENGTH: Final = 4096
+CLIENT_MODEL_NAMES: Final = ("llama2", "internlm", "tgi", "dummy")
+"""Of the older servers' routes; of text-generation's and of huggingface_hub's clients, which send them on their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,10 @@ class ModelConfig:
 
     model_name: str = option("model", name())
     """Name of the model in the HTTP routes. Not given: the name of the model's folder."""
+
+    model_aliases: tuple[str, ...] = option(CLIENT_MODEL_NAMES, model_names())
+    """Other names by which clients may ask for the model; answers tell `model_name`. `*`: any name. The default is what
+    older servers' routes had and what clients send on their own."""
 
     model_path: Path | None = option(None, path())
     """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), or the name of a model at a hub, owner/name,

@@ -22,8 +22,8 @@ from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import GenerationRequest, PromptTokensDetails, Usage
 from llm_serving.server.streaming import DONE, Pieces, StreamResponse, complete, event
 
-LEGACY_MODEL_NAMES: Final = ("llama2", "internlm")
-"""Names of older routes; they mean the served model, whatever it is."""
+ANY_MODEL: Final = "*"
+"""The alias that stands for every name."""
 MAX_INLINE_TOKENS: Final = 256
 """Longer answers that tell more of their tokens than the text are written beside the event loop."""
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -80,9 +80,9 @@ def request_id_of(http_request: Request) -> str:
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:
     """Raises ModelNotFoundError unless the name is absent or means the served model."""
-    served = engine.config.model.model_name
-    if name and name != served and name not in LEGACY_MODEL_NAMES:
-        raise ModelNotFoundError("model", f"must be {served}, the model that is served", name)
+    served, aliases = engine.config.model.model_name, engine.config.model.model_aliases
+    if name and name != served and name not in aliases and ANY_MODEL not in aliases:
+        raise ModelNotFoundError("model", f"must be {served}, the model that is served, or one of its aliases", name)
 
 
 class StreamedUsage(NamedTuple):

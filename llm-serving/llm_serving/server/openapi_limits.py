@@ -16,7 +16,7 @@ OTHER_RANGES: Final[dict[str, JsonObject]] = {
 
 _FITS: Final = "With the answer it must fit the context of the model and the cache."
 LIMITS: Final[dict[str, str]] = {
-    "model": "The model that is served, as /v1/models tells.",
+    "model": "The model that is served, as /v1/models tells, or one of `model_config.model_aliases`.",
     "name": "The model that is served, as /v1/models tells.",
     "request_id": "In a body: of a limited length, without control characters. In a path: of a request that is known.",
     "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
