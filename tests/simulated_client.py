@@ -137,7 +137,7 @@ def _state(request: Request, engine: Engine) -> str:
     if request.status is RequestStatus.WAITING:
         if scheduler.blocks.is_swapped(request.request_id):
             return "swapped"
-        if request in scheduler._forks.get(request.fork_of or "", ()):
+        if request in scheduler.waits.forks.get(request.fork_of or "", ()):
             return "waiting for its twin"
         if not request.has_run:
             return "waiting"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from llm_serving.core.request import Request, RequestStatus
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import PreemptionMode, Scheduler
-from llm_serving.scheduler.bounds import WaitMonitor
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.wait_monitor import WaitMonitor
 from scheduler_run import SchedulerRun
 
 MAX_MODEL_LEN = 6
@@ -115,7 +115,7 @@ def test_no_pattern_of_arrivals_that_goes_on_breaks_a_bound(
 
 def promise(scheduler: Scheduler, num_steps: int) -> None:
     """Makes the monitor expect everybody to be admitted within so many steps."""
-    scheduler._monitor = WaitMonitor(
+    scheduler.waits.monitor = WaitMonitor(
         [replace(each, first_steps=num_steps, steps_an_admission=0.0) for each in scheduler.bounds]
     )
 

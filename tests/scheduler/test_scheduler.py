@@ -163,7 +163,7 @@ def test_preempted_request_waits_for_its_token_in_flight() -> None:
     first = scheduler.schedule(0.0)
     second = scheduler.schedule(0.0)
     assert first is not None and second is not None
-    scheduler._preempt(request, _DiscardingStep(), request)  # type: ignore[arg-type]
+    scheduler._giving_way.preempt(request, _DiscardingStep(), request)  # type: ignore[arg-type]
     assert scheduler.schedule(0.0) is None
     scheduler.update(first, [11])
     assert scheduler.schedule(0.0) is None

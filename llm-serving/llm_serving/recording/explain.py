@@ -39,12 +39,12 @@ def describe_state(scheduler: Scheduler) -> str:
         lines += _table((*_HEADINGS, ""), cells)
         if len(members) > MAX_SHOWN:
             lines.append(f"  and {len(members) - MAX_SHOWN} more")
-    forks = [fork for forks in scheduler._forks.values() for fork in forks]
+    forks = [fork for forks in scheduler.waits.forks.values() for fork in forks]
     apart = list(scheduler.kept_apart())
     others = (
         ("waiting for their parent's prompt", forks),
         ("waiting for others of their tenant", apart[:MAX_SHOWN]),
-        ("laid aside", scheduler._laid_aside),
+        ("laid aside", scheduler.waits.laid_aside),
     )
     for title, requests in others:
         if requests:

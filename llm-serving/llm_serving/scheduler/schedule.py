@@ -61,7 +61,6 @@ class StepDraft:
         """Classes that hold as many slots or blocks as they may."""
         self.first_class: str | None = None
         """The class whose turn it is, where several contend."""
-        self.preempted: list[Request] = []
         self.blocked: Blocked | None = None
         self.changes_running = False
         """Whether a request has been admitted or preempted."""
@@ -111,7 +110,6 @@ class StepDraft:
 
     def withdraw(self, request: Request) -> None:
         """Takes a preempted request's row out again, if it has one."""
-        self.preempted.append(request)
         self.changes_running = True
         row = self._rows.pop(request.request_id, None)
         if row is not None:

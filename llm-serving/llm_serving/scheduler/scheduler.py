@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
-from llm_serving.scheduler.bounds import WaitMonitor, class_bounds
-from llm_serving.scheduler.displacement import victims_for
+from llm_serving.scheduler.bounds import class_bounds
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
+from llm_serving.scheduler.giving_way import GivingWay
+from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Arrival, Order
-from llm_serving.scheduler.places import Places, worst_first
+from llm_serving.scheduler.places import Places
 from llm_serving.scheduler.policy import Load, Policy, Preference
+from llm_serving.scheduler.queue_keys import QueueKeys
+from llm_serving.scheduler.reprioritise import Reprioritiser
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
-from llm_serving.scheduler.tenant_gate import Changes, TenantGate
-from llm_serving.scheduler.wait_reason import Blocked, Preemption, WaitReason
+from llm_serving.scheduler.tenant_gate import TenantGate
+from llm_serving.scheduler.wait_monitor import WaitMonitor
+from llm_serving.scheduler.wait_reason import Blocked, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
+from llm_serving.scheduler.waits import Waits
 
 
 class Scheduler:
@@ -52,27 +55,22 @@ class Scheduler:
         self.places = Places(limits, blocks, self.classes)
         self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
-        self._monitor = WaitMonitor(self.bounds)
-        self._gate = TenantGate(limits, self.classes, self.waiting.clocks)
+        gate = TenantGate(limits, self.classes, self.waiting.clocks)
+        self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
+        self._keys = QueueKeys(policy, self.order, limits)
+        self._reprioritiser = Reprioritiser(self.classes, self._keys, self.places, self.waits)
+        self._giving_way = GivingWay(limits, self.classes, blocks, self.places, self.waits)
         self._closed: set[str] = set()
         """Classes that could not take part when admission was last considered."""
         self._num_admissions = 0
         self._num_beams = 0
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
-        self._forks: dict[str, list[Request]] = {}
-        """Requests that wait until the one they were forked from has computed its prompt."""
-        self._laid_aside: list[Request] = []
-        """Requests that gave way while they were paused: they do not wait for a place before they go on."""
         self._step = 0
         self._now = 0.0
         """As the newest call of `schedule` was told."""
-        self._sequence = 0
         self._prefill_gap = 0
         """Steps in a row in which prompts waited and none was computed."""
-        self._preempted: list[Request] = []
-        """Since the last schedule that had rows."""
-        self._preemptions: list[Preemption] = []
         self.blocked: Blocked | None = None
         """Whom the newest call of `schedule` left waiting, and why; None when nobody waits."""
 
@@ -80,19 +78,18 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door."""
-        request.sequence = self._sequence
-        request.entered = request.sequence
-        self._sequence += 1
+        request.sequence = request.entered = self.waits.num_entered
+        self.waits.num_entered += 1
         request.request_class = class_of(request.priority, self.classes)
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
-        request.queue_key = self._place(request)
+        request.queue_key = self._keys.of(request, self._step)
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
-            self._forks.setdefault(parent.request_id, []).append(request)
+            self.waits.hold_back(request, parent)
         else:
-            self._wait(request)
+            self.waits.wait(request)
 
     def schedule(self, now: float) -> Schedule | None:
         """Forms the next step; None when no request can move.
@@ -112,7 +109,6 @@ class Scheduler:
             schedule_stage(draft, running if not draft.changes_running else Running(self.running), now)
             if draft.num_rows and (self.limits.separate or preference is Preference.DECODE_ONLY):
                 break
-        self._preempted += draft.preempted
         self.blocked = self._describe_blocked(draft)
         if not draft.num_rows:
             return None
@@ -120,9 +116,8 @@ class Scheduler:
         started = self._advance(draft, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
-        self._follow(self._gate.tick())
-        preempted, self._preempted = self._preempted, []
-        preemptions, self._preemptions = self._preemptions, []
+        self.waits.follow(self.waits.gate.tick())
+        preempted, preemptions = self._giving_way.take()
         moves = self.blocks.take_moves()
         return Schedule(draft.number, rows, moves, started, preempted, preemptions, violations)
 
@@ -159,17 +154,14 @@ class Scheduler:
         assert request.num_tokens_in_flight == 0
         request.paused = True
         if request.status is RequestStatus.WAITING:  # it gave way before its reply came
-            self.waiting.discard(request)
-            self._laid_aside.append(request)
-        self._release_forks(request)  # it may go on only after them
+            self.waits.pause(request)
+        self.waits.release_forks(request)  # it may go on only after them
 
     def resume(self, request: Request) -> None:
         """What follows is decided: the request goes on where it was, or waits ahead of its class if it gave way."""
         request.paused = False
         request.last_scheduled_step = self._step - 1  # the steps before have not left it out
-        if request in self._laid_aside:
-            self._laid_aside.remove(request)
-            self._wait(request)
+        self.waits.resume(request)
 
     def reprioritise(self, request: Request, priority: int) -> bool:
         """Gives a request another priority, and with it perhaps another class.
@@ -184,44 +176,7 @@ class Scheduler:
         """
         if request.is_finished:
             return False
-        before, after = request.request_class, class_of(priority, self.classes)
-        queue = self.waiting.queues[before.name]
-        waits, runs = request in queue, request.status is RUNNING
-        is_apart = self._gate.holds(request)
-        if is_apart:
-            self._follow(self._gate.left(request))
-        if before is after:
-            step = request.queue_key[2] - self._head_start(request)
-            request.priority = priority
-            if runs:
-                self.places.leave(request)
-            request.queue_key = (*request.queue_key[:2], step + self._head_start(request), request.sequence)
-            if runs:
-                self.places.take(request)
-            if is_apart:
-                self._wait(request)
-            elif waits:
-                queue.reorder(request)
-            return True
-        entered = self.waiting.queues[after.name]
-        if request.has_run:
-            if not entered.may_be_overtaken or self.places.is_at_limit(request, after):
-                return False
-            entered.overtake()
-        num_waited = self._monitor.num_waited(request) if waits else 0
-        if waits:
-            queue.discard(request)
-            if not request.has_run:
-                self._follow(self._gate.left(request))
-        if runs:
-            self.places.leave(request)
-        self._set_class(request, priority, after)
-        if runs:
-            request.moved_at_step = self._step
-            self.places.take(request)
-        if waits or is_apart:
-            self._wait(request, num_waited)
-        return True
+        return self._reprioritiser.move(request, priority, self._step)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
@@ -229,19 +184,13 @@ class Scheduler:
             return
         if request.status is RequestStatus.RUNNING:
             self.places.leave(request)
-        elif request in self._laid_aside:
-            self._laid_aside.remove(request)
         else:
-            self.waiting.discard(request)
-            siblings = self._forks.get(request.fork_of or "", [])
-            if request in siblings:
-                siblings.remove(request)
+            self.waits.leave(request)
         self.blocks.free(request.request_id)
-        self._monitor.forget(request)
-        self._follow(self._gate.left(request))
+        self.waits.ended(request)
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
-        self._release_forks(request)
+        self.waits.release_forks(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -257,33 +206,11 @@ class Scheduler:
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
         for request in self.running:
-            self._wait_again(request)
+            self.waits.wait_again(request)
         self.places.clear()
         for request in self.waiting:  # what it was promised did not reckon with this
             if not request.has_run:
-                self._promise(request)
-
-    def _place(self, request: Request) -> tuple[int, float, int, int]:
-        rank = request.request_class.rank
-        if not self.policy.honours_classes:
-            return rank, 0.0, 0, request.sequence
-        return rank, self.order.place(request), self._step + self._head_start(request), request.sequence
-
-    def _head_start(self, request: Request) -> int:
-        """Steps by which its priority moves it within its class; negative ones forward."""
-        if not self.policy.honours_classes:
-            return 0
-        most = self.limits.max_head_start_steps
-        head_start = (request.priority - request.request_class.rank) * request.request_class.ageing_steps
-        return max(-most, min(most, head_start))
-
-    def _set_class(self, request: Request, priority: int, request_class: RequestClass) -> None:
-        """It comes into the class now; its age goes with it."""
-        clocks = self.waiting.clocks
-        age = clocks[request.request_class.name] - request.arrival_clock
-        request.priority, request.request_class, request.entered = priority, request_class, self._sequence
-        request.arrival_clock = clocks[request_class.name] - age
-        request.queue_key = self._place(request)
+                self.waits.promise(request)
 
     # --- what others may know ---------------------------------------------------------------------------------------
 
@@ -308,7 +235,7 @@ class Scheduler:
 
     def kept_apart(self) -> Iterator[Request]:
         """Requests that wait for others of their tenant, beside those of `waiting`."""
-        return self._gate.held()
+        return self.waits.gate.held()
 
     @property
     def num_waiting(self) -> int:
@@ -319,12 +246,9 @@ class Scheduler:
         self.blocks.check_integrity()
         self.places.check_integrity()
         assert all(not self.blocks.num_blocks_held(request.request_id) for request in self.waiting)
-        held = [request for forks in self._forks.values() for request in forks]
-        assert all(request.paused for request in self._laid_aside)
-        apart = list(self._gate.held())
-        assert not any(request.has_run or self.blocks.num_blocks_held(request.request_id) for request in apart)
-        assert not any(request.paused for request in (*self.waiting, *held))
-        places = [request.request_id for request in (*self.running, *self.waiting, *held, *apart, *self._laid_aside)]
+        self.waits.check_integrity()
+        assert not any(self.blocks.num_blocks_held(request.request_id) for request in self.kept_apart())
+        places = [request.request_id for request in (*self.running, *self.waits)]
         assert sorted(places) == sorted(self._requests), "a request is in two places or in none"
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
@@ -348,7 +272,7 @@ class Scheduler:
             if request.status is not RUNNING:
                 continue
             # A table always holds what is computed: only the first token of a block may lack room.
-            if request.num_computed_tokens % block_size or self._make_room(request, draft):
+            if request.num_computed_tokens % block_size or self._giving_way.make_room(request, draft):
                 draft.add_decode(request)
 
     def _schedule_prefills(self, draft: StepDraft, running: Running, now: float) -> None:
@@ -422,7 +346,8 @@ class Scheduler:
             if request.num_tokens_in_flight:
                 draft.blocked = _blocked(request, WaitReason.IN_FLIGHT)
                 return
-            if not (self.places.fits(request, self._parent(request)) or self._displace_for(request, draft)):
+            parent = self._parent(request)
+            if not (self.places.fits(request, parent) or self._giving_way.displace_for(request, parent, draft)):
                 no_slot = len(self.running) >= self.limits.max_num_seqs
                 blocked = _blocked(request, WaitReason.SLOTS if no_slot else WaitReason.BLOCKS)
                 draft.blocked = blocked._replace(behind=self.places.other_holder(request_class))
@@ -433,9 +358,7 @@ class Scheduler:
 
     def _start(self, request: Request, draft: StepDraft) -> None:
         draft.changes_running = True
-        self.waiting.pop(request)
-        self._monitor.admitted(request)
-        self._follow(self._gate.admitted(request))
+        self.waits.admitted(request)
         parent = self._parent(request)
         num_found = self.blocks.admit(request, self.places.num_tokens_to_hold(request), parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
@@ -450,99 +373,10 @@ class Scheduler:
         self._num_admissions += 1
         self.places.take(request)
 
-    def _displace_for(self, request: Request, draft: StepDraft) -> bool:
-        """Preempts others if that makes room."""
-        victims = victims_for(request, self._parent(request), self.places, self.waiting.turns, self.classes)
-        for victim in victims:
-            self._preempt(victim, draft, request)
-        return bool(victims)
-
     def _parent(self, request: Request) -> Request | None:
         """The running request whose blocks this one can share."""
         parent = self._requests.get(request.fork_of or "")
         return parent if parent is not None and parent.status is RequestStatus.RUNNING else None
-
-    def _release_forks(self, parent: Request) -> None:
-        for fork in self._forks.pop(parent.request_id, []):
-            self._wait(fork)
-
-    # --- giving way -------------------------------------------------------------------------------------------------
-
-    def _make_room(self, request: Request, draft: StepDraft) -> bool:
-        """Makes the request's table hold its newest token; the worst running requests give way, itself at last.
-
-        Protected requests hold all their blocks from the start: they never come here for more, and never give way.
-        """
-        while not self.blocks.can_grow(request.request_id, request.num_tokens):
-            victim = next(other for other in worst_first(self.running) if not self._keeps_its_place(other))
-            self._preempt(victim, draft, request)
-            if victim is request:
-                return False
-        self.places.grow(request)
-        return True
-
-    def _preempt(self, request: Request, draft: StepDraft, cause: Request) -> None:
-        """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
-        self.places.leave(request)
-        draft.withdraw(request)
-        swaps = self._prefers_swap(request) and self.blocks.can_swap_out(request)
-        self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
-        if swaps:
-            self.blocks.swap_out(request)
-        else:
-            self.blocks.free(request.request_id)
-            request.num_computed_tokens = request.num_confirmed_tokens = 0
-        request.num_preemptions += not request.paused
-        self._wait_again(request)
-
-    def _wait_again(self, request: Request) -> None:
-        """A request that ran waits for a place; a paused one first for what is to follow."""
-        request.status = RequestStatus.WAITING
-        if request.paused:
-            self._laid_aside.append(request)
-        else:
-            self._wait(request)
-
-    def _wait(self, request: Request, num_waited: int = 0) -> None:
-        """It waits from now on, and has waited so many steps already; or is kept apart, where nothing is promised."""
-        changes = None if request.has_run else self._gate.arrived(request)
-        if changes is None or request in changes.freed:
-            self._promise(request, num_waited)
-            self.waiting.push(request)
-        else:
-            self._monitor.forget(request)
-        if changes is not None:
-            self._follow(changes, request)
-
-    def _follow(self, changes: Changes, but: Request | None = None) -> None:
-        """What the limits of tenants decided; those let in wait from now on, behind those who wait already."""
-        for request in changes.back:
-            self.waiting.discard(request)
-            self._monitor.forget(request)
-        for request in changes.freed:
-            if request is but:
-                continue
-            request.entered = self._sequence
-            self._promise(request)
-            self.waiting.push(request)
-
-    def _promise(self, request: Request, num_waited: int = 0) -> None:
-        """Whoever waits or runs in its class now, or is held back there, may be admitted before it."""
-        name = request.request_class.name
-        queue = self.waiting.queues[name]
-        held_back = sum([each.request_class.name == name for each in chain(*self._forks.values())])
-        returning = sum([each.request_class.name == name for each in self._laid_aside])
-        returning += queue.num_returning + self.held[name]
-        self._monitor.expect(request, len(queue) - queue.num_returning + held_back, returning, num_waited)
-
-    def _keeps_its_place(self, request: Request) -> bool:
-        return self.places.is_protected(request) and not request.paused
-
-    def _prefers_swap(self, request: Request) -> bool:
-        if self.limits.preemption_mode is not PreemptionMode.AUTO:
-            return self.limits.preemption_mode is PreemptionMode.SWAP
-        num_blocks = self.blocks.num_blocks_for(request.num_computed_tokens)
-        return num_blocks * self.limits.swap_block_cost_tokens < request.num_computed_tokens
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
@@ -592,11 +426,11 @@ class Scheduler:
             if end // block_size > request.num_confirmed_tokens // block_size:
                 self.blocks.name_blocks(request, end)
             request.num_confirmed_tokens = end
-            if self._forks and end >= len(request.prompt_token_ids):
-                self._release_forks(request)
+            if self.waits.forks and end >= len(request.prompt_token_ids):
+                self.waits.release_forks(request)
 
     def _describe_blocked(self, draft: StepDraft) -> Blocked | None:
-        full = self._gate.full()
+        full = self.waits.gate.full()
         if len(self.waiting) == 0:
             return Blocked(None, None, WaitReason.TENANT, tenants=full) if full else None
         blocked = self._describe_waiting(draft)
@@ -621,9 +455,8 @@ class Scheduler:
         late = sum([self._is_left_out_too_long(request) for request in running.prefilling if request.status is RUNNING])
         if draft.considers_prompts:
             self._closed = draft.closed
-        self.waiting.tick(self._closed)
         uncounted = self.waiting.queues if self._num_beams else self._closed
-        return gap_is_too_long + late + self._monitor.tick(uncounted)
+        return gap_is_too_long + late + self.waits.tick(self._closed, uncounted)
 
     def _is_left_out_too_long(self, prompt: Request) -> bool:
         """Whether this step is the first that breaks the bound on what leaves out a running prompt."""

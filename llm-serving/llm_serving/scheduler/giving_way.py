@@ -1,0 +1,86 @@
+"""Running requests give their places up: what is done with what they have computed, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm_serving.core.request import Request
+from llm_serving.core.request_class import RequestClass
+from llm_serving.kvcache import BlockManager
+from llm_serving.scheduler.displacement import victims_for
+from llm_serving.scheduler.limits import PreemptionMode, SchedulerLimits
+from llm_serving.scheduler.places import Places, worst_first
+from llm_serving.scheduler.schedule import StepDraft
+from llm_serving.scheduler.wait_reason import Preemption
+from llm_serving.scheduler.waits import Waits
+
+
+class GivingWay:
+    """Makes room for a request by taking the places of others, as few as will do."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        classes: Sequence[RequestClass],
+        blocks: BlockManager,
+        places: Places,
+        waits: Waits,
+    ) -> None:
+        self._limits = limits
+        self._classes = tuple(classes)
+        self._blocks = blocks
+        self._places = places
+        self._waits = waits
+        self._preempted: list[Request] = []
+        self._preemptions: list[Preemption] = []
+        """What is to tell of each of `_preempted`."""
+
+    def take(self) -> tuple[list[Request], list[Preemption]]:
+        """Who has lost its place since the last call, once for each time, and what is to tell of each."""
+        taken = self._preempted, self._preemptions
+        self._preempted, self._preemptions = [], []
+        return taken
+
+    def displace_for(self, request: Request, parent: Request | None, draft: StepDraft) -> bool:
+        """Whether others have given way to the waiting request, which has room then; otherwise nobody has."""
+        victims = victims_for(request, parent, self._places, self._waits.queue.turns, self._classes)
+        for victim in victims:
+            self.preempt(victim, draft, request)
+        return bool(victims)
+
+    def make_room(self, request: Request, draft: StepDraft) -> bool:
+        """Makes the request's table hold its newest token; the worst running requests give way, itself at last.
+
+        Protected requests hold all their blocks from the start: they never come here for more, and never give way.
+        """
+        while not self._blocks.can_grow(request.request_id, request.num_tokens):
+            victim = next(other for other in worst_first(self._places.running) if not self._keeps_its_place(other))
+            self.preempt(victim, draft, request)
+            if victim is request:
+                return False
+        self._places.grow(request)
+        return True
+
+    def preempt(self, request: Request, draft: StepDraft, cause: Request) -> None:
+        """Takes the request's blocks; it waits ahead of its class, until it is brought back or computed again."""
+        self._places.leave(request)
+        draft.withdraw(request)
+        swaps = self._prefers_swap(request) and self._blocks.can_swap_out(request)
+        self._preempted.append(request)
+        self._preemptions.append(Preemption(request.request_id, cause.request_class.name, swaps))
+        if swaps:
+            self._blocks.swap_out(request)
+        else:
+            self._blocks.free(request.request_id)
+            request.num_computed_tokens = request.num_confirmed_tokens = 0
+        request.num_preemptions += not request.paused
+        self._waits.wait_again(request)
+
+    def _keeps_its_place(self, request: Request) -> bool:
+        return self._places.is_protected(request) and not request.paused
+
+    def _prefers_swap(self, request: Request) -> bool:
+        if self._limits.preemption_mode is not PreemptionMode.AUTO:
+            return self._limits.preemption_mode is PreemptionMode.SWAP
+        num_blocks = self._blocks.num_blocks_for(request.num_computed_tokens)
+        return num_blocks * self._limits.swap_block_cost_tokens < request.num_computed_tokens
