@@ -76,7 +76,7 @@ def streams(max_tokens: int) -> dict[str, list[Request]]:
     for choice in choices[1:]:
         choice.fork_of = choices[0].request_id
     search = ask(9, logprobs=2)
-    search.beam_search = BeamSearchParams(width=3, num_returned=3)
+    search.form = BeamSearchParams(width=3, num_returned=3)
     return {
         "greedy": [ask(6)],
         "sampled": [ask(9, temperature=0.9, seed=11, priority=-1)],
@@ -176,7 +176,7 @@ def _moments(engine: Engine, schedule: Schedule, swapped: Collection[str]) -> di
             moment = "later chunk"
         else:
             moment = "whole prompt" if row.samples else "first chunk"
-        found.setdefault((request.beam_of or request).request_id, moment)
+        found.setdefault(request.asked.request_id, moment)
     return found
 
 

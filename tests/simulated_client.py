@@ -132,7 +132,7 @@ class Client:
 
 def _state(request: Request, engine: Engine) -> str:
     scheduler = engine.scheduler
-    if request.beam_search is not None:
+    if request.form is not None:
         return "beam search"
     if request.status is RequestStatus.WAITING:
         if scheduler.blocks.is_swapped(request.request_id):

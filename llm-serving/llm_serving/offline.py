@@ -121,7 +121,7 @@ class LLM:
         check_beam_search(self.config.model)
         requests = [self._request(prompt, sampling, 0) for prompt in prompts]
         for request in requests:
-            request.beam_search = search
+            request.form = search
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
         for index, piece in self._run(requests):
             pieces[index].append(piece)

@@ -100,7 +100,7 @@ def test_a_request_that_comes_during_an_audit_is_answered() -> None:
 
 def search(num_prompt: int = 5, **options: object) -> Request:
     request = create_request(num_prompt, max_tokens=7, **options)
-    request.beam_search = BeamSearchParams(width=3, num_returned=2)
+    request.form = BeamSearchParams(width=3, num_returned=2)
     return request
 
 
@@ -163,7 +163,7 @@ def test_an_audit_under_way_ends_with_its_engine() -> None:
     harness.engine.submit(request)
     while not harness.scheduler.has_unfinished_requests or not request.is_finished:
         harness.engine.step()
-    assert harness.engine._auditor.owns(harness.scheduler.running[0])
+    assert all(each.asked is not request for each in harness.scheduler.running)
     harness.engine.stop()
     harness.engine.run()
     assert counts(harness) == (0, 0)

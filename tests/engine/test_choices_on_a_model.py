@@ -82,7 +82,7 @@ def choices() -> list[Request]:
 
 def beams() -> Request:
     request = create_request(max_tokens=MAX_TOKENS, stop_token_ids=STOPS, logprobs=2)
-    request.prompt_token_ids, request.beam_search = PROMPT, SEARCH
+    request.prompt_token_ids, request.form = PROMPT, SEARCH
     return request
 
 

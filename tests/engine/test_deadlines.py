@@ -90,7 +90,7 @@ def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
     clock = HandClock()
     harness = Harness(clock=clock)
     request = create_timed(101.0, request_id="beams", arrival_time=100.0, max_tokens=40, logprobs=0)
-    request.beam_search = BeamSearchParams(width=3)
+    request.form = BeamSearchParams(width=3)
     harness.engine.submit(request)
     for _ in range(6):
         harness.engine.step()
@@ -101,11 +101,13 @@ def test_a_beam_search_whose_deadline_has_passed_ends_with_all_its_beams():
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
 
 
-def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met():
+@pytest.mark.parametrize("form", [None, BeamSearchParams(width=2)])
+def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     clock = HandClock()
     harness = Harness(clock=clock, max_num_seqs=1)
     running = create_request(request_id="running", max_tokens=30)
-    hopeless = create_timed(104.0, request_id="hopeless", arrival_time=100.0)
+    hopeless = create_timed(104.0, request_id="hopeless", arrival_time=100.0, logprobs=0)
+    hopeless.form = form
     hopeful = create_timed(109.0, request_id="hopeful", arrival_time=100.0, max_tokens=4)
     for request in (running, hopeless, hopeful):
         harness.engine.submit(request)

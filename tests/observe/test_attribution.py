@@ -134,7 +134,7 @@ def test_the_parts_of_every_request_add_up_exactly(seed):
                     max_tokens=choose.randint(1, 12),
                 )
                 if choose.random() < 0.2:
-                    request.beam_search = BeamSearchParams(width=choose.randint(1, 3))
+                    request.form = BeamSearchParams(width=choose.randint(1, 3))
                 request.exchange = exchange if choose.random() < 0.8 else None
                 harness.engine.submit(request)
                 ids.append(request.request_id)
@@ -179,7 +179,7 @@ def test_a_request_alone_is_computed_all_the_time():
 def test_a_beam_search_is_explained_as_the_request_it_is():
     harness = TimedHarness(ahead=False, max_num_batched_tokens=8)
     request = create_request(20, request_id="a", max_tokens=4, arrival_time=harness.clock())
-    request.beam_search = BeamSearchParams(width=3)
+    request.form = BeamSearchParams(width=3)
     harness.engine.submit(request)
     harness.run()
     (life,) = harness.engine.journal.lives()

@@ -129,7 +129,7 @@ def test_whoever_is_kept_apart_can_be_ended_and_moved():
 def test_a_beam_search_runs_whatever_the_limit():
     harness = Harness(max_running_per_tenant=1, journal=Journal(10, 1000))
     request = create_request(request_id="beams", tenant="a", max_tokens=12, logprobs=0)
-    request.beam_search = BeamSearchParams(width=3)
+    request.form = BeamSearchParams(width=3)
     harness.engine.submit(request)
     harness.engine.submit(create_request(request_id="other", tenant="a"))
     harness.run()

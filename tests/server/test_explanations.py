@@ -9,6 +9,7 @@ from engine_harness import Harness
 from factories import create_request
 from fakes import FakeEngine, Script
 from llm_serving.config.schema import ApiKey
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.observe.explanation import answers_to, explain
 from llm_serving.observe.journal import Journal, Life
@@ -24,7 +25,7 @@ KEYS = (ApiKey(name="team-a", key_sha256=hash_key(KEY)),)
 def an_explanation(*, with_tenant: bool = False):
     harness = Harness(journal=Journal(10, 100))
     asked = create_request(request_id="abc-0", tenant="team-a", max_tokens=3)
-    asked.predicted_ttft_s = 1.5
+    asked.exchange = Exchange(0.0, predicted_ttft_s=1.5)
     harness.engine.submit(asked)
     harness.run()
     [life] = harness.engine.journal.lives()

@@ -16,6 +16,9 @@ class Exchange:
     """Its headers had come."""
     first_token_time: float | None = None
     """When the first token of an answer came."""
+    predicted_ttft_s: float | None = None
+    """Seconds from arrival to the first token of the last of its requests, as the door predicted; None: too little had
+    been measured."""
     unfinished: set[str] = field(default_factory=set)
     """Ids of the requests that answer it and have not ended."""
     last_ended_time: float = 0.0

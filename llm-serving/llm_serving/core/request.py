@@ -8,6 +8,7 @@ from typing import Final
 
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
+from llm_serving.core.receiver import Receiver
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 
@@ -69,18 +70,16 @@ class Request:
     """Id of a request with the same beginning; this one waits until that has computed it, and shares its blocks."""
     waits_for_reply: bool = False
     """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
-    beam_search: BeamSearchParams | None = None
-    """Set on a request that is answered by a beam search: other requests are computed in its place."""
-    beam_of: Request | None = None
-    """Set on a beam: the request it is computed for."""
     is_beam: bool = False
-    """Whether it waits for others between two of its tokens; a recording keeps this, and not `beam_of`."""
+    """Whether it waits for others between two of its tokens."""
+    form: BeamSearchParams | None = None
+    """What the answer is where not just the tokens of this request; `engine.receivers` has a receiver for each type."""
+    receiver: Receiver | None = None
+    """What it is computed for; given when an engine takes it."""
     arrival_time: float = 0.0
     """Seconds on the engine's clock."""
     deadline: float | None = None
     """When it is of no more use to who asked, on the same clock; None: never."""
-    predicted_ttft_s: float | None = None
-    """Seconds from arrival to its first token, as the door predicted; None: too little had been measured."""
     exchange: Exchange | None = None
     """The HTTP request it answers, alone or with others."""
     sequence: int = 0
@@ -134,6 +133,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.waits_for_reply = self.waits_for_reply or self.sampling.needs_known_output
+
+    @property
+    def asked(self) -> Request:
+        """The request that it is computed for: itself, or the one whose beam it is."""
+        return self if self.receiver is None else self.receiver.request
 
     @property
     def cache_namespace(self) -> str:

@@ -188,9 +188,10 @@ class AsyncEngine:
             exchange=exchange,
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
-            beam_search=beam_search,
-            predicted_ttft_s=admission.predicted_s,
+            form=beam_search,
         )
+        if exchange is not None:
+            exchange.predicted_ttft_s = admission.predicted_s
         stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         forecast = admission.forecast if admission.of_one and beam_search is None else None
         self._requests.add(OpenRequest(request, stream, engine, forecast))

@@ -10,9 +10,8 @@ from zlib import crc32
 from llm_serving.core.clock import Clock
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
-from llm_serving.core.step import StepOutput
-from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.receivers import Desk, receive
 from llm_serving.log import get_logger
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
@@ -23,6 +22,7 @@ logger = get_logger(__name__)
 
 MAX_WAITING: Final = 16
 """Answers that wait for an idle moment; newer ones replace older ones."""
+ANSWERED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(slots=True)
@@ -47,16 +47,15 @@ class Auditor:
     """Chooses 1 in `every` requests; what its client was told is compared with the same request run alone, when idle.
 
     An answer depends on the request alone, so any difference is a fault of this server: `audit_mismatch_total` counts
-    them. The copy finds nothing in the prefix cache: it must not lean on what it is to check.
+    them. The copy is answered as its request was, at a desk of its own where nobody but the auditor is told. It finds
+    nothing in the prefix cache: it must not lean on what it is to check.
     """
 
     def __init__(self, every: int, scheduler: Scheduler, tokenizer: Tokenizer, metrics: Metrics, clock: Clock) -> None:
         """Audits nothing with `every` 0."""
         self._every = every
-        self._scheduler = scheduler
         self._metrics = metrics
-        self._processor = OutputProcessor(tokenizer, None, Journal(), clock)
-        self._beams = BeamGroups(scheduler, self._processor)
+        self._desk = Desk(scheduler, OutputProcessor(tokenizer, None, Journal(), clock), self._told_again)
         self._num_seen = 0
         self._watched: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
@@ -81,7 +80,7 @@ class Auditor:
                 answer.pieces.append(piece)
                 if piece.finished:
                     del self._watched[piece.request_id]
-                    if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    if piece.finish_reason in ANSWERED:
                         self._waiting.append(answer)
 
     def run_copy(self) -> None:
@@ -98,46 +97,28 @@ class Auditor:
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=f"audit {self._num_seen} {request.cache_salt}",
-            beam_search=request.beam_search,
+            form=request.form,
             arrival_time=request.arrival_time,
         )
         self._running = answer, _Answer(copy)
-        self._processor.start(copy)
-        if copy.beam_search is not None:
-            self._beams.start(copy)
-        else:
-            self._scheduler.add(copy)
-
-    def owns(self, request: Request) -> bool:
-        """Whether this is the copy, or one of its beams."""
-        return self._running is not None and (request.beam_of or request) is self._running[1].request
-
-    def check(self, request: Request, sample: int, output: StepOutput) -> None:
-        """The copy got a token; when it has ended, its answer is compared."""
-        assert self._running is not None
-        answer, again = self._running
-        if request.beam_of is not None:
-            again.pieces += self._beams.take(request, sample, output)
-        else:
-            stop_string = self._processor.take(request, sample, output)
-            if stop_string is not None:
-                self._scheduler.finish(request, FinishReason.STOP)
-                request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
-            again.pieces.append(self._processor.piece(request))
-        if again.request.is_finished:
-            self._running = None
-            self._compare(answer, again)
+        receive(copy, self._desk)
 
     def drop(self) -> None:
         """The copy, if one runs, ends without an answer: nothing can be said."""
-        if self._running is None:
-            return
-        copy, self._running = self._running[1].request, None
-        if copy.beam_search is not None:
-            self._beams.end(copy)
-        else:
-            self._scheduler.finish(copy, FinishReason.ABORT)
-        self._processor.piece(copy)
+        if self._running is not None:
+            receiver = self._running[1].request.receiver
+            assert receiver is not None
+            receiver.end(FinishReason.ABORT)
+
+    def _told_again(self, piece: RequestOutput) -> None:
+        """The copy's answer goes on; when it has come to its end, it is compared."""
+        assert self._running is not None
+        answer, again = self._running
+        again.pieces.append(piece)
+        if piece.finished:
+            self._running = None
+            if piece.finish_reason in ANSWERED:
+                self._compare(answer, again)
 
     def _compare(self, answer: _Answer, again: _Answer) -> None:
         told, alone = answer.tokens(), again.tokens()

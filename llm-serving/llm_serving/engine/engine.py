@@ -20,9 +20,9 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
-from llm_serving.engine.beam_groups import BeamGroups
 from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
@@ -94,7 +94,7 @@ class Engine:
         self._restart_wait_s = restart_wait_s
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
-        self._beams = BeamGroups(scheduler, self._processor)
+        self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
         self._index = index
         self._metrics = metrics
@@ -159,15 +159,10 @@ class Engine:
     def reprioritise(self, request_id: str, priority: int) -> bool:
         """Whether a request has this priority now; one that has ended has not. To be called by the engine's thread."""
         request = self._processor.find(request_id)
-        if request is None:
+        if request is None or request.receiver is None or not request.receiver.reprioritise(priority):
             return False
-        if request.beam_search is not None:
-            changed = self._beams.reprioritise(request, priority)
-        else:
-            changed = self.scheduler.reprioritise(request, priority)
-        if changed:
-            self.journal.moved(request, class_of(priority, self.scheduler.classes))
-        return changed
+        self.journal.moved(request, class_of(priority, self.scheduler.classes))
+        return True
 
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
@@ -223,7 +218,7 @@ class Engine:
         except Exception as error:
             reason, kind = f"internal error: {error}", FinishReason.ERROR
             logger.exception("engine loop ends")
-        self._end(reason, kind)
+        self._shut(reason, kind)
 
     def step(self) -> bool:
         """Submits the next step as late as it can, then collects the oldest; False when there was nothing to do."""
@@ -256,7 +251,7 @@ class Engine:
                 self._step_began = now
             self._in_flight.append(schedule)
             if schedule.started:
-                self.on_started([(request.beam_of or request).request_id for request in schedule.started])
+                self.on_started([request.asked.request_id for request in schedule.started])
         collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
         if collects:
             self._collect()
@@ -276,11 +271,7 @@ class Engine:
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         self._record(schedule, num_tokens)
-        ended = [request for request in updated if request.is_finished]
-        for request in ended:
-            if request.beam_of is None and not self._auditor.owns(request):
-                self._lengths.ended(len(request.output_token_ids), request.sampling)
-        self._measure(schedule, num_tokens, len(ended))
+        self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         num_running = len(self.scheduler.running)
@@ -322,25 +313,18 @@ class Engine:
         return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-        """Turns the step's tokens into pieces of text; a stop string found there ends its request."""
+        """Gives the step's tokens to those they were computed for."""
         live = set(updated)
         samples = [request for request, _, _, samples, _ in schedule.rows if samples]
         for sample, request in enumerate(samples):
             if request not in live:
                 continue
+            receiver = request.receiver
+            assert receiver is not None
             if sample in output.row_errors:
-                self._end_request(request, FinishReason.ERROR, output.row_errors[sample])
-                continue
-            if self._auditor.owns(request):
-                self._auditor.check(request, sample, output)
-                continue
-            if request.beam_of is not None:
-                self._outputs += self._beams.take(request, sample, output)
-                continue
-            stop_string = self._processor.take(request, sample, output)
-            if stop_string is not None:
-                self._finish(request, FinishReason.STOP, stop_string)
-            self._outputs.append(self._processor.piece(request))
+                receiver.end(FinishReason.ERROR, output.row_errors[sample])
+            else:
+                receiver.take(request, sample, output)
         self._processor.report_times()
 
     def _recover(self, error: LLMServingError) -> None:
@@ -350,7 +334,7 @@ class Engine:
         culprits = self._recovery.culprits(error, list(lost))
         self.journal.recovered(self._clock())
         for request in culprits:
-            self._end_request(request, FinishReason.ERROR, str(error))
+            _end(request, FinishReason.ERROR, str(error))
 
     def _while_away(self, reason: str) -> None:
         """After an attempt to start the WorkAgent again: nobody waits longer than is allowed."""
@@ -362,15 +346,6 @@ class Engine:
         self._flush()
         self.on_away()
 
-    def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        request = request.beam_of or request
-        if self._auditor.owns(request):
-            self._auditor.drop()
-        if not self._processor.knows(request):
-            return
-        self._finish(request, reason)
-        self._outputs.append(self._processor.piece(request, error))
-
     def _end_overdue(self) -> None:
         """Ends the requests whose deadline has passed, wherever they are."""
         if self._deadlines.next is None:
@@ -378,7 +353,7 @@ class Engine:
         now = self._clock()
         for request in self._deadlines.take_passed(now):
             error = f"the request was not done within its {timeout_of(request):g} s"
-            self._end_request(request, FinishReason.TIMEOUT, error)
+            _end(request, FinishReason.TIMEOUT, error)
         if now >= self._look_again:
             self._look_again = now + LOOK_EVERY_S
             self._end_hopeless(now)
@@ -390,40 +365,29 @@ class Engine:
             return
         num_running = len(scheduler.running)
         for request in self._deadlines.not_begun(MAX_LOOKED_AT):
-            if request.beam_search is not None or request.deadline is None:
+            first = _first_computed(request)
+            if first is None or request.deadline is None:
                 continue
-            rank = request.request_class.rank
+            rank = first.request_class.rank
             num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
             seconds = measured.seconds_to_first_token(Queue(1, request.num_prompt_tokens, num_before, num_running))
             if seconds is not None and now + seconds > request.deadline:
                 timeout = f"the request cannot be done within its {timeout_of(request):g} s"
                 error = f"{timeout}: its first token is expected in {seconds:.2f} s"
-                self._end_request(request, FinishReason.TIMEOUT, error)
-
-    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Ends a request that has not got its last piece, for this reason, whatever limit its newest token reached."""
-        if request.beam_search is not None:
-            self._beams.end(request)
-        else:
-            self.scheduler.finish(request, reason)
-        request.finish_reason, request.stop_reason = reason, stop_reason
+                _end(request, FinishReason.TIMEOUT, error)
 
     def _add(self, request: Request) -> None:
-        self._processor.start(request)
         self._auditor.started(request)
         self._deadlines.add(request)
-        if request.beam_search is not None:
-            self._beams.start(request)
-        else:
-            self.scheduler.add(request)
+        receive(request, self._desk)
         self.journal.queued(request, self._clock())
 
     def _abort(self, request_id: str) -> None:
         request = self._processor.find(request_id)
         if request is not None:
-            self._end_request(request, FinishReason.ABORT)
+            _end(request, FinishReason.ABORT)
 
-    def _end(self, reason: str, kind: FinishReason) -> None:
+    def _shut(self, reason: str, kind: FinishReason) -> None:
         with self._inbox_lock:
             self.dead = reason
         self._take_inbox()
@@ -434,7 +398,7 @@ class Engine:
     def _end_all(self, reason: str, kind: FinishReason) -> None:
         self._auditor.drop()
         for request in self._processor.unfinished():
-            self._end_request(request, kind, reason)
+            _end(request, kind, reason)
 
     # --- inbox and outbox -------------------------------------------------------------------------------------------
 
@@ -448,6 +412,12 @@ class Engine:
     def _take_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+
+    def _tell(self, piece: RequestOutput) -> None:
+        self._outputs.append(piece)
+
+    def _note_length(self, request: Request) -> None:
+        self._lengths.ended(len(request.output_token_ids), request.sampling)
 
     def _flush(self) -> None:
         if self._outputs:
@@ -474,3 +444,15 @@ class Engine:
                 self._executor.collect()  # nothing is in flight, so only bad news can have come
             except WorkerError as error:
                 self._recover(error)
+
+
+def _end(request: Request, reason: FinishReason, error: str | None = None) -> None:
+    assert request.receiver is not None
+    request.receiver.end(reason, error)
+
+
+def _first_computed(request: Request) -> Request | None:
+    """What waits first of all that is computed for a request; None: something of it has been computed."""
+    assert request.receiver is not None
+    computed = request.receiver.computed
+    return computed[0] if all(each.first_scheduled_time is None for each in computed) and computed else None

@@ -107,7 +107,7 @@ def explain(
     wait_bound_s = None if facts.wait_bound is None or step_s is None else facts.wait_bound * step_s
     spans, rows = attribute(life, record), own_rows(life, record)
     computed = {part: sum(row.part is part for row in rows) for part in Part}
-    gap = None if life.is_beam_search else largest_decode_gap(life, record, rows)
+    gap = None if life.has_beams else largest_decode_gap(life, record, rows)
     return Explanation(
         id=life.request_id,
         request_class=life.request_class.name,
@@ -133,7 +133,8 @@ def explain(
 
 
 def _first_token(life: Life) -> ExplainedFirstToken:
-    predicted_s, came = life.facts.predicted_ttft_s, life.first_token_time
+    predicted_s = None if life.exchange is None else life.exchange.predicted_ttft_s
+    came = life.first_token_time
     return ExplainedFirstToken(
         predicted_ms=None if predicted_s is None else 1000 * predicted_s,
         real_ms=None if came is None else 1000 * (came - life.arrival_time),

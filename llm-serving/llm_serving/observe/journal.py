@@ -68,7 +68,6 @@ class Facts(NamedTuple):
     num_steps_waited: int | None
     wait_bound: int | None
     first_scheduled_time: float | None
-    predicted_ttft_s: float | None
 
 
 class Life:
@@ -81,7 +80,7 @@ class Life:
         "ended_time",
         "exchange",
         "first_token_time",
-        "is_beam_search",
+        "has_beams",
         "number",
         "preemptions",
         "queued_time",
@@ -98,11 +97,12 @@ class Life:
         self.number = number
         """Order of arrival at the engine, from 1."""
         self.exchange: Exchange | None = request.exchange
-        self.is_beam_search = request.beam_search is not None
         self.arrival_time = request.arrival_time
         self.queued_time: float | None = None
         self.first_token_time: float | None = None
         self.ended_time: float | None = None
+        self.has_beams = False
+        """Whether it waits for others between its tokens, so that no bound on gaps is its."""
         self.sequences: frozenset[int] = frozenset()
         """`Request.sequence` of what is computed for it: its own, or those of its beams."""
         self.preemptions: tuple[Preempted, ...] = ()
@@ -125,7 +125,6 @@ class Life:
             request.num_steps_waited,
             request.wait_bound,
             request.first_scheduled_time,
-            request.predicted_ttft_s,
         )
 
     def end(self, time: float) -> None:
@@ -214,8 +213,9 @@ class Journal:
         """The engine has taken it from its inbox; the scheduler knows it."""
         if (life := self._lives.get(request.request_id)) is not None:
             life.queued_time = now
-            if not life.is_beam_search:
-                life.sequences = frozenset((request.sequence,))
+            computed = (request,) if request.receiver is None else request.receiver.computed
+            life.sequences = frozenset(each.sequence for each in computed)
+            life.has_beams = any(each.is_beam for each in computed)
 
     def first_token(self, request: Request, now: float) -> None:
         """The first token of the request's answer has come."""
@@ -251,11 +251,10 @@ class Journal:
             )
         self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks))
         for request in schedule.started:
-            if request.beam_of is not None and (life := self._lives.get(request.beam_of.request_id)) is not None:
+            if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.sequences |= {request.sequence}
         for request, preemption in zip(schedule.preempted, schedule.preemptions, strict=True):
-            root = request.beam_of or request
-            if (life := self._lives.get(root.request_id)) is not None:
+            if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
 
     def replied(self, now: float) -> None:

@@ -1,0 +1,38 @@
+"""What a request is computed for: who gets its tokens and makes an answer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from llm_serving.core.step import StepOutput
+
+if TYPE_CHECKING:
+    from llm_serving.core.request import FinishReason, Request
+
+
+class Receiver(Protocol):
+    """One for each answer, carried by every request that is computed for it; scheduler and WorkAgent never look at it.
+
+    It belongs to the engine's thread. It tells somebody each piece of the answer as it comes, the last one once.
+    """
+
+    @property
+    def request(self) -> Request:
+        """What was asked. The scheduler knows it only where it is among `computed`."""
+
+    @property
+    def computed(self) -> Sequence[Request]:
+        """What the scheduler computes for the answer at present."""
+
+    def begin(self) -> None:
+        """Has the scheduler queue what is to be computed first."""
+
+    def take(self, request: Request, sample: int, output: StepOutput) -> None:
+        """A step has chosen a token for one of `computed`: the one that `output` has for this sample."""
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends the answer wherever it is; its blocks are free at once. One that has ended is left alone."""
+
+    def reprioritise(self, priority: int) -> bool:
+        """Gives all that is computed another priority, or changes nothing; returns whether it has it now."""

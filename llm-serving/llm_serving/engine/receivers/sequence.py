@@ -1,0 +1,43 @@
+"""The usual answer: the tokens of the request itself, as they come."""
+
+from __future__ import annotations
+
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.step import StepOutput
+from llm_serving.engine.receivers.desk import Desk
+
+
+class OneSequence:
+    """Answers a request by what is computed for it; a stop string found in the text ends it."""
+
+    def __init__(self, request: Request, desk: Desk) -> None:
+        self.request = request
+        self.computed = (request,)
+        self._desk = desk
+
+    def begin(self) -> None:
+        self._desk.processor.start(self.request)
+        self._desk.scheduler.add(self.request)
+
+    def take(self, request: Request, sample: int, output: StepOutput) -> None:
+        desk = self._desk
+        stop_string = desk.processor.take(request, sample, output)
+        if stop_string is not None:
+            self._finish(FinishReason.STOP, stop_string)
+        desk.tell(desk.processor.piece(request))
+        if request.is_finished:
+            desk.note_length(request)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        processor = self._desk.processor
+        if processor.knows(self.request):
+            self._finish(reason)
+            self._desk.tell(processor.piece(self.request, error))
+
+    def reprioritise(self, priority: int) -> bool:
+        return self._desk.scheduler.reprioritise(self.request, priority)
+
+    def _finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """For this reason, whatever limit its newest token reached."""
+        self._desk.scheduler.finish(self.request, reason)
+        self.request.finish_reason, self.request.stop_reason = reason, stop_reason

@@ -1,0 +1,99 @@
+"""What a request is computed for: another way to answer is one receiver and one line of a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine_harness import Harness
+from factories import create_request
+from fake_runner import expected_output
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.receivers import RECEIVERS, Desk
+from llm_serving.engine.receivers.sequence import OneSequence
+from llm_serving.executor.executor import StepFailedError
+
+
+class Form:
+    """Of answers that no room but the table knows."""
+
+
+class Noting(OneSequence):
+    """Answers as usual and notes what it is told to do."""
+
+    def __init__(self, request: Request, desk: Desk) -> None:
+        super().__init__(request, desk)
+        self.noted: list[object] = []
+
+    def take(self, request: Request, sample: int, output: StepOutput) -> None:
+        self.noted.append(output.token_ids.item(sample))
+        super().take(request, sample, output)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        self.noted.append((reason, error))
+        super().end(reason, error)
+
+    def reprioritise(self, priority: int) -> bool:
+        self.noted.append(priority)
+        return super().reprioritise(priority)
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    monkeypatch.setitem(RECEIVERS, Form, Noting)
+    return Harness()
+
+
+def submit(harness: Harness) -> tuple[Request, list[object]]:
+    """A request with that form, of which two steps are under way, and what its receiver notes."""
+    request = create_request(4, max_tokens=5, request_id="r")
+    request.form = Form()  # type: ignore[assignment]
+    harness.engine.submit(request)
+    harness.engine.step()
+    assert isinstance(request.receiver, Noting)
+    return request, request.receiver.noted
+
+
+def test_tokens_go_to_the_receiver_that_the_form_names(harness: Harness) -> None:
+    request, noted = submit(harness)
+    other = create_request(6, max_tokens=3, request_id="other")
+    harness.engine.submit(other)
+    harness.run()
+    assert noted == expected_output(request.prompt_token_ids, 5) == harness.token_ids("r")
+    assert harness.token_ids("other") == expected_output(other.prompt_token_ids, 3)
+
+
+def test_it_is_told_of_another_priority(harness: Harness) -> None:
+    request, noted = submit(harness)
+    assert harness.engine.reprioritise("r", 1)
+    assert (noted[-1], request.priority) == (1, 1)
+    assert not harness.engine.reprioritise("nobody", 1)
+
+
+def test_it_is_told_to_end(harness: Harness) -> None:
+    _, noted = submit(harness)
+    harness.engine.abort("r")
+    harness.run()
+    assert noted[-1] == (FinishReason.ABORT, None)
+    assert harness.last("r").finish_reason is FinishReason.ABORT
+
+
+def test_it_is_told_that_no_token_could_be_chosen(harness: Harness) -> None:
+    execute = harness.runner.execute
+    harness.runner.execute = lambda step: replace(execute(step), row_errors={0: "no number"})  # type: ignore[method-assign]
+    _, noted = submit(harness)
+    harness.run()
+    assert noted == [(FinishReason.ERROR, "no number")]
+    assert harness.last("r").error == "no number"
+
+
+def test_it_is_told_that_its_step_fails(harness: Harness) -> None:
+    def fail(step: StepInput) -> StepOutput:
+        raise StepFailedError("bad luck")
+
+    _, noted = submit(harness)
+    harness.runner.execute = fail  # type: ignore[method-assign]
+    harness.run()
+    assert noted[-1] == (FinishReason.ERROR, "StepFailedError: bad luck")
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
