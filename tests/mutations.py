@@ -35,6 +35,8 @@ from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler.giving_way import GivingWay
+from llm_serving.scheduler.schedule import ScheduledRow
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
 from simulated_agent import SimulatedAgent
@@ -129,15 +131,15 @@ def block_given_twice() -> Any:
 
 def position_kept_after_preemption() -> Any:
     """A preempted request believes that what it had computed is still there."""
-    preempt = Scheduler._preempt
+    preempt = GivingWay.preempt
 
-    def preempt_badly(self: Scheduler, request: Any, *rest: Any) -> None:
+    def preempt_badly(self: GivingWay, request: Any, *rest: Any) -> None:
         before = request.num_computed_tokens
         preempt(self, request, *rest)
-        if not self.blocks.is_swapped(request.request_id):
+        if not self._blocks.is_swapped(request.request_id):
             request.num_computed_tokens = before
 
-    return patch.object(Scheduler, "_preempt", preempt_badly)
+    return patch.object(GivingWay, "preempt", preempt_badly)
 
 
 def no_copies() -> Any:
@@ -197,21 +199,21 @@ def rows_of_lost_places_count() -> Any:
     """Blocks of a row are named although its request has lost them since."""
     confirm = Scheduler._confirm
 
-    def confirm_any(self: Scheduler, row: Any) -> None:
-        confirm(self, row._replace(num_preemptions=row.request.num_preemptions))
+    def confirm_any(self: Scheduler, rows: list[ScheduledRow]) -> None:
+        confirm(self, [row._replace(num_preemptions=row.request.num_preemptions) for row in rows])
 
     return patch.object(Scheduler, "_confirm", confirm_any)
 
 
 def tokens_on_the_device_are_forgotten() -> Any:
     """A preempted request does not wait for the tokens that its last steps have chosen."""
-    preempt = Scheduler._preempt
+    preempt = GivingWay.preempt
 
-    def preempt_and_forget(self: Scheduler, request: Any, *rest: Any) -> None:
+    def preempt_and_forget(self: GivingWay, request: Any, *rest: Any) -> None:
         preempt(self, request, *rest)
         request.num_tokens_in_flight = 0
 
-    return patch.object(Scheduler, "_preempt", preempt_and_forget)
+    return patch.object(GivingWay, "preempt", preempt_and_forget)
 
 
 def nobody_is_blamed() -> Any:
