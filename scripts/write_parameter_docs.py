@@ -12,6 +12,7 @@ import msgspec
 from llm_serving.core import sampling_params
 from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
+from llm_serving.server.anthropic_schemas import MessagesRequest
 from llm_serving.server.parameters import BODIES, Ignored, Refused
 from llm_serving.server.sampling import REQUEST_RULES
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
@@ -52,6 +53,7 @@ def document() -> str:
     for title, kinds in (
         ("Completions", (CompletionRequest,)),
         ("Conversations", (ChatCompletionRequest,)),
+        ("Anthropic messages", (MessagesRequest,)),
         ("TGI", (TGIRequest, TGIParameters)),
         ("Older routes", (LegacyRequest, LegacyParameters)),
     ):

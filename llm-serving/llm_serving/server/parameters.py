@@ -21,6 +21,12 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, shorten
+from llm_serving.server.anthropic_schemas import (
+    ContentBlock,
+    ConversationTurn,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from llm_serving.server.request_body import read_as
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
@@ -140,6 +146,32 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
     ("details", "decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark"),
     Ignored("never had an effect on these routes"),
 )
+_NOT_COUNTED: Final[Rows] = {
+    "tools": _TOOLS,
+    "tool_choice": Refused(_TOOLS.why, ({"type": "none"}, {"type": "auto"})),
+    "thinking": Refused("is not supported: answers are not split", ({"type": "disabled"},)),
+    "output_config": _GRAMMAR,
+    "output_format": _GRAMMAR,
+    "mcp_servers": Refused(),
+    "container": Refused(),
+    "context_management": Refused(),
+    "cache_control": Ignored("only a hint for speed"),
+}
+_ANTHROPIC: Final[Rows] = {
+    **_NOT_COUNTED,
+    "metadata": Ignored("`user` names the tenant"),
+    "service_tier": Ignored("`priority` and `priority_class` say who goes first"),
+    "inference_geo": Ignored("there is one place"),
+    "stop": _named("stop_sequences"),
+    "max_completion_tokens": _named("max_tokens"),
+}
+_BLOCK: Final[Rows] = {
+    "cache_control": Ignored("only a hint for speed"),
+    "citations": Refused(),
+    **dict.fromkeys(("source", "title", "context"), Refused("is not supported: only text is")),
+    **dict.fromkeys(("id", "name", "input", "tool_use_id", "content", "is_error"), _TOOLS),
+    **dict.fromkeys(("thinking", "signature", "data"), Refused("is not supported: answers are not split")),
+}
 _OLDER: Final = Ignored("these routes never refused a field")
 
 BODIES: Final[Mapping[type, BodyFields]] = {
@@ -153,6 +185,10 @@ BODIES: Final[Mapping[type, BodyFields]] = {
             "annotations": Refused(),
         }
     ),
+    MessagesRequest: BodyFields(_ANTHROPIC, nested={"messages": ConversationTurn, "system": ContentBlock}),
+    CountTokensRequest: BodyFields(_NOT_COUNTED, nested={"messages": ConversationTurn, "system": ContentBlock}),
+    ConversationTurn: BodyFields(nested={"content": ContentBlock}),
+    ContentBlock: BodyFields(_BLOCK),
     TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),
@@ -215,7 +251,7 @@ def _ignored(content: _Object, kind: type, place: str) -> list[str]:
     fields, ignored = BODIES[kind], []
     for name, raw in content.items():
         if name in fields.nested:
-            ignored += _ignored_within(raw, fields.nested[name], name)
+            ignored += _ignored_within(raw, fields.nested[name], place + name)
         elif name not in _names[kind]:
             row = fields.rows.get(name, fields.unknown)
             if _asks_for_nothing(raw, row):

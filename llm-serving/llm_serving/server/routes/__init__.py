@@ -3,13 +3,25 @@
 from typing import Final
 
 from llm_serving.server.endpoint import Endpoint
-from llm_serving.server.routes import chat, completions, control, explanations, health, legacy, metrics, models, tgi
+from llm_serving.server.routes import (
+    chat,
+    completions,
+    control,
+    explanations,
+    health,
+    legacy,
+    messages,
+    metrics,
+    models,
+    tgi,
+)
 
 __all__ = ["ENDPOINTS"]
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
+    *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,

@@ -1,0 +1,238 @@
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens.
+
+A conversation as in `chat`, in the words of another protocol. The client's key arrives in `x-api-key`, as all routes
+read it. Events of a stream are named.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import (
+    AuthenticationError,
+    CapacityError,
+    LLMServingError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestCancelledError,
+    RequestError,
+    TimedOutError,
+    UnavailableError,
+)
+from llm_serving.server.anthropic_schemas import (
+    ContentBlock,
+    ConversationTurn,
+    CountTokensRequest,
+    CountTokensResponse,
+    ErrorBody,
+    MessageAnswer,
+    MessageDelta,
+    MessagesError,
+    MessagesRequest,
+    MessagesUsage,
+    StreamEvent,
+    TextBlock,
+    TextDelta,
+)
+from llm_serving.server.caller import caller_of
+from llm_serving.server.choices import ONE_ANSWER
+from llm_serving.server.conversation import converse, render_chat
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import error_headers, json_response
+from llm_serving.server.generation import Generation, encode_text, raise_on_error
+from llm_serving.server.openai_requests import Identity, check_model, identify
+from llm_serving.server.parameters import read_fields
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, ContentPart
+from llm_serving.server.streaming import StreamResponse, complete
+
+_ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
+    (AuthenticationError, "authentication_error"),
+    (PermissionDeniedError, "permission_error"),
+    (ModelNotFoundError, "not_found_error"),
+    (RequestError, "invalid_request_error"),
+    (RateLimitError, "rate_limit_error"),
+    (CapacityError, "rate_limit_error"),
+    (UnavailableError, "overloaded_error"),
+    (TimedOutError, "timeout_error"),
+)
+"""The first that fits names the error to the client."""
+
+
+async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
+    """Answers a conversation."""
+    request = await read_fields(engine, http_request, MessagesRequest)
+    check_model(engine, request.model)
+    caller = caller_of(engine.config, http_request, request)
+    chat = ChatCompletionRequest(
+        messages=_messages(request.system, request.messages),
+        continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        stop=request.stop_sequences,
+        seed=request.seed,
+    )
+    identity = identify(engine, http_request, chat, "msg")
+    try:
+        _, generation = await converse(
+            engine, chat, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
+        )
+    except RequestError as error:
+        raise _in_our_words(error) from None
+    answer = _Answer(identity)
+    if request.stream:
+        return StreamResponse(generation, answer, _error_event, headers=identity.headers)
+    message = await complete(http_request.receive, generation, answer.whole(generation))
+    return json_response(message, headers=identity.headers | generation.headers)
+
+
+async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    request = await read_fields(engine, http_request, CountTokensRequest)
+    check_model(engine, request.model)
+    continues = bool(request.messages) and request.messages[-1].role == "assistant"
+    messages = _messages(request.system, request.messages)
+    text = await render_chat(engine, messages, not continues, continue_final_message=continues)
+    tokens = await encode_text(engine, text, "messages", add_special_tokens=False)
+    return json_response(CountTokensResponse(len(tokens)))
+
+
+def _in_our_words(error: RequestError) -> RequestError:
+    """An error of chat, whose fields have other names here."""
+    if error.field == "stop":
+        return RequestError("stop_sequences", error.rule, error.value)
+    if error.field == "continue_final_message":
+        return RequestError(
+            "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
+        )
+    return error
+
+
+def _messages(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
+    """The conversation as chat templates know it; nothing is added to what holds nothing."""
+    opening = [ChatMessage("system", _content("system", system))] if system and turns else []
+    said = [ChatMessage(turn.role, _content(f"messages[{i}].content", turn.content)) for i, turn in enumerate(turns)]
+    return opening + said
+
+
+def _content(place: str, content: str | list[ContentBlock]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    for i, block in enumerate(content):
+        if block.type != "text" or block.text is None:
+            raise RequestError(f"{place}[{i}].type", "must be text", block.type)
+    return [ContentPart(block.type, block.text) for block in content]
+
+
+class _Answer:
+    """Puts the pieces of a generation into the form of the protocol."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._started = False
+        self._last: RequestOutput | None = None
+
+    async def whole(self, generation: Generation) -> MessageAnswer:
+        texts, output = [], None
+        async for _, output in generation.outputs():
+            _raise_on_failure(output)
+            texts.append(output.text)
+        assert output is not None
+        ending = _ending(output)
+        return self._message(output, [TextBlock("".join(texts))], ending)
+
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        del index
+        _raise_on_failure(output)
+        self._last = output
+        told = b""
+        if not self._started:
+            self._started = True
+            told += _event(StreamEvent(type="message_start", message=self._message(output, [])))
+            told += _event(StreamEvent(type="content_block_start", index=0, content_block=TextBlock("")))
+        if output.text:
+            told += _event(StreamEvent(type="content_block_delta", index=0, delta=TextDelta(output.text)))
+        return told
+
+    def end(self) -> bytes:
+        assert self._last is not None
+        return (
+            _event(StreamEvent(type="content_block_stop", index=0))
+            + _event(StreamEvent(type="message_delta", delta=_ending(self._last), usage=_usage(self._last)))
+            + _event(StreamEvent(type="message_stop"))
+        )
+
+    def _message(
+        self, output: RequestOutput, content: list[TextBlock], ending: MessageDelta | None = None
+    ) -> MessageAnswer:
+        message = MessageAnswer(id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output))
+        if ending is not None:
+            message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
+        return message
+
+
+def _raise_on_failure(output: RequestOutput) -> None:
+    raise_on_error(output)
+    if output.finish_reason is FinishReason.ABORT:  # the protocol has no word for an end that somebody else has made
+        raise RequestCancelledError
+
+
+def _ending(output: RequestOutput) -> MessageDelta:
+    if output.finish_reason is not FinishReason.STOP:
+        return MessageDelta("max_tokens", None)
+    if isinstance(output.stop_reason, str):
+        return MessageDelta("stop_sequence", output.stop_reason)
+    return MessageDelta("end_turn", None)
+
+
+def _usage(output: RequestOutput) -> MessagesUsage:
+    num_cached = output.num_cached_tokens
+    return MessagesUsage(output.num_prompt_tokens - num_cached, output.num_output_tokens, num_cached)
+
+
+def _event(content: StreamEvent | MessagesError) -> bytes:
+    return b"event: " + content.type.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _error(error: LLMServingError) -> MessagesError:
+    kind = next((kind for cls, kind in _ERROR_TYPES if isinstance(error, cls)), "api_error")
+    return MessagesError(ErrorBody(kind, str(error)))
+
+
+def _error_event(error: LLMServingError) -> bytes:
+    return _event(_error(error))
+
+
+def _error_response(error: LLMServingError) -> Response:
+    return json_response(_error(error), error.http_status, error_headers(error))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation (Anthropic)",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        error_response=_error_response,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a conversation (Anthropic)",
+        body=CountTokensRequest,
+        answer=CountTokensResponse,
+        error_response=_error_response,
+    ),
+)
