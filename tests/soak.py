@@ -5,6 +5,9 @@ readers, malformed requests, and WorkAgents killed or hung now and then.
 
 Every answer that a client reads to its end is compared with the answer given alone. The memory of the master and of its
 WorkAgents is sampled; at the end the cache must be free, no bound broken, no process and no shared memory left.
+
+It may be stopped and go on (SIGSTOP, SIGCONT), for others to have the machine: its time stands still meanwhile, and
+connections that time out over it are counted apart.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ BROKEN_HTTP: tuple[bytes, ...] = (
 )
 NUM_CLIENTS = {"honest": 10, "lying": 4, "leaving": 4, "slow": 3, "malformed": 1, "broken": 1}
 SAMPLE_EVERY_S = 2.0
+STOPPED_S = 10.0
+"""Whatever its event loop does not come round in this time has been stopped."""
 MOST_GROWTH_MB = 32.0
 """Of the master, from the second quarter of the time to the last: allocators and remembered requests settle first."""
 
@@ -93,12 +98,14 @@ class Soak:
     samples: list[tuple[float, float, float, int]] = field(default_factory=list)
     """Time in s, MB of the master, MB of all WorkAgents, descriptors of the master."""
     alone: list[Answer] = field(default_factory=list)
+    lasted: float = 0.0
+    """Time of the load in s, without what it was stopped for."""
 
     async def run(self) -> None:
         async with self.server.client() as client:
             self.bodies = [body_of(index) for index in range(len(TASKS) * len(KINDS) * 2)]
             self.alone = [await whole_answer(client, body) for body in self.bodies]
-            self.began = time.monotonic()
+            keeping_time = asyncio.create_task(self._keep_time())
             clients = {"honest": self._honest, "lying": self._lying, "leaving": self._leaving, "slow": self._slow}
             clients |= {"malformed": self._malformed, "broken": self._broken}
             loops = [
@@ -106,16 +113,28 @@ class Soak:
                 for kind, count in NUM_CLIENTS.items()
                 for index in range(count)
             ]
-            watching = asyncio.create_task(self._watch())
             if self.kill_every_s is not None:
-                await self._lose_work_agents(client)
+                rng = random.Random(f"{self.seed} kills")
+                loops.append(asyncio.create_task(self._loop(self._lose_work_agent, client, rng)))
+            watching = asyncio.create_task(self._watch())
             await asyncio.gather(*loops)
             watching.cancel()
+            keeping_time.cancel()
             await self._check_end(client)
 
     @property
     def running(self) -> bool:
-        return time.monotonic() - self.began < self.seconds
+        return self.lasted < self.seconds
+
+    async def _keep_time(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.1)
+            last, before = time.monotonic(), last
+            if last - before < STOPPED_S:
+                self.lasted += last - before
+            else:
+                self.counts["times it was stopped"] += 1
 
     async def _loop(
         self,
@@ -124,12 +143,16 @@ class Soak:
         rng: random.Random,
     ) -> None:
         while self.running:
+            stopped = self.counts["times it was stopped"]
             try:
                 await act(client, rng)
             except (httpx.HTTPError, OSError) as error:
+                await asyncio.sleep(1.0)
+                if self.counts["times it was stopped"] > stopped:
+                    self.counts["connections lost over a stop"] += 1
+                    continue
                 self.wrong.append(f"{act.__name__}: {type(error).__name__}: {error}")
                 self.counts["connections lost"] += 1
-                await asyncio.sleep(1.0)
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -207,21 +230,22 @@ class Soak:
 
     # --- what happens to the server -----------------------------------------------------------------------------------
 
-    async def _lose_work_agents(self, client: httpx.AsyncClient) -> None:
+    async def _lose_work_agent(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         assert self.kill_every_s is not None
-        rng = random.Random(f"{self.seed} kills")
-        for sent in itertools.cycle((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)):
-            await asyncio.sleep(self.kill_every_s * rng.uniform(0.5, 1.5))
-            if not self.running:
+        await asyncio.sleep(self.kill_every_s * rng.uniform(0.5, 1.5))
+        if not self.running:
+            return
+        deadline = self.lasted + 120
+        sent = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        before = await metric(client, "llm_serving:worker_restarts_total")
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            rng.choice(self.server.work_agents()).send_signal(sent)
+            self.counts[f"WorkAgents that got {sent.name}"] += 1
+        while await metric(client, "llm_serving:worker_restarts_total") == before:
+            if self.lasted > deadline:
+                self.wrong.append(f"no restart in 120 s after a WorkAgent got {sent.name}")
                 return
-            agents = self.server.work_agents()
-            before = await metric(client, "llm_serving:worker_restarts_total")
-            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-                rng.choice(agents).send_signal(sent)
-                self.counts[f"WorkAgents that got {sent.name}"] += 1
-            async with asyncio.timeout(120):
-                while await metric(client, "llm_serving:worker_restarts_total") == before:
-                    await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)
 
     async def _watch(self) -> None:
         master = self.server.processes[0]
@@ -230,8 +254,7 @@ class Soak:
             for agent in self.server.work_agents():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agents += agent.memory_info().rss / 1e6
-            now = time.monotonic() - self.began
-            self.samples.append((now, master.memory_info().rss / 1e6, agents, master.num_fds()))
+            self.samples.append((self.lasted, master.memory_info().rss / 1e6, agents, master.num_fds()))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def _check_end(self, client: httpx.AsyncClient) -> None:
