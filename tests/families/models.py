@@ -104,7 +104,7 @@ def write(
     Args:
         dtype: bfloat16, float16 or float32; the values are the same in each.
         shards: Files the tensors are spread over; from two on with an index.
-        changes: Of config.json; None removes a key.
+        changes: Of config.json; None removes a key. Layers that it then has not have no tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
     typed = {key: dtype for key in ("torch_dtype", "dtype") if key in model(name).config}
@@ -112,7 +112,13 @@ def write(
     config = {key: value for key, value in config.items() if value is not None or key not in (changes or {})}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", model(name).generation)
-    tensors = {tensor: np.ascontiguousarray(WRITERS[dtype](values)) for tensor, values in weights(name).items()}
+    left_out = range(config["num_hidden_layers"], model(name).config["num_hidden_layers"])
+    kept = {
+        tensor: values
+        for tensor, values in weights(name).items()
+        if not any(f"layers.{layer}." in tensor for layer in left_out)
+    }
+    tensors = {tensor: np.ascontiguousarray(WRITERS[dtype](values)) for tensor, values in kept.items()}
     if shards == 1:
         _write_tensors(folder / "model.safetensors", tensors, dtype)
         return

@@ -12,6 +12,7 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from families import models
@@ -20,9 +21,15 @@ from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 
 
-def served(name: str, folder: Path, kernels: str, dtype: str) -> tuple[GraphModel, models.Golden, int]:
-    """The model as it is served, what it should answer, and the longest context it is served for."""
-    models.write(name, folder)
+def served(
+    name: str, folder: Path, kernels: str, dtype: str, changes: dict[str, Any] | None = None
+) -> tuple[GraphModel, models.Golden, int]:
+    """The model as it is served, what it should answer, and the longest context it is served for.
+
+    Args:
+        changes: Of its config.json; what it answers is then another matter.
+    """
+    models.write(name, folder, changes=changes)
     golden = models.golden(name)
     longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)

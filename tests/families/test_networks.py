@@ -1,5 +1,7 @@
 """Every family as it is served, against what its references answer."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from families import models
@@ -11,23 +13,29 @@ from llm_serving.network.primitives import lacking
 pytestmark = pytest.mark.mindspore
 
 LARGEST_ERROR = 1e-4
-ON_EVERY_KERNELS = (
-    "llama3.1",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "phi3-longrope",
-    "internlm2",
-    "baichuan2-13b",
-    "glm4",
-    "gemma2",
-    "gemma3",
-    "granite",
-    "smollm3",
-    "mixtral",
-    "qwen2-moe",
-    "deepseek-v2-lite",
-)
+ONE_LAYER = {"num_hidden_layers": 1}
+ON_EVERY_KERNELS: dict[str, dict[str, Any]] = {
+    "llama3.1": {},
+    "qwen2": ONE_LAYER,
+    "qwen3": ONE_LAYER,
+    "mistral": ONE_LAYER,
+    "phi3-longrope": ONE_LAYER,
+    "internlm2": ONE_LAYER,
+    "baichuan2-13b": ONE_LAYER,
+    "glm4": ONE_LAYER,
+    "gemma2": {"num_hidden_layers": 2},
+    "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "granite": ONE_LAYER,
+    "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2},
+    "mixtral": ONE_LAYER,
+    "qwen2-moe": ONE_LAYER,
+    "deepseek-v2-lite": {"num_hidden_layers": 2},
+}
+"""Models, and what their graphs leave out: each kind of layer once, but for the first, since a graph of Cells takes
+MindSpore seconds a layer."""
+ON_PLAIN_KERNELS = ("llama3.1", "mistral", "baichuan2-13b", "gemma2", "gemma3", "qwen2-moe")
+"""A graph for each of what primitives lack, and what plain operations differ in: windows, slopes, caps, norms of heads,
+two rotations, gates, experts. `families.precision --kernels plain` has all."""
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -39,22 +47,26 @@ def test_a_program_answers_as_the_reference(tmp_path, name):
         assert tokens == prompt.generated[: len(tokens)].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in ON_EVERY_KERNELS if "deepseek" not in name])
-def test_plain_kernels_answer_as_the_reference(tmp_path, name):
-    model, golden, longest = served(name, tmp_path, "plain", "float32")
-    prompt = golden.prompts[min(golden.prompts)]
-    logits, tokens = greedy(model, prompt, longest)
-    assert np.abs(logits[prompt.positions] - prompt.logits).max() < LARGEST_ERROR
-    assert tokens == prompt.generated[: len(tokens)].tolist()
+@pytest.mark.parametrize("name", ON_PLAIN_KERNELS)
+def test_plain_kernels_answer_as_the_program(tmp_path, name):
+    logits = []
+    for kernels in ("plain", "program"):
+        model, golden, _ = served(name, tmp_path / kernels, kernels, "float32", ON_EVERY_KERNELS[name])
+        *first, last = golden.prompts[200].token_ids.tolist()
+        blocks = list(range(-(-200 // BLOCK_SIZE)))
+        logits.append(np.concatenate([model.logits((first, 0, blocks)), model.logits(([last], 199, blocks))]))
+    plain, program = logits
+    assert np.abs(plain - program).max() < 2 * LARGEST_ERROR  # either is as far from the reference
 
 
 @pytest.mark.parametrize("name", ON_EVERY_KERNELS)
 def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
-    program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16")
+    changes = ON_EVERY_KERNELS[name]
+    program, golden, longest = served(name, tmp_path / "program", "program", "bfloat16", changes)
     spec = ModelSpec.from_folder(tmp_path / "program")
     if lacking(spec.network, longest) is not None:
         pytest.skip(f"the primitives have no {lacking(spec.network, longest)}")
-    graph, _, _ = served(name, tmp_path / "graph", "primitives", "bfloat16")
+    graph, _, _ = served(name, tmp_path / "graph", "primitives", "bfloat16", changes)
     token_ids = golden.prompts[200].token_ids.tolist() if 200 in golden.prompts else []
     blocks = list(range(-(-len(token_ids) // BLOCK_SIZE)))
     expected, logits = (each.logits((token_ids, 0, blocks)) for each in (program, graph))

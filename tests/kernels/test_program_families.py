@@ -1,5 +1,6 @@
 """What families are made of, by the operator `program`, beside the NumPy twin of the description."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from kernel_calls import Array, Typed
 from llm_serving.kernels import library
 from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
-from llm_serving.network.description import Network
+from llm_serving.network.description import Network, Weight
 from llm_serving.network.program import assemble
 from llm_serving.network.rewriting import select_rows
 from network_reference import parameters, step_of_prompt
@@ -22,9 +23,26 @@ ERROR = 1e-4
 """Of logits about 1 in size: what sums of float32 in another order come to, many times over."""
 
 
+@functools.cache
 def network(name: str) -> Network:
     config = config_of(name)
     return describe(config["architectures"][0], Facts(config, name))
+
+
+@functools.cache
+def weights_of(name: str) -> dict[Weight, Array]:
+    return parameters(network(name), RandomTensors(), PROMPT)
+
+
+def runnable(name: str, dtype: str) -> Runnable:
+    return runnable_of(network(name), weights_of(name), dtype)
+
+
+@functools.cache
+def logits_by_reference(name: str) -> Array:
+    """Of the whole prompt."""
+    step = step_of_prompt(tokens_of(PROMPT), network(name), every=True)
+    return run_reference(network(name).operations, weights_of(name), step)
 
 
 def tokens_of(count: int) -> list[int]:
@@ -61,13 +79,10 @@ def in_parts(runnable: Runnable, tokens: list[int], table: list[int], ends: list
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
-    net = network(name)
-    weights = parameters(net, RandomTensors(), PROMPT)
-    tokens = tokens_of(PROMPT)
-    expected = run_reference(net.operations, weights, step_of_prompt(tokens, net, every=True))
-    runnable = runnable_of(net, weights, "float32")
+    expected = logits_by_reference(name)
+    given = runnable(name, "float32")
     table = [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
-    logits = run(runnable, step_of(tokens, table, 0, PROMPT), create_caches(runnable)).array
+    logits = run(given, step_of(tokens_of(PROMPT), table, 0, PROMPT), create_caches(given)).array
     assert np.std(expected) > 0.01
     assert np.max(np.abs(logits - expected)) < ERROR
 
@@ -76,7 +91,7 @@ def test_logits_are_those_of_the_reference(isa: str, name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
     net = network(name)
-    short = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    short = runnable(name, dtype)
     program = assemble(select_rows(net.operations), len(net.caches), dtype)
     weights = dict(zip(short.program.weights, short.weights, strict=True))
     long = replace(short, program=program, weights=[weights[each] for each in program.weights])
@@ -92,45 +107,42 @@ def test_rules_change_no_bit(isa: str, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_of_a_row_depend_on_the_row_alone(isa: str, name: str, dtype: str) -> None:
-    net = network(name)
-    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
-    whole, caches = in_parts(runnable, tokens, table, [PROMPT])
+    whole, caches = in_parts(given, tokens, table, [PROMPT])
     with library.threads_in_use(1):
-        parts, others = in_parts(runnable, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
+        parts, others = in_parts(given, tokens, table[::-1], [1, 2, 65, 66, 130, PROMPT])
     assert np.array_equal(parts, whole)
     # Two rows of the prompt beside a chunk of another request.
     beside = step_of(tokens_of(40)[::-1], [21, 22, 23], 0, 40)
     last = step_of(tokens, table, PROMPT - 2, PROMPT)
-    assert np.array_equal(run(runnable, together(beside, last), caches).bits[-2:], whole[-2:])
+    assert np.array_equal(run(given, together(beside, last), caches).bits[-2:], whole[-2:])
     last = step_of(tokens, table[::-1], PROMPT - 1, PROMPT)
-    assert np.array_equal(run(runnable, replace(last, samples=[0]), others).bits, whole[-1:])
+    assert np.array_equal(run(given, replace(last, samples=[0]), others).bits, whole[-1:])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_without_rows_writes_nothing(name: str) -> None:
-    net = network(name)
-    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), "float32")
-    caches = create_caches(runnable)
-    assert run(runnable, step_of([], [0], 0, 0), caches).array.shape == (0, 97)
+    given = runnable(name, "float32")
+    caches = create_caches(given)
+    assert run(given, step_of([], [0], 0, 0), caches).array.shape == (0, 97)
     assert not any(cache.key.bits.any() or cache.value.bits.any() for cache in caches)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_blocks_behind_every_window_are_not_read(isa: str, name: str, dtype: str) -> None:
-    net = network(name)
-    runnable = runnable_of(net, parameters(net, RandomTensors(), PROMPT), dtype)
+    given = runnable(name, dtype)
     tokens, table = tokens_of(PROMPT), [7, 3, 9, 1, 20, 4, 8, 2, 11, 15]
-    whole, _ = in_parts(runnable, tokens, table, [PROMPT])
+    whole, _ = in_parts(given, tokens, table, [PROMPT])
     for first in (PROMPT - 1, PROMPT - 20, 70):
-        _, caches = in_parts(runnable, tokens, table, [first])
+        _, caches = in_parts(given, tokens, table, [first])
         freed = (first - 7 + 1) // BLOCK_SIZE
         for cache in caches:
             for part in (cache.key, cache.value):
                 part.array[table[:freed]] = not_a_number(part)
         step = step_of(tokens, [*([-5] * freed), *table[freed:]], first, PROMPT)
-        assert np.array_equal(run(runnable, step, caches).bits, whole[first:]), first
+        assert np.array_equal(run(given, step, caches).bits, whole[first:]), first
 
 
 def not_a_number(part: Typed) -> Array:
