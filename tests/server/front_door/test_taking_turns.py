@@ -1,0 +1,88 @@
+"""A connection that sends much is read and parsed a little a turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from door_harness import door, settle
+from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES
+
+
+def test_a_chunked_body_is_parsed_a_slice_a_turn():
+    async def run():
+        async with door() as (_, connection, transport):
+            body = b"\n\r\n" * 20_000
+            connection.data_received(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body))
+            connection.data_received(body[:50_000])
+            assert len(connection.cycle.body) <= SLICE_BYTES
+            assert not transport.reading
+            while not transport.reading:
+                before = len(connection.cycle.body)
+                await asyncio.sleep(0)
+                assert len(connection.cycle.body) - before <= SLICE_BYTES
+            connection.data_received(body[50_000:] + b"\r\n0\r\n\r\n")
+            while not transport.statuses:
+                await asyncio.sleep(0)
+            assert transport.written.endswith(b"/1=" + body + b";")
+
+    asyncio.run(run())
+
+
+def test_after_a_full_read_it_is_the_others_turn():
+    async def run():
+        async with door() as (_, connection, transport):
+            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n")
+            await settle()
+            connection.data_received(b"x" * READ_BYTES)
+            assert not transport.reading
+            await settle()
+            assert transport.reading
+
+    asyncio.run(run())
+
+
+def test_a_body_that_nobody_reads_is_not_read_on():
+    async def run():
+        async with door() as (house, connection, transport):
+            house.app.reads = False
+            house.app.gate.clear()
+            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+            connection.data_received(b"x" * READ_BYTES)
+            for _ in range(3):
+                assert not transport.reading
+                await asyncio.sleep(0)
+            assert len(connection.cycle.body) > READ_BYTES
+
+    asyncio.run(run())
+
+
+def test_the_rest_of_a_body_is_read_when_its_answer_comes_between_two_turns():
+    async def run():
+        async with door() as (house, connection, transport):
+            house.app.reads = False
+            house.app.gate.clear()
+            connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"x" * 1000)
+            connection.data_received(b"x" * READ_BYTES)
+            connection.cycle.response_complete = True
+            connection.on_response_complete()
+            assert not transport.reading
+            await settle()
+            assert transport.reading
+
+    asyncio.run(run())
+
+
+def test_chunks_of_a_byte_are_refused_after_some_thousands():
+    async def run():
+        async with door() as (_, connection, transport):
+            connection.data_received(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+            connection.data_received(b"1\r\na\r\n" * 6000)
+            while transport.reading is False:
+                await asyncio.sleep(0)
+            assert transport.statuses == []
+            connection.data_received(b"1\r\na\r\n" * 2000)
+            while not transport.statuses:
+                await asyncio.sleep(0)
+            assert transport.statuses == [431]
+
+    asyncio.run(run())
