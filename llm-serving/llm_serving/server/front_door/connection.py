@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 from llm_serving.config.schema import ServerConfig
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.joined_head import JoinedHead
+from llm_serving.server.front_door.older_http import OLDER, end_with_connection, is_faulty
 from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
@@ -353,7 +354,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._body_bytes = self._gap_bytes = self._framing_bytes = 0
+        version = self.parser.get_http_version()
+        if is_faulty(version, self.headers):
+            raise ValueError(version)  # the parser reports it as an error of its own
         super().on_headers_complete()
+        if version == OLDER:
+            end_with_connection(self.cycle)
         JoinedHead(self.cycle, self.loop)
         self._in_body = True
 
