@@ -5,8 +5,8 @@ from typing import Any, Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.positions import Positions, positions_of
 from llm_serving.errors import ConfigError
+from llm_serving.models.positions import Positions, positions_of
 from llm_serving.models.spec import ModelSpec
 
 MODEL_SOURCE: Final = "model config.json"
@@ -38,7 +38,7 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
     if known is not None:
         own = known.max_position_embeddings
         if spec is not None:
-            _limit_length(values, positions_of(values["model_config.model_path"], own), MODEL_SOURCE)
+            _limit_length(values, positions_of(spec, values["model_config.model_path"]), MODEL_SOURCE)
         else:
             _limit_length(values, Positions(own, own), "MindFormers YAML")
     for name in ("model_config.end_token", "model_config.pad_token_id"):

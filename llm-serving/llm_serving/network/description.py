@@ -201,6 +201,7 @@ class Network:
         operations: In the order in which they run.
         caches: Of each layer.
         optional: Tensors that a folder may have and nothing uses.
+        rotaries: The kinds of rotation, each once.
     """
 
     def __init__(self, hidden: int, vocab: int, eps: float = 1e-6, change_gain: Change | None = None) -> None:
@@ -209,6 +210,7 @@ class Network:
         self.operations: list[Operation] = []
         self.caches: list[CacheShape] = []
         self.optional: set[str] = set()
+        self.rotaries: set[Rotary] = set()
         self._num_experts = 0
         self._eps = eps
         self._change_gain = change_gain
@@ -319,6 +321,7 @@ class Network:
 
     def rotate(self, x: Value, rotary: Rotary) -> Value:
         """Each head of x turned by its position."""
+        self.rotaries.add(rotary)
         tables = {
             name: Weight((), (-1, rotary.head_dim), made=getattr(rotary, name), kind="model") for name in ("cos", "sin")
         }

@@ -51,6 +51,13 @@ class Scaling:
     long: tuple[float, ...] = ()
     truncate: bool = True
 
+    def first(self, own: int) -> int | None:
+        """Positions that `factor` stretches, of a model that says it has `own`.
+
+        None for the kinds whose models say how far they are stretched.
+        """
+        return {"linear": own, "dynamic": own, "yarn": self.original}.get(self.kind)
+
 
 @dataclass(frozen=True)
 class Rotary:

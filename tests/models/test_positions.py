@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_serving.core.positions import Positions, positions_of
+from families import models
 from llm_serving.errors import ModelError
+from llm_serving.models.positions import Positions, positions_of
+from llm_serving.models.spec import ModelSpec
+from small_model import CONFIG
 
 
 def positions(folder, scaling, own=32768, tokenizer=None, **config):
-    (folder / "config.json").write_text(json.dumps({"rope_scaling": scaling, **config}))
     if tokenizer is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer}))
-    return positions_of(folder, own)
+    config = CONFIG | {"max_position_embeddings": own, "rope_scaling": scaling} | config
+    return positions_of(ModelSpec.from_hugging_face(config), folder)
 
 
 @pytest.mark.parametrize(
@@ -22,13 +25,15 @@ def positions(folder, scaling, own=32768, tokenizer=None, **config):
         None,
         {"rope_type": "default"},
         {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
-        {"type": "longrope", "factor": 32.0, "original_max_position_embeddings": 4096},
-        {"type": "linear"},
+        {
+            "type": "longrope",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
         {"type": "linear", "factor": 1.0},
-        {"type": "linear", "factor": True},
         {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
-        {"type": ["linear"], "factor": 2.0},
-        5,
     ],
 )
 def test_others_have_their_own_number(tmp_path, scaling):
@@ -70,9 +75,11 @@ def test_newer_folders_write_it_elsewhere(tmp_path):
     assert positions(tmp_path, None, rope_parameters=parameters).most == 65536
 
 
-def test_layers_of_two_kinds_keep_the_models_number(tmp_path):
-    linear = {"rope_type": "linear", "factor": 8.0}
-    assert positions(tmp_path, linear, model_type="gemma3_text") == Positions(32768, 32768)
+def test_layers_of_which_some_are_not_stretched_keep_the_models_number(tmp_path):
+    config = models.model("gemma3-linear").config
+    spec = ModelSpec.from_hugging_face(config)
+    assert {each.scaling is None for each in spec.network.rotaries} == {True, False}
+    assert positions_of(spec, tmp_path) == Positions(*[config["max_position_embeddings"]] * 2)
 
 
 def test_a_broken_tokenizer_config_is_told(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.rotary import Rotary, Scaling
 
 MAX_FILE_BYTES: Final = 2**26
 MAX_POSITIONS: Final = 2**31 - 1
@@ -30,40 +32,45 @@ class Positions:
     reason: str = ""
 
 
-def positions_of(folder: Path, own: int) -> Positions:
+def positions_of(spec: ModelSpec, folder: Path) -> Positions:
     """The positions of a model in Hugging Face form.
 
     `linear` stretches the model's own positions by `factor`, `yarn` those that it was first trained on; `dynamic` does
     for contexts that are longer than the model's own, so that one asks for them. The others have the stretched number
-    in `max_position_embeddings`. What is stretched ends at `model_max_length` of the tokenizer's config.
+    in `max_position_embeddings`, and so has a model of which some layers turn as they were trained. What is stretched
+    ends at `model_max_length` of the tokenizer's config.
 
     Args:
-        folder: The model folder.
-        own: `max_position_embeddings`.
+        spec: The model.
+        folder: Its folder.
 
     Raises:
         ModelError: A file of the folder cannot be read.
     """
-    config = _read(folder / "config.json")
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(scaling, Mapping) or str(config.get("model_type", "")).startswith("gemma3"):
-        return Positions(own, own)  # Gemma 3 stretches some layers only, up to its own number
-    kind = scaling.get("rope_type", scaling.get("type"))
-    factor, original = _number(scaling.get("factor")), _number(scaling.get("original_max_position_embeddings"))
-    if kind not in ("linear", "dynamic", "yarn") or factor is None:
+    own = spec.max_position_embeddings
+    scaling = _least_stretched(spec.network.rotaries, own)
+    if scaling is None or (stretched := _stretched(scaling, own)) <= own:
         return Positions(own, own)
-    first = int(original) if kind == "yarn" and original is not None else own
-    stretched = min(int(first * factor), MAX_POSITIONS)
-    if stretched <= own:
-        return Positions(own, own)
-    reason = f"{first} x {factor:g} by rope scaling {kind}"
+    reason = f"{scaling.first(own)} x {scaling.factor:g} by rope scaling {scaling.kind}"
     limit = _number(_read(folder / "tokenizer_config.json").get("model_max_length"))
     if limit is not None and limit < stretched:
         stretched = max(int(limit), own)
         reason += ", at most model_max_length"
     if stretched == own:
         return Positions(own, own)
-    return Positions(own if kind == "dynamic" else stretched, stretched, reason)
+    return Positions(own if scaling.kind == "dynamic" else stretched, stretched, reason)
+
+
+def _least_stretched(rotaries: Iterable[Rotary], own: int) -> Scaling | None:
+    """Of all kinds of rotation that a model has; None where one of them is not stretched."""
+    scalings = [each.scaling for each in rotaries]
+    found = [each for each in scalings if each is not None and each.first(own) is not None]
+    return min(found, key=lambda each: _stretched(each, own)) if found and len(found) == len(scalings) else None
+
+
+def _stretched(scaling: Scaling, own: int) -> int:
+    first = scaling.first(own)
+    return own if first is None else min(int(first * scaling.factor), MAX_POSITIONS)
 
 
 def _read(path: Path) -> dict[str, Any]:
