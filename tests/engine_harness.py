@@ -41,7 +41,9 @@ class Harness:
     ) -> None:
         self.scheduler = create_scheduler(**scheduler)
         blocks = self.scheduler.blocks
-        self.runner = runner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
+        self.runner = runner(
+            blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
+        )
         self.executor = (AheadExecutor if ahead else LocalExecutor)(self.runner)
         self.pieces: dict[str, list[RequestOutput]] = defaultdict(list)
         self.metrics = Metrics()

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fake_runner import most_likely, next_logprobs
+from fake_runner import most_likely, next_logprobs, seen
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.window import NO_WINDOW
 from llm_serving.engine.beam_search import BeamSearch, LikelyTokens
 
 
 def expected_beams(
-    prompt_token_ids: list[int], params: BeamSearchParams, max_tokens: int, stop_token_ids: Collection[int]
+    prompt_token_ids: list[int],
+    params: BeamSearchParams,
+    max_tokens: int,
+    stop_token_ids: Collection[int],
+    window: int = NO_WINDOW,
 ) -> list[tuple[int, ...]]:
     """The answers, best first: the search run on the fake model's distribution itself."""
     search = BeamSearch(params, max_tokens, stop_token_ids)
     while not search.has_ended:
         choices = []
         for beam in search.live:
-            context = prompt_token_ids + [token.token_id for token in beam.tokens()]
+            context = seen(prompt_token_ids + [token.token_id for token in beam.tokens()], window)
             logprobs, ranked = next_logprobs(context), most_likely(context)[: 2 * params.width]
             choices.append(LikelyTokens(ranked.tolist(), logprobs[ranked].tolist()))
         search.advance(choices)

@@ -10,6 +10,7 @@ from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfi
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
@@ -85,6 +86,7 @@ def create_scheduler(
     preemption_mode: str = PreemptionMode.RECOMPUTE,
     classes: Sequence[RequestClass] | None = None,
     order: str = "fair",
+    window: int | None = None,
     **limits: Any,
 ) -> Scheduler:
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
@@ -98,7 +100,13 @@ def create_scheduler(
             **limits,
         ),
         POLICIES[policy](config),
-        BlockManager(num_blocks, block_size, num_swap_blocks=num_swap_blocks, prefix_caching=prefix_caching),
+        BlockManager(
+            num_blocks,
+            block_size,
+            num_swap_blocks=num_swap_blocks,
+            prefix_caching=prefix_caching,
+            window=Window.of(window, max_num_batched_tokens, max_model_len),
+        ),
         create_classes() if classes is None else classes,
         ORDERS[order](),
     )

@@ -1,7 +1,8 @@
 """A model without arithmetic: its cache holds token ids, its next token is a hash of what it reads there.
 
 It reads and writes only through block tables, as a real model does, so a block given to two requests, a token computed
-twice or not at all, or a step out of order changes the answer.
+twice or not at all, or a step out of order changes the answer. With a window it sees the newest tokens only, and how
+many there were before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
 
@@ -21,14 +23,15 @@ _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int = NO_WINDOW) -> None:
         self.num_blocks = num_blocks
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
         self.steps: list[StepInput] = []
         self._cache = np.full(num_blocks * block_size, -1, np.int64)
         self._host = np.full(num_swap_blocks * block_size, -1, np.int64)
-        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size)
+        self.window = window
+        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, window if window < NO_WINDOW else None)
         self._previous: list[int] = []
         self._offsets = np.arange(block_size)
 
@@ -66,7 +69,8 @@ class FakeRunner:
             self._cache[row_slots[computed:end]] = token_ids[start : start + query_len]
             start += query_len
             if row in sample_rows:
-                contexts.append(self._cache[row_slots[:end]].tolist())
+                first = max(0, end - self.window)
+                contexts.append([0] * first + self._cache[row_slots[first:end]].tolist())
         return contexts
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
@@ -111,6 +115,12 @@ def _logprobs(
     return logprobs, top_token_ids, top_logprobs
 
 
+def seen(token_ids: list[int], window: int) -> list[int]:
+    """A context as a model with a window finds it: what came before that is not told apart."""
+    first = max(0, len(token_ids) - window)
+    return [0] * first + token_ids[first:]
+
+
 def next_token(token_ids: list[int], seed: int) -> int:
     """What the fake model says after `token_ids`."""
     return zlib.crc32(array("q", [seed % 2**63, *token_ids]).tobytes()) % VOCAB_SIZE
@@ -136,9 +146,9 @@ def _distribution(token_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     return logprobs, ranked
 
 
-def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0) -> list[int]:
+def expected_output(prompt_token_ids: list[int], count: int, seed: int = 0, window: int = NO_WINDOW) -> list[int]:
     """The fake model's answer of `count` tokens, computed without any cache."""
     token_ids = list(prompt_token_ids)
     for _ in range(count):
-        token_ids.append(next_token(token_ids, seed))
+        token_ids.append(next_token(seen(token_ids, window), seed))
     return token_ids[len(prompt_token_ids) :]

@@ -19,6 +19,7 @@ shares = st.sampled_from([0.1, 0.5, 1.0])
 def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
     """Small caches, few slots and short patience, so that everything is short at some time."""
     max_num_seqs = draw(st.integers(1, 5))
+    window = draw(st.sampled_from([None, None, 1, 5, 8, 13]))
     changes = {
         name: {
             "weight": draw(st.integers(1, 4)),
@@ -35,7 +36,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "swap_block_cost_tokens": draw(st.sampled_from([0.5, 3.0])),
         "num_swap_blocks": draw(st.sampled_from([0, 4, 20])),
         "prefix_caching": draw(st.booleans()),
-        "num_blocks": draw(st.integers(8, 16)),
+        "num_blocks": draw(st.integers(8 if window is None else 4, 16)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": draw(st.integers(max_num_seqs, 24)),
         "max_prefill_seqs": draw(st.integers(1, 5)),
@@ -48,6 +49,7 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "order": draw(st.sampled_from(sorted(ORDERS))),
         "max_long_prefill_tokens": draw(st.sampled_from([None, 1, 4])),
         "max_model_len": 32,
+        "window": window,
         "max_steps_in_flight": draw(st.integers(1, 2)),
         "classes": create_classes(draw(st.integers(0, 8)), **changes),
     }

@@ -77,6 +77,7 @@ class SchedulerRun:
             assert row.query_len > 0
             assert row.request.status is RequestStatus.RUNNING
             scheduler.blocks.check_writable(row.request.request_id, row.num_computed, row.end)
+            scheduler.blocks.check_readable(row.request.request_id, row.num_computed)
         prompts = [
             row for row in schedule.rows if row.query_len > 1 or row.num_computed < row.request.num_prompt_tokens
         ]

@@ -89,7 +89,8 @@ class SimulatedAgent:
         """By kind, a `BlockMove`."""
         self._rng, self._clock, self._faults, self._meanwhile = rng, clock, faults, meanwhile
         self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
-        self._runner = FakeRunner(blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks)
+        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
+        self._runner = FakeRunner(*sizes, blocks.window.num_tokens)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep] = deque()
         self._replies: deque[AgentMessage] = deque()

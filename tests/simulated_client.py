@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from expected_beams import expected_beams
-from fake_runner import expected_output, most_likely, next_logprobs
+from fake_runner import expected_output, most_likely, next_logprobs, seen
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.request_output import RequestOutput, TokenLogprobs, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.window import NO_WINDOW
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.request_stream import RequestStream
 from simulated_agent import POISON
@@ -41,6 +42,8 @@ class Client:
     twin: Client | None = None
     """Who asked for another answer to the same prompt."""
     beam_search: BeamSearchParams | None = None
+    window: int = NO_WINDOW
+    """Of the model."""
     leaves_in: str | None = None
     """The state of its request in which it leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
     leaves_from_round: int = 0
@@ -72,7 +75,7 @@ class Client:
 
     @cached_property
     def _alone(self) -> list[int]:
-        tokens = expected_output(self.prompt_token_ids, self.sampling.max_tokens, self.sampling.seed)
+        tokens = expected_output(self.prompt_token_ids, self.sampling.max_tokens, self.sampling.seed, self.window)
         ends = [index for index, token in enumerate(tokens) if token in self.stop_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
 
@@ -103,13 +106,14 @@ class Client:
 
     def _beams_alone(self) -> list[tuple[int, ...]]:
         assert self.beam_search is not None
-        return expected_beams(self.prompt_token_ids, self.beam_search, self.sampling.max_tokens, self.stop_token_ids)
+        asked = self.prompt_token_ids, self.beam_search, self.sampling.max_tokens, self.stop_token_ids
+        return expected_beams(*asked, self.window)
 
     def _check_logprobs(self, whole: RequestOutput) -> None:
         count = self.sampling.logprobs
         assert len(whole.logprobs) == (0 if count is None else len(whole.token_ids))
         for place, token in enumerate(whole.logprobs):
-            context = self.prompt_token_ids + list(whole.token_ids[:place])
+            context = seen(self.prompt_token_ids + list(whole.token_ids[:place]), self.window)
             logprobs, top = next_logprobs(context), most_likely(context)[:count]
             alone = TokenLogprobs(
                 whole.token_ids[place],
@@ -157,8 +161,11 @@ def _lie(client: Client, rng: random.Random, number: int) -> None:
         client.sampling = replace(client.sampling, max_tokens=longest, ignore_eos=True)
 
 
-def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
-    """The clients of one seed, in the order in which they come; liars among them in some seeds."""
+def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) -> list[Client]:
+    """The clients of one seed, in the order in which they come; liars among them in some seeds.
+
+    `window`: of the model that answers them; None: it sees everything.
+    """
     clients: list[Client] = []
     poisons = rng.random() < 0.06
     share_of_liars = rng.choice((0.0, 0.0, 0.8))
@@ -178,6 +185,7 @@ def draw_clients(rng: random.Random, *, beams: bool) -> list[Client]:
             ),
             priority=rng.randint(-2, 2),
             tenant=rng.choice("abc"),
+            window=NO_WINDOW if window is None else window,
         )
         if rng.random() < share_of_liars:
             _lie(client, rng, number)

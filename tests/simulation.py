@@ -175,7 +175,7 @@ class Simulation:
             replica.engine.on_started = self._master.replicas._publish_started
             self._master.replicas.engines[index] = replica.engine
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
-        self.clients = draw_clients(rng, beams=not scheduler["static_batching"])
+        self.clients = draw_clients(rng, beams=not scheduler["static_batching"], window=scheduler["window"])
         self._to_come = deque(self.clients)
         self._leaving: list[Client] = []
         self._by_request_id: dict[str, Client] = {}
@@ -368,9 +368,11 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
     share = rng.choice((1.0, 1.0, 0.5))
+    window = rng.choice((None, None, 3, 9))
     return {
         "policy": rng.choice(("prefill_first", "prefill_first", "decode_first", "mixed", "throughput", "fcfs")),
-        "num_blocks": rng.choice((12, 13, 15, 18, 40)),
+        "num_blocks": rng.choice((12, 13, 15, 18, 40)) if window is None else rng.choice((5, 8, 13)),
+        "window": window,
         "block_size": 4,
         "num_swap_blocks": rng.choice((0, 8, 30)),
         "prefix_caching": rng.random() < 0.6,

@@ -307,8 +307,10 @@ def _bounds(config: ServingConfig) -> list[str]:
     if config.pa.num_blocks is None:
         return []
     from llm_serving.engine.replica import build_scheduler
+    from llm_serving.models.spec import ModelSpec
 
-    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks)
+    window = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path).window
+    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks, window=window)
     return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
 
 

@@ -46,7 +46,15 @@ def run(config: ServingConfig) -> int:
         try:
             loaded = executor.loaded
             engine = build_engine(
-                config, loaded.num_blocks, executor, tokenizer, metrics, publish, index, loaded.num_swap_blocks
+                config,
+                loaded.num_blocks,
+                executor,
+                tokenizer,
+                metrics,
+                publish,
+                index,
+                loaded.num_swap_blocks,
+                spec.window,
             )
             engine.notice = loaded.notice
             yield engine

@@ -61,6 +61,7 @@ class LLM:
             self.metrics,
             self._publish,
             num_swap_blocks=cache.num_swap_blocks,
+            window=self.model_spec.window,
         )
         self._end_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         self._counter = itertools.count()

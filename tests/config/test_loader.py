@@ -472,6 +472,12 @@ class TestDefaultContext:
         assert config.notices == ()
         assert "max_generate_length: 3200" in describe(config)
 
+    def test_a_window_needs_no_more_than_its_blocks(self, tmp_path):
+        sees = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "max_position_embeddings": 131072}
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **sees}))
+        assert self.load(tmp_path, "pa_config.num_blocks=257").model.max_generate_length == 131072
+        assert self.load(tmp_path, "pa_config.num_blocks=256").model.max_generate_length == 4096
+
     def test_is_stretched_as_rotary_embeddings_are(self, tmp_path):
         scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 32768, **scaling}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_runner import FakeRunner
-from llm_serving.config.schema import ModelConfig, ServingConfig
+from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observe.metrics import Metrics
@@ -33,3 +33,17 @@ def test_the_context_is_the_models_as_far_as_memory_goes(num_blocks, longest, re
     engine = build_engine(config, num_blocks, executor, tokenizer, Metrics(), lambda pieces: None)
     assert engine.scheduler.limits.max_model_len == longest
     assert reason in caplog.text
+
+
+def test_with_a_window_a_request_may_be_longer_than_the_cache(caplog):
+    """4,096 tokens and a step of 512 lie in at most 289 blocks of 16."""
+    config = ServingConfig(
+        model=ModelConfig(max_generate_length=32768, decode_batch_size=4),
+        scheduler=SchedulerConfig(max_prefill_tokens=512),
+    )
+    caplog.set_level(logging.INFO, "llm_serving")
+    executor, tokenizer = LocalExecutor(FakeRunner(300, 16)), WordTokenizer()
+    engine = build_engine(config, 300, executor, tokenizer, Metrics(), lambda pieces: None, window=4096)
+    assert engine.scheduler.limits.max_model_len == 32768
+    assert engine.scheduler.blocks.num_blocks_at_once(32000) == 289
+    assert "holds at most 289 blocks: every layer sees 4096 tokens" in caplog.text

@@ -18,7 +18,8 @@ from scheduler_loads import arrivals, create_load, scheduler_options
 
 def assert_answers_are_those_given_alone(harness: Harness, requests: list[Request]) -> None:
     for request in requests:
-        expected = expected_output(request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed)
+        sampling, window = request.sampling, harness.scheduler.blocks.window.num_tokens
+        expected = expected_output(request.prompt_token_ids, sampling.max_tokens, sampling.seed, window)
         assert harness.token_ids(request.request_id) == expected
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
     assert harness.scheduler.blocks.host_pool.num_used_blocks == 0

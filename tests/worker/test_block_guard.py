@@ -1,7 +1,7 @@
 """Every way in which a fault of the master could garble a text is an error instead."""
 
 import pytest
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import NO_BLOCK, BlockMove
 from llm_serving.errors import WorkerError
 from llm_serving.worker.block_guard import BlockGuard
 from step_factories import block_moves, step_input
@@ -119,3 +119,23 @@ def test_a_swapped_block_that_comes_back_too_late(guard):
     guard.move(block_moves((SWAP_OUT, 1, 0, 7, 3, 4), (SWAP_OUT, 1, 0, 7, 4, 4)))
     with pytest.raises(WorkerError, match="SWAP_IN would take block 0, which somebody else"):
         guard.move(block_moves((SWAP_IN, 0, 5, 3, 20, 4)))
+
+
+class TestWindow:
+    """Blocks of 4 tokens, of which a token sees 6: one at position 9 sees from 4 on, at position 12 from 7 on."""
+
+    @pytest.fixture
+    def guard(self):
+        guard = BlockGuard(num_blocks=8, num_swap_blocks=0, block_size=4, window=6)
+        guard.check(a_row(12, 0, [1, 2, 3], [7, 7, 7]))
+        return guard
+
+    def test_what_lies_behind_may_belong_to_others(self, guard):
+        guard.check(a_row(4, 0, [1], [8]))
+        guard.check(a_row(1, 12, [NO_BLOCK, 2, 3, 4], [0, 7, 7, 7]))
+        guard.check(a_row(1, 12, [1, 2, 3, 4], [7, 7, 7, 7]))
+
+    def test_what_it_sees_may_not(self, guard):
+        guard.check(a_row(4, 0, [2], [8]))
+        with pytest.raises(WorkerError, match="row 0 would read block 2, which somebody else has written"):
+            guard.check(a_row(1, 12, [NO_BLOCK, 2, 3, 4], [0, 7, 7, 7]))

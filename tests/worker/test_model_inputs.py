@@ -2,8 +2,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from llm_serving.core.step import NO_BLOCK
 from llm_serving.errors import WorkerError
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs, resolve_token_ids
 from step_factories import sampling_input, step_input
@@ -102,6 +103,7 @@ def test_a_step_that_contradicts_itself_is_refused(changes, message):
         build(dataclasses.replace(step, **changes))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6),
     st.integers(1, 5),
@@ -123,3 +125,18 @@ def test_indices_equal_those_of_a_loop_over_tokens(lengths, block_size, random):
     inputs = build(step_input(rows), limits=limits)
     assert inputs.positions.tolist() == positions
     assert inputs.slot_mapping.tolist() == slots
+
+
+def test_behind_the_window_a_step_may_name_no_block():
+    """A token at position 9 sees 6 tokens, from 4 on; one at position 12 from 7 on, which is in the same block."""
+    limits = dataclasses.replace(LIMITS, window=6)
+    rows = [([5], 9, [NO_BLOCK, 3, 6]), ([7, 8], 12, [NO_BLOCK, 5, 1, 2])]
+    inputs = build(step_input(rows), limits=limits)
+    assert inputs.block_tables.tolist() == [[0, 3, 6, 0], [0, 5, 1, 2]]
+    assert inputs.slot_mapping.tolist() == [6 * 4 + 1, 2 * 4, 2 * 4 + 1]
+
+
+@pytest.mark.parametrize(("table", "window"), [([NO_BLOCK, NO_BLOCK, 6], 6), ([-2, 3, 6], 6), ([NO_BLOCK, 3, 6], None)])
+def test_a_gap_that_a_row_sees_is_refused(table, window):
+    with pytest.raises(WorkerError, match="block_tables must hold ids from 0 to 9"):
+        build(step_input([([5], 9, table)]), limits=dataclasses.replace(LIMITS, window=window))

@@ -236,6 +236,8 @@ class PagedAttention(nn.Cell):
             scores = scores - slopes * distance.astype(ms.float32).reshape(num_tokens, 1, 1, -1)
         visible = distance >= 0
         visible = ops.logical_and(visible, distance < self.window) if self.window > 0 else visible
+        # A weight of zero does not make nothing of NaN, which others may have left in blocks that are not seen.
+        values = ops.where(visible.reshape(num_tokens, 1, -1, 1), values, ops.zeros_like(values))
         visible = visible.reshape(num_tokens, 1, 1, -1)
         weights = ops.softmax(ops.where(visible, scores, self.minus_infinity), -1)
         return self.weighted_sum(weights, values).reshape(num_tokens, -1)

@@ -5,6 +5,7 @@ from typing import Any, Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
+from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
 from llm_serving.models.positions import Positions, positions_of
 from llm_serving.models.spec import ModelSpec
@@ -38,7 +39,8 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
     if known is not None:
         own = known.max_position_embeddings
         if spec is not None:
-            _limit_length(values, positions_of(spec, values["model_config.model_path"]), MODEL_SOURCE)
+            longest = positions_of(spec, values["model_config.model_path"])
+            _limit_length(values, longest, MODEL_SOURCE, spec.window)
         else:
             _limit_length(values, Positions(own, own), "MindFormers YAML")
     for name in ("model_config.end_token", "model_config.pad_token_id"):
@@ -47,7 +49,7 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
             raise _error(values, name, f"must be < model_config.vocab_size {vocab_size}", values[name])
 
 
-def check_sections(values: Values) -> None:
+def check_sections(values: Values, spec: ModelSpec | None) -> None:
     """Rules among the keys; what is merely surprising becomes a notice.
 
     Raises:
@@ -84,7 +86,7 @@ def check_sections(values: Values) -> None:
         rule = f"must be >= {longest_prompt}, the longest prompt: it would be refused for ever"
         raise _error(values, "scheduler_config.max_waiting_tokens", rule, waiting_tokens)
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
-    if num_blocks is not None and num_blocks * block_size < length:
+    if num_blocks is not None and _longest_in_cache(values, length, None if spec is None else spec.window) < length:
         _notice(
             values,
             "pa_config.num_blocks",
@@ -185,14 +187,22 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
         _notice(values, name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
 
 
-def _limit_length(values: Values, longest: Positions, source: str) -> None:
+def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
+    """Tokens of the longest request that `pa_config.num_blocks` have room for, of those up to `length`."""
+    num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
+    if num_blocks is None:
+        return length
+    return min(length, Window.of(window, 1, length).longest(block_size, num_blocks))
+
+
+def _limit_length(values: Values, longest: Positions, source: str, window: int | None = None) -> None:
     name = "model_config.max_generate_length"
     positions = longest.most if values.is_given(name) else longest.usual
     if longest.reason and positions == longest.most:
         source += f": {longest.reason}"
     if not values.is_given(name):
         num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
-        if num_blocks is not None and num_blocks * block_size < positions:
+        if _longest_in_cache(values, positions, window) < positions:
             room = f"room of pa_config.num_blocks {num_blocks} x block_size {block_size}; {source}: {positions}"
             values.set(name, max(2, num_blocks * block_size), room)
         else:

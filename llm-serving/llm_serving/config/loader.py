@@ -104,7 +104,7 @@ def load_config(
     choose_step_budget(values, spec)
     choose_prefill_gap(values)
     check_model(values, spec, mindformers)
-    check_sections(values)
+    check_sections(values, spec)
     check_device(values, spec)
     check_rows(values, reading.tables)
     return values.build(reading.tables)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import psutil
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.window import Window
 from llm_serving.models.memory import PROCESS_BYTES, SHARE_OF_FREE_MEMORY, bytes_for_cache, readable_size, working_bytes
 from llm_serving.models.spec import ModelSpec
 
@@ -39,12 +40,15 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     per_token = spec.kv_bytes_per_token(dtype_bytes)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
+    window = Window.of(spec.window, config.scheduler.max_prefill_tokens, longest)
+    held = min(longest, window.blocks_at_once(longest, config.pa.block_size) * config.pa.block_size)
+    beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
         (f"weights as served ({dtype})", readable_size(spec.num_parameters * dtype_bytes)),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         ("a token of context", f"{per_token / 1024:,.1f} KiB"),
-        ("longest context", f"{longest:,} tokens, {readable_size(longest * per_token)}"),
+        ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
         ("fits", verdict),
     ]
     width = max(len(name) for name, _ in rows)
@@ -72,5 +76,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
     if tokens < config.pa.block_size:
         missing = -bytes_for_cache(limit, spec, dtype_bytes, *step) + config.pa.block_size * per_token
         return False, f"no: {readable_size(missing)} more are needed than {source}"
-    how = "in part" if tokens < config.model.max_generate_length else "yes"
+    window = Window.of(spec.window, config.scheduler.max_prefill_tokens, config.model.max_generate_length)
+    longest = window.longest(config.pa.block_size, tokens // config.pa.block_size)
+    how = "in part" if longest < config.model.max_generate_length else "yes"
     return True, f"{how}: {tokens:,} tokens of context, all requests together, in {source}"

@@ -19,6 +19,10 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 
+NO_BLOCK: Final = -1
+"""Stands in a block table where no token of the step sees what was there: the block was given back, or never taken."""
+
+
 class BlockMove(enum.IntEnum):
     """What a block move does with whole blocks of the key/value cache, all layers."""
 
@@ -106,7 +110,7 @@ class StepInput:
     token_ids: Int32Array  # [T]; >= 0 a token, < 0 see `sampled_in_previous_step`
     query_lens: Int32Array  # [B], each at least 1, sum T
     num_computed: Int32Array  # [B]
-    block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0
+    block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0, those behind its window NO_BLOCK
     block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of who wrote that block
     sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
     sampling: SamplingInput

@@ -109,7 +109,7 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
-        slots = [engine.scheduler.blocks.num_slots for engine in self.replicas.living().values()]
+        slots = [engine.scheduler.blocks.longest for engine in self.replicas.living().values()]
         return min([self.config.model.max_generate_length, *slots])
 
     @property

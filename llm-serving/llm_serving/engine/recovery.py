@@ -122,7 +122,9 @@ def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor, 
     Answers are exact, so a copy of a request meets whatever the request met. The trial has the whole cache to itself.
     """
     pool = scheduler.blocks.pool
-    blocks = BlockManager(pool.num_blocks, scheduler.blocks.block_size, prefix_caching=False)
+    blocks = BlockManager(
+        pool.num_blocks, scheduler.blocks.block_size, prefix_caching=False, window=scheduler.blocks.window
+    )
     trial = Scheduler(
         _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
     )

@@ -6,6 +6,7 @@ import weakref
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
@@ -22,18 +23,23 @@ from llm_serving.text.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0, index: int = 0) -> Scheduler:
+def build_scheduler(
+    config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0, index: int = 0, window: int | None = None
+) -> Scheduler:
     """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool, of replica `index`.
+
+    The model's layers see at most the `window` newest tokens; None: one of them sees all.
 
     It is recorded where the configuration names a folder, until it is dropped or the program ends.
     """
     scheduler, model = config.scheduler, config.model
     policy = POLICIES[scheduler.policy](config)
+    sees = Window.of(window, scheduler.max_prefill_tokens, model.max_generate_length)
     limits = SchedulerLimits(
         max_num_batched_tokens=scheduler.max_prefill_tokens,
         max_num_seqs=model.decode_batch_size,
         max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
-        max_model_len=min(model.max_generate_length, num_blocks * config.pa.block_size),
+        max_model_len=min(model.max_generate_length, sees.longest(config.pa.block_size, num_blocks)),
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
@@ -54,6 +60,7 @@ def build_scheduler(config: ServingConfig, num_blocks: int, num_swap_blocks: int
         config.pa.block_size,
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching,
+        window=sees,
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
     order = ORDERS[_order_name(config, policy)]()
@@ -79,13 +86,16 @@ def _max_steps_in_flight(config: ServingConfig) -> int:
     return 2 if config.scheduler.schedule_ahead else 1
 
 
-def _context(config: ServingConfig, num_blocks: int) -> str:
+def _context(config: ServingConfig, blocks: BlockManager) -> str:
     """Most tokens of a request, and why no more."""
-    wanted, num_slots = config.model.max_generate_length, num_blocks * config.pa.block_size
+    wanted = config.model.max_generate_length
     source = config.sources.get("model_config.max_generate_length", "default")
-    if num_slots < wanted:
-        return f"a request has up to {num_slots} tokens, as many as the KV cache holds ({wanted}: {source})"
-    return f"a request has up to {wanted} tokens ({source})"
+    if blocks.longest < wanted:
+        return f"a request has up to {blocks.longest} tokens, as many as the KV cache holds ({wanted}: {source})"
+    text = f"a request has up to {wanted} tokens ({source})"
+    if blocks.window.slides:
+        text += f" and holds at most {blocks.most_blocks} blocks: every layer sees {blocks.window.num_tokens} tokens"
+    return text
 
 
 def build_engine(
@@ -97,12 +107,15 @@ def build_engine(
     publish: Publish,
     index: int = 0,
     num_swap_blocks: int = 0,
+    window: int | None = None,
 ) -> Engine:
-    """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool."""
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index)
-    logger.info(
-        "replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, _context(config, num_blocks)
-    )
+    """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
+
+    The model's layers see at most the `window` newest tokens; None: one of them sees all.
+    """
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window)
+    context = _context(config, scheduler.blocks)
+    logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, context)
     for bounds in scheduler.bounds:
         logger.info("replica %d: %s", index, bounds)
     journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llm_serving.core.request import Request
-from llm_serving.core.step import BlockMove, Move
+from llm_serving.core.step import NO_BLOCK, BlockMove, Move
+from llm_serving.core.window import Window
 from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
@@ -16,24 +18,37 @@ class BlockManager:
     """Gives each request the blocks its tokens need and takes them back.
 
     The table of a request lists its blocks in order: token i lives in block `table[i // block_size]` at offset
-    `i % block_size`. A table only grows, until the request gives it up.
+    `i % block_size`. A table only grows, until the request gives it up. Where every layer of the model has a window, a
+    request gives back what lies behind it, at the beginning of its table, and takes as much at the end: it never holds
+    more than the window and a step.
 
     Only full blocks are shared: with earlier requests of the same namespace that began with the same tokens (found by
     name), and with the request it was forked from. A block that is shared is never written again; where a fork begins
-    inside a block, it gets a copy of it.
+    inside a block, it gets a copy of it. Of a beginning that is shared only what the token behind it sees is needed.
 
     Moves of whole blocks are collected in the order in which they were decided; a step takes them and does them before
     it computes, so whatever was submitted before still finds the old content.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, num_swap_blocks: int = 0, prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_swap_blocks: int = 0,
+        prefix_caching: bool = True,
+        window: Window | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
         """Blocks in host memory, where swapped requests wait."""
         self.block_size = block_size
+        self.window = Window() if window is None else window
+        self.most_blocks = self.window.most_blocks(block_size, num_blocks)
+        """That a request holds at once."""
         self._prefix_caching = prefix_caching
+        self._alone: set[str] = set()
+        """Requests that share no block, see `admit`."""
         self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, BlockTable] = {}
         self._names: dict[str, list[bytes]] = {}
@@ -52,15 +67,29 @@ class BlockManager:
         """Tokens that the whole cache can hold."""
         return self.pool.num_blocks * self.block_size
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that an empty cache has room for."""
+        return self.window.longest(self.block_size, self.pool.num_blocks)
+
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens lie in."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_at_once(self, num_tokens: int) -> int:
+        """Most blocks that a request of so many tokens ever holds at once."""
+        return min(self.num_blocks_for(num_tokens), self.most_blocks)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether an empty cache has room for a request of this many tokens."""
-        return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
+        return num_tokens <= self.longest
 
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
+
+    def num_tokens_with_room(self, request_id: str) -> int:
+        """Tokens from the request's first on that have a place in its table, or had one."""
+        return self._tables[request_id].end * self.block_size
 
     @property
     def num_swapped_requests(self) -> int:
@@ -77,53 +106,75 @@ class BlockManager:
         return self._tables[request_id]
 
     def block_table(self, request_id: str) -> list[int]:
-        """Block ids in token order; none for a request without blocks."""
+        """Block ids in token order, of those it holds; none for a request without blocks."""
         return list(self._tables.get(request_id, ()))
 
     # --- beginning --------------------------------------------------------------------------------------------------
 
     def num_blocks_to_admit(
-        self, request: Request, num_tokens: int, parent: Request | None = None, without: Sequence[Request] = ()
+        self,
+        request: Request,
+        num_tokens: int,
+        parent: Request | None = None,
+        without: Sequence[Request] = (),
+        *,
+        keeps: bool = False,
     ) -> int:
         """Free blocks that `admit` would take; shared blocks that others use count nothing.
 
         With `without`, blocks that must be free now for `admit` after these have given up their tables.
         """
-        uses = Counter(block_id for other in without for block_id in self.block_table(other.request_id))
+        uses = Counter(block_id for other in without for block_id in self._tables.get(other.request_id, ()))
         num_released = sum(self.pool.ref_count(block_id) == count for block_id, count in uses.items())
-        total = self.num_blocks_for(num_tokens) - num_released
         if self.is_swapped(request.request_id):
-            return total
-        shared = self._shared_blocks(request, None if parent in without else parent)
-        return total - sum(self.pool.ref_count(block_id) > uses[block_id] for block_id in shared)
+            start = self._host_tables[request.request_id].start
+            return self._end(start, num_tokens) - start - num_released
+        shared = self._shared_blocks(request, None if parent in without else parent, self._slides(num_tokens, keeps))
+        num_in_use = sum(self.pool.ref_count(block_id) > uses[block_id] for block_id in shared)
+        return self._end(shared.start, num_tokens) - shared.start - num_released - num_in_use
 
-    def admit(self, request: Request, num_tokens: int, parent: Request | None = None) -> int:
+    def admit(self, request: Request, num_tokens: int, parent: Request | None = None, *, keeps: bool = False) -> int:
         """Gives a request without a table one for `num_tokens`; the caller has asked `num_blocks_to_admit` before.
 
         With `parent`, a request that runs, what both have in common and the parent has computed is taken from it.
+
+        With `keeps`, the request never lacks a block again until it has `num_tokens`. If it gives some back for that,
+        it shares none: what others hold as well would not become free.
 
         Returns:
             How many of its tokens are in those blocks already; at least one of the tokens known is not among them.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
+        alone = self._slides(num_tokens, keeps)
+        if alone:
+            self._alone.add(request_id)
         if self.is_swapped(request_id):
             host_table = self._host_tables.pop(request_id)
-            table = BlockTable.of(self.pool, self.pool.allocate(self.num_blocks_for(num_tokens)))
-            self._move(BlockMove.SWAP_IN, host_table, table, 0, request.num_computed_tokens)
+            start = host_table.start
+            table = BlockTable.of(self.pool, self.pool.allocate(self._end(start, num_tokens) - start), start)
+            self._move(BlockMove.SWAP_IN, host_table, table, start * self.block_size, request.num_computed_tokens)
             self.host_pool.free(host_table)
             self._tables[request_id] = table
             return request.num_computed_tokens
-        table = self._shared_blocks(request, parent)
-        num_shared = len(table) * self.block_size
+        table = self._shared_blocks(request, parent, alone)
+        end = table.end
         self.pool.reference(table)
-        table.extend(self.pool.allocate(self.num_blocks_for(num_tokens) - len(table)), self.pool)
+        table.extend(self.pool.allocate(self._end(table.start, num_tokens) - end), self.pool)
         self._tables[request_id] = table
-        if parent is None:
+        num_shared = end * self.block_size
+        if parent is None or alone:
             return num_shared
-        common = self._num_common_tokens(request, parent)
-        self._move(BlockMove.COPY, self._tables[parent.request_id], table, num_shared, common)
+        source, common = self._tables[parent.request_id], self._num_common_tokens(request, parent)
+        if not source.start <= common // self.block_size <= end:
+            return num_shared
+        self._move(BlockMove.COPY, source, table, num_shared, common)
         return max(num_shared, common)
+
+    def slide(self, request_id: str, num_computed: int) -> None:
+        """Gives back what no token behind the first `num_computed` sees; every step of these has been submitted."""
+        table = self._tables[request_id]
+        self.pool.free(table.give_back(min(self.window.first_block(num_computed, self.block_size), table.end)))
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
         """Whether the request's table can be made to hold `num_tokens`."""
@@ -137,12 +188,12 @@ class BlockManager:
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Lets others find the full blocks among the first `num_tokens`, which have been computed and are known."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or request.request_id in self._alone:
             return
         table = self._tables[request.request_id]
         num_named = min(num_tokens, request.num_tokens_known) // self.block_size
         names = self._block_names(request, num_named)
-        for index in range(request.num_confirmed_tokens // self.block_size, num_named):
+        for index in range(max(table.start, request.num_confirmed_tokens // self.block_size), num_named):
             self.pool.name(table.ids[index], table.epochs[index], names[index])
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -150,23 +201,31 @@ class BlockManager:
     def free(self, request_id: str) -> None:
         """Returns all blocks of the request, the last one first: it is the least useful. None held is fine."""
         if request_id in self._tables:
-            self.pool.free(reversed(self._tables.pop(request_id).ids))
+            self.pool.free(reversed(list(self._tables.pop(request_id))))
         self.host_pool.free(self._host_tables.pop(request_id, ()))
         self._names.pop(request_id, None)
+        self._alone.discard(request_id)
+
+    def num_blocks_to_swap(self, request: Request) -> int:
+        """Blocks that hold what the request has computed and will be seen again."""
+        table, num_tokens = self._tables[request.request_id], request.num_computed_tokens
+        start = max(table.start, self.window.first_block(num_tokens, self.block_size))
+        return max(0, self.num_blocks_for(num_tokens) - start)
 
     def can_swap_out(self, request: Request) -> bool:
-        """Whether the host pool has room for all that the request has computed."""
-        count = self.num_blocks_for(request.num_computed_tokens)
-        return 0 < count <= self.host_pool.num_free_blocks
+        """Whether the host pool has room for all that the request has computed and needs."""
+        return 0 < self.num_blocks_to_swap(request) <= self.host_pool.num_free_blocks
 
     def swap_out(self, request: Request) -> None:
-        """Moves all that the request has computed to the host pool and returns its blocks."""
+        """Moves all that the request has computed and needs to the host pool and returns its blocks."""
+        num_tokens, count = request.num_computed_tokens, self.num_blocks_to_swap(request)
         table = self._tables.pop(request.request_id)
-        num_tokens = request.num_computed_tokens
-        host_table = BlockTable.of(self.host_pool, self.host_pool.allocate(self.num_blocks_for(num_tokens)))
-        self._move(BlockMove.SWAP_OUT, table, host_table, 0, num_tokens)
+        start = self.num_blocks_for(num_tokens) - count
+        host_table = BlockTable.of(self.host_pool, self.host_pool.allocate(count), start)
+        self._move(BlockMove.SWAP_OUT, table, host_table, start * self.block_size, num_tokens)
         self._host_tables[request.request_id] = host_table
-        self.pool.free(reversed(table.ids))
+        self.pool.free(reversed(list(table)))
+        self._alone.discard(request.request_id)
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._host_tables
@@ -190,6 +249,10 @@ class BlockManager:
         self.pool.check_integrity(block_id for table in self._tables.values() for block_id in table)
         self.host_pool.check_integrity(block_id for table in self._host_tables.values() for block_id in table)
         assert not self._tables.keys() & self._host_tables.keys(), "a request is in both memories"
+        for table in self._tables.values():
+            assert len(table) <= self.most_blocks, "a request holds more than the window and a step"
+        shared = {self.pool.ref_count(each) for name in self._alone for each in self._tables[name]}
+        assert shared <= {1}, "a request that keeps its blocks shares some"
 
     def check_writable(self, request_id: str, start: int, end: int) -> None:
         """Raises AssertionError unless the request alone has the blocks of its tokens [start, end)."""
@@ -198,25 +261,57 @@ class BlockManager:
         assert len(table) >= self.num_blocks_for(end), f"the table of {request_id} ends before token {end}"
         assert all(self.pool.ref_count(block_id) == 1 for block_id in blocks), f"{request_id} would write shared blocks"
 
+    def check_readable(self, request_id: str, num_computed: int) -> None:
+        """Raises AssertionError unless the request has what the token behind `num_computed` others sees."""
+        table, first = self._tables[request_id], self.window.first_block(num_computed, self.block_size)
+        assert table.start <= first, f"the table of {request_id} begins at block {table.start}, it sees block {first}"
+
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _shared_blocks(self, request: Request, parent: Request | None) -> BlockTable:
-        """Full blocks at the request's beginning that somebody has computed before; never its newest token's.
+    def _slides(self, num_tokens: int, keeps: bool) -> bool:
+        """Whether a request of so many tokens takes no block for them but by giving one back."""
+        return keeps and self.num_blocks_for(num_tokens) > self.most_blocks
 
-        Each as it is where it was found: in the parent's table, or by its name in the pool.
+    def _end(self, start: int, num_tokens: int) -> int:
+        """Entries of a table that begins at `start`, for a request of so many tokens."""
+        return min(self.num_blocks_for(num_tokens), start + self.most_blocks)
+
+    def _shared_blocks(self, request: Request, parent: Request | None, alone: bool) -> BlockTable:
+        """Of the longest beginning that somebody has computed before, full blocks that what follows it sees.
+
+        Never the newest token's. Each as it is where it was found: in the parent's table, or by its name in the pool.
         """
-        found: list[int] = []
+        if alone:
+            return BlockTable()
+        source, num_common, names = BlockTable(), 0, list[bytes]()
+        if parent is not None and parent.request_id not in self._alone:
+            source = self._tables[parent.request_id]
+            num_common = self._num_common_tokens(request, parent) // self.block_size
         if self._prefix_caching:
-            for name in self._block_names(request, (request.num_tokens_known - 1) // self.block_size):
-                block_id = self.pool.find(name)
-                if block_id is None:
-                    break
-                found.append(block_id)
-        if parent is not None:
-            common = self._num_common_tokens(request, parent) // self.block_size
-            if common >= len(found):
-                return self._tables[parent.request_id].beginning(common)
-        return BlockTable.of(self.pool, found)
+            names = self._block_names(request, (request.num_tokens_known - 1) // self.block_size)
+        ids, epochs = array("i"), array("i")
+        block_size, first_block = self.block_size, self.window.first_block
+        count = max(num_common, len(names))
+        never_missing = first_block(count * block_size, block_size)
+        best, missing = 0, -1
+        for index in range(count):
+            if source.start <= index < num_common:
+                block_id, epoch = source.ids[index], source.epochs[index]
+            else:
+                found = self.pool.find(names[index]) if names else None
+                if found is None:
+                    missing = index
+                    if index >= never_missing:
+                        break
+                    block_id, epoch = NO_BLOCK, 0
+                else:
+                    block_id, epoch = found, self.pool.epoch(found)
+            ids.append(block_id)
+            epochs.append(epoch)
+            if missing < first_block((index + 1) * block_size, block_size):
+                best = index + 1
+        start = first_block(best * block_size, block_size)
+        return BlockTable(ids[start:best], epochs[start:best], start)
 
     def _num_common_tokens(self, request: Request, parent: Request) -> int:
         """Tokens at the beginning of both that the parent has certainly computed."""
@@ -242,4 +337,5 @@ class BlockManager:
             self._moves.append(Move(int(kind), *blocks, min(end - index * self.block_size, self.block_size)))
 
     def _missing(self, request_id: str, num_tokens: int) -> int:
-        return self.num_blocks_for(num_tokens) - len(self._tables[request_id])
+        table = self._tables[request_id]
+        return self._end(table.start, num_tokens) - table.end

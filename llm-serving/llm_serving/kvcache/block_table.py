@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator
 
+from llm_serving.core.step import NO_BLOCK
 from llm_serving.kvcache.block_pool import BlockPool
 
 
@@ -14,29 +15,49 @@ class BlockTable:
     A WorkAgent tags blocks with the epochs of those who write them. So a block that two requests hold by mistake, or
     that somebody reads after it was given away, is noticed where it happens. Both are 32-bit arrays: the tables of a
     step are put together without looking at single entries.
+
+    The first `start` entries name no block: what stood there lies behind the window, and was given back or never taken.
     """
 
-    __slots__ = ("epochs", "ids")
+    __slots__ = ("epochs", "ids", "start")
 
-    def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = ()) -> None:
-        self.ids = array("i", ids)
-        self.epochs = array("i", epochs)
+    def __init__(self, ids: Iterable[int] = (), epochs: Iterable[int] = (), start: int = 0) -> None:
+        """Blocks for the entries from `start` on."""
+        self.start = start
+        self.ids = array("i", [NO_BLOCK]) * start
+        self.epochs = array("i", [0]) * start
+        self.ids.extend(ids)
+        self.epochs.extend(epochs)
 
     @classmethod
-    def of(cls, pool: BlockPool, block_ids: Collection[int]) -> BlockTable:
-        """Blocks as they are in the pool now."""
-        return cls(block_ids, map(pool.epoch, block_ids))
+    def of(cls, pool: BlockPool, block_ids: Collection[int], start: int = 0) -> BlockTable:
+        """Blocks as they are in the pool now, for the entries from `start` on."""
+        return cls(block_ids, map(pool.epoch, block_ids), start)
 
     def extend(self, block_ids: Collection[int], pool: BlockPool) -> None:
         self.ids.extend(block_ids)
         self.epochs.extend(map(pool.epoch, block_ids))
 
-    def beginning(self, count: int) -> BlockTable:
-        """The first `count` blocks as they are here, whatever the pool may have done with them since."""
-        return BlockTable(self.ids[:count], self.epochs[:count])
+    def give_back(self, start: int) -> list[int]:
+        """Leaves the entries before `start` without blocks; returns those that stood there."""
+        first, count = self.start, start - self.start
+        if count <= 0:
+            return []
+        block_ids = self.ids[first:start].tolist()
+        self.ids[first:start] = array("i", [NO_BLOCK]) * count
+        self.epochs[first:start] = array("i", [0]) * count
+        self.start = start
+        return block_ids
 
-    def __len__(self) -> int:
+    @property
+    def end(self) -> int:
+        """Entries, with and without blocks."""
         return len(self.ids)
 
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self.ids) - self.start
+
     def __iter__(self) -> Iterator[int]:
-        return iter(self.ids)
+        """The ids of its blocks."""
+        return iter(self.ids[self.start :] if self.start else self.ids)

@@ -69,6 +69,12 @@ class ModelSpec:
         return tuple(self.network.caches)
 
     @cached_property
+    def window(self) -> int | None:
+        """Tokens that a token sees in the layer that sees farthest, its own included; None where one sees all."""
+        windows = [each.attributes["window"] for each in self.network.operations if each.kind == "attend"]
+        return max(windows) if windows and all(windows) else None
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of the tensors in use, each once."""
         return sum(math.prod(shape) for shape in self.tensors.values())

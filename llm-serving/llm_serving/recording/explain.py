@@ -97,8 +97,7 @@ def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedul
         case WaitReason.SLOTS:
             return f"; {num_running} of {limits.max_num_seqs} are taken"
         case WaitReason.BLOCKS:
-            num_tokens = scheduler.places.num_tokens_to_hold(request)
-            num_needed = scheduler.blocks.num_blocks_to_admit(request, num_tokens, scheduler._parent(request))
+            num_needed = scheduler.places.num_blocks_to_admit(request, scheduler._parent(request))
             num_free = scheduler.blocks.pool.num_free_blocks
             return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
         case WaitReason.BUDGET:
@@ -114,7 +113,7 @@ def _share(scheduler: Scheduler, request: Request) -> str:
     share = request.request_class
     members = [other for other in scheduler.running if other.request_class is share]
     num_held = sum(scheduler.blocks.num_blocks_held(member.request_id) for member in members)
-    num_needed = scheduler.blocks.num_blocks_for(scheduler.places.num_tokens_to_hold(request))
+    num_needed = scheduler.blocks.num_blocks_at_once(scheduler.places.num_tokens_to_hold(request))
     return (
         f"{WaitReason.SHARE}: {share.name} has {len(members)} of the"
         f" {share.max_running_share * scheduler.limits.max_num_seqs:g} slots and {num_held} of the"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.window import Window
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policy import Policy
 
@@ -55,7 +56,12 @@ class ClassBounds:
 
 
 def class_bounds(
-    limits: SchedulerLimits, classes: Sequence[RequestClass], num_blocks: int, block_size: int, policy: Policy
+    limits: SchedulerLimits,
+    classes: Sequence[RequestClass],
+    num_blocks: int,
+    block_size: int,
+    policy: Policy,
+    window: Window | None = None,
 ) -> list[ClassBounds]:
     """The bounds of each class.
 
@@ -79,18 +85,30 @@ def class_bounds(
     A prompt that has a place goes on in the order of admission once its class has aged and has had its turn: before it
     are those of its class that have places too, and at most as many tokens as the cache holds.
 
+    Where windows slide, a request holds no more than its window and a step, so more of the longest run side by side,
+    and those that run have more tokens than the cache; where it has no room for a whole step, steps are shorter.
+
     Args:
         limits: Of the scheduler.
         classes: All of them, in ascending order of rank.
         num_blocks: Blocks of the cache.
         block_size: Tokens of a block.
         policy: What steps begin with.
+        window: What a request needs of the cache; None: all of it.
     """
-    longest = min(limits.max_model_len, num_blocks * block_size)
+    window = Window() if window is None else window
+    longest = min(limits.max_model_len, window.longest(block_size, num_blocks))
+    longest_blocks = window.blocks_at_once(longest, block_size, num_blocks)
     # One block is kept free for each running request when another is admitted.
-    num_side_by_side = (num_blocks + 1) // (-(-longest // block_size) + 1)
+    num_side_by_side = (num_blocks + 1) // (longest_blocks + 1)
     num_places = max(1, min(limits.max_num_seqs, num_side_by_side))
-    a_prompt_token = _steps_a_prompt_token(limits, policy)
+    # Tokens of all that run: a block stands for those it holds, or for its part of a sequence that slides.
+    a_block, chunk = Fraction(block_size), limits.max_num_batched_tokens
+    if longest > longest_blocks * block_size:
+        a_block = Fraction(longest, longest_blocks)
+        chunk = min(chunk, window.least_chunk(block_size, num_blocks))
+    cache_tokens = num_blocks * a_block
+    a_prompt_token = _steps_a_prompt_token(limits, policy, chunk)
     sum_of_weights = sum(each.weight for each in classes)
     bounds = []
     for each in classes:
@@ -103,14 +121,12 @@ def class_bounds(
         num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
         service = longest * a_token / num_places
         service += num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
-        until_free = (
-            longest * a_token + num_blocks * block_size * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
-        )
+        until_free = longest * a_token + cache_tokens * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
         turns = (len(classes) - 1) * limits.turn_steps
         ageing = 0 if is_highest else each.ageing_steps
         first = ageing + math.ceil((until_free + turns) / part)
         num_others = limits.max_num_seqs - 1
-        tokens_before = min(num_others * longest, num_blocks * block_size)
+        tokens_before = min(Fraction(num_others * longest), cache_tokens)
         prompts = (
             tokens_before * a_prompt_token + num_others * _steps_a_prompt(limits) + _prompt_gap(limits, policy) + 2
         )
@@ -128,13 +144,16 @@ def class_bounds(
     return bounds
 
 
-def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy) -> Fraction:
-    """Steps that one token of a prompt can take from those that decode, or from other prompts."""
+def _steps_a_prompt_token(limits: SchedulerLimits, policy: Policy, chunk: int) -> Fraction:
+    """Steps that one token of a prompt can take from those that decode, or from other prompts.
+
+    `chunk`: tokens of a prompt that a step always has room for.
+    """
     budget = limits.max_num_batched_tokens
     left_by_decoding = 0 if limits.separate else budget - limits.max_num_seqs
-    rates = [Fraction(_prompt_gap(limits, policy) + 2, budget)]
+    rates = [Fraction(_prompt_gap(limits, policy) + 2, min(budget, chunk))]
     if policy.fills_steps and left_by_decoding > 0:
-        rates.append(Fraction(1, left_by_decoding))
+        rates.append(Fraction(1, min(left_by_decoding, chunk)))
     return min(rates)
 
 

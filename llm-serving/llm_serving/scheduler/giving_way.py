@@ -49,11 +49,14 @@ class GivingWay:
         return bool(victims)
 
     def make_room(self, request: Request, draft: StepDraft) -> bool:
-        """Makes the request's table hold its newest token; the worst running requests give way, itself at last.
+        """Makes the request's table hold its newest token, or the window and a step of it.
 
-        Protected requests hold all their blocks from the start: they never come here for more, and never give way.
+        The worst running requests give way, itself at last. Protected requests hold all their blocks from the start, or
+        as many as they ever need at once and share none: they take only what they give back, and never give way.
         """
-        while not self._blocks.can_grow(request.request_id, request.num_tokens):
+        if self._blocks.window.slides:
+            self._places.slide(request)
+        while not self._places.can_grow(request):
             victim = next(other for other in worst_first(self._places.running) if not self._keeps_its_place(other))
             self.preempt(victim, draft, request)
             if victim is request:
@@ -82,5 +85,5 @@ class GivingWay:
     def _prefers_swap(self, request: Request) -> bool:
         if self._limits.preemption_mode is not PreemptionMode.AUTO:
             return self._limits.preemption_mode is PreemptionMode.SWAP
-        num_blocks = self._blocks.num_blocks_for(request.num_computed_tokens)
+        num_blocks = self._blocks.num_blocks_to_swap(request)
         return num_blocks * self._limits.swap_block_cost_tokens < request.num_computed_tokens

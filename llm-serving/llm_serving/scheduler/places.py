@@ -44,10 +44,30 @@ class Places:
         self.held, self.blocks_held = dict.fromkeys(self.held, 0), dict.fromkeys(self.held, 0)
 
     def grow(self, request: Request) -> None:
-        """Makes the request's table hold its newest token; there are blocks for it."""
+        """Makes the request's table hold what it must, as far as its window reaches; there are blocks for it."""
         before = self.num_blocks_of(request)
-        self._blocks.grow(request.request_id, request.num_tokens)
+        self._blocks.grow(request.request_id, self.num_tokens_to_hold(request))
         self.blocks_held[request.request_class.name] += self.num_blocks_of(request) - before
+
+    def slide(self, request: Request) -> None:
+        """Gives back the request's blocks that nothing it has still to compute sees."""
+        before = self.num_blocks_of(request)
+        self._blocks.slide(request.request_id, request.num_computed_tokens)
+        self.blocks_held[request.request_class.name] += self.num_blocks_of(request) - before
+
+    def can_grow(self, request: Request) -> bool:
+        """Whether there are blocks for `grow`."""
+        return self._blocks.can_grow(request.request_id, self.num_tokens_to_hold(request))
+
+    def admit(self, request: Request, parent: Request | None) -> int:
+        """Gives a request that `fits` its blocks; returns how many of its tokens are in them already."""
+        keeps = self.is_protected(request)
+        return self._blocks.admit(request, self.num_tokens_to_hold(request), parent, keeps=keeps)
+
+    def num_blocks_to_admit(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> int:
+        """Free blocks that `admit` would take, or would after those `without` gave way."""
+        keeps = self.is_protected(request)
+        return self._blocks.num_blocks_to_admit(request, self.num_tokens_to_hold(request), parent, without, keeps=keeps)
 
     def fits(self, request: Request, parent: Request | None, without: Sequence[Request] = ()) -> bool:
         """Whether slots and blocks are free for the request, or were if those `without` gave way.
@@ -57,8 +77,7 @@ class Places:
         num_running = len(self.running) - len(without)
         if num_running >= self._limits.max_num_seqs:
             return False
-        num_blocks = self._blocks.num_blocks_to_admit(request, self.num_tokens_to_hold(request), parent, without)
-        return num_blocks + num_running <= self._blocks.pool.num_free_blocks
+        return self.num_blocks_to_admit(request, parent, without) + num_running <= self._blocks.pool.num_free_blocks
 
     def is_at_limit(self, request: Request, share: RequestClass) -> bool:
         """Whether the class has as many slots or blocks as it may, so that the request cannot run in it."""
@@ -68,7 +87,7 @@ class Places:
         if not members:
             return False
         num_held = sum(map(self.num_blocks_of, members))
-        num_blocks = num_held + self._blocks.num_blocks_for(self.num_tokens_to_hold(request))
+        num_blocks = num_held + self._blocks.num_blocks_at_once(self.num_tokens_to_hold(request))
         return (
             len(members) + 1 > share.max_running_share * self._limits.max_num_seqs
             or num_blocks > share.max_kv_share * self._blocks.pool.num_blocks

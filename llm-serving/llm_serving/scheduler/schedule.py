@@ -102,11 +102,11 @@ class StepDraft:
         if prefill:
             self._prefills.add(request.request_id)
 
-    def extend(self, request: Request) -> None:
-        """Gives a request that has a row what is left of the budget, as far as it needs it."""
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Gives a request that has a row what is left of the budget, up to so many tokens."""
         row = self._rows.get(request.request_id)
         if row is not None:  # otherwise it has lost its place since
-            self._put(request, min(request.num_uncomputed_tokens, row.query_len + self.budget))
+            self._put(request, min(num_tokens, row.query_len + self.budget))
 
     def withdraw(self, request: Request) -> None:
         """Takes a preempted request's row out again, if it has one."""

@@ -53,7 +53,9 @@ class Scheduler:
         self.order = Arrival() if order is None else order
         self.waiting = WaitingQueue(self.classes, limits, self.order, blocks.pool.num_blocks)
         self.places = Places(limits, blocks, self.classes)
-        self.bounds = class_bounds(limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy)
+        self.bounds = class_bounds(
+            limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window
+        )
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
         gate = TenantGate(limits, self.classes, self.waiting.clocks)
         self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
@@ -296,7 +298,8 @@ class Scheduler:
         if waits_for_a_batch or not admits:
             draft.blocked = Blocked(None, None, WaitReason.BATCH)
         for request in capped:
-            draft.extend(request)
+            if request.status is RUNNING:
+                draft.extend(request, self._num_computable(request))
 
     def _whose_turn(self, prompts: list[Request], closed: Collection[str]) -> str | None:
         """The class whose prompts come first, if several contend: the one that has paid least."""
@@ -312,10 +315,18 @@ class Scheduler:
 
     def _add_prompt(self, request: Request, draft: StepDraft, capped: list[Request]) -> None:
         """Gives the prompt its share of the step; what it could take beyond that is decided when all have theirs."""
+        if self.blocks.window.slides and not self._giving_way.make_room(request, draft):
+            return
         share = self.limits.max_long_prefill_tokens or draft.budget
-        if min(request.num_uncomputed_tokens, draft.budget) > share:
+        num_tokens = self._num_computable(request)
+        if min(num_tokens, draft.budget) > share:
             capped.append(request)
-        draft.add(request, min(request.num_uncomputed_tokens, share), prefill=True)
+        draft.add(request, min(num_tokens, share), prefill=True)
+
+    def _num_computable(self, request: Request) -> int:
+        """Tokens left to compute that its table has room for: all of them where nothing slides."""
+        room = self.blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens
+        return min(request.num_uncomputed_tokens, room)
 
     # --- admission --------------------------------------------------------------------------------------------------
 
@@ -360,7 +371,7 @@ class Scheduler:
         draft.changes_running = True
         self.waits.admitted(request)
         parent = self._parent(request)
-        num_found = self.blocks.admit(request, self.places.num_tokens_to_hold(request), parent)
+        num_found = self.places.admit(request, parent)
         if request.num_computed_tokens == 0:  # otherwise it comes back from the host pool
             request.num_computed_tokens = request.num_confirmed_tokens = num_found
         if request.first_scheduled_time is None:

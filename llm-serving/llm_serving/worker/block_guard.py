@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
 from llm_serving.errors import WorkerError
+from llm_serving.worker.model_inputs import first_seen_blocks
 
 _SWAP_OUT, _SWAP_IN = int(BlockMove.SWAP_OUT), int(BlockMove.SWAP_IN)  # compared with in a loop
 
@@ -35,8 +36,10 @@ class BlockGuard:
     quietly wrong.
     """
 
-    def __init__(self, num_blocks: int, num_swap_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, num_swap_blocks: int, block_size: int, window: int | None = None) -> None:
+        """`window`: tokens that a token sees in any layer, its own included; None: all. What is behind is not read."""
         self._block_size = block_size
+        self._window = window
         self._cache = _Tags.of_empty(num_blocks)
         self._host = _Tags.of_empty(num_swap_blocks)
 
@@ -64,13 +67,17 @@ class BlockGuard:
         first_tokens = np.arange(step.block_tables.shape[1], dtype=np.int32) * self._block_size
         num_computed = step.num_computed[:, None]
         context_lens = (step.num_computed + step.query_lens)[:, None]
-        self._check_read(step, num_computed - first_tokens)
+        num_read = num_computed - first_tokens
+        if self._window is not None:
+            seen = first_seen_blocks(step, self._block_size, self._window)[:, None]
+            num_read = np.where(first_tokens < seen * self._block_size, np.int32(0), num_read)
+        self._check_read(step, num_read)
         writes = (first_tokens < context_lens) & (first_tokens + self._block_size > num_computed)
         blocks = step.block_tables[writes]
         if len(set(blocks.tolist())) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._cache.epochs[blocks] = step.block_epochs[writes]
-        self._check_owner(step, num_computed > first_tokens)  # nor may a row write what another one reads in this step
+        self._check_owner(step, num_read > 0)  # nor may a row write what another one reads in this step
         self._cache.num_written[blocks] = np.minimum(context_lens - first_tokens, self._block_size)[writes]
 
     def _check_source(self, source: _Tags, move: Move) -> None:

@@ -11,6 +11,7 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.models.contents import check_folder
@@ -71,7 +72,8 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size)
-    useful = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
+    window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
+    useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
     limit = settings.max_device_memory
     if limit is None:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)

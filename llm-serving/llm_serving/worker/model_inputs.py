@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import StepInput
+from llm_serving.core.step import NO_BLOCK, StepInput
 from llm_serving.errors import WorkerError
 
 Int32Array = NDArray[np.int32]
@@ -30,6 +30,8 @@ class ModelLimits:
     max_positions: int
     num_blocks: int
     block_size: int
+    window: int | None = None
+    """Tokens that a token sees in any layer, its own included; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class ModelInputs:
     token_ids: Int32Array  # [T]
     positions: Int32Array  # [T], index of the token in its own sequence
     slot_mapping: Int32Array  # [T], block_id * block_size + offset of the token's key and value
-    block_tables: Int32Array  # [B, W]
+    block_tables: Int32Array  # [B, W]; where a step names no block: 0, which is not read
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [S], the token of each row whose logits are wanted
@@ -109,6 +111,8 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         raise WorkerError(
             f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens; a row of this step has {longest}"
         )
+    if block_tables.min() < 0:
+        block_tables = _without_gaps(step, limits)
     if block_tables.min() < 0 or block_tables.max() >= limits.num_blocks:
         raise WorkerError(
             f"block_tables must hold ids from 0 to {limits.num_blocks - 1}. "
@@ -135,6 +139,20 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         context_lens=context_lens,
         sample_indices=last_tokens[step.sample_rows],
     )
+
+
+def first_seen_blocks(step: StepInput, block_size: int, window: int | None) -> Int32Array:
+    """[B] the first column of `block_tables` that a row's first token sees, and so any of its tokens."""
+    if window is None:
+        return np.zeros(step.num_rows, np.int32)
+    return np.maximum(step.num_computed + np.int32(1 - window), 0) // np.int32(block_size)
+
+
+def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
+    """The step's block tables, block 0 in place of those that lie behind the window."""
+    columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
+    behind = columns < first_seen_blocks(step, limits.block_size, limits.window)[:, None]
+    return np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)
 
 
 def _check_rows(step: StepInput, limits: ModelLimits) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
 from llm_serving.models.spec import ModelSpec
@@ -57,13 +58,14 @@ class ModelRunner:
         self.spec = spec
         self._backend = backend
         self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
-        max_positions = min(max_model_len, num_blocks * block_size)
-        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size)
+        room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
+        max_positions = min(max_model_len, room)
+        self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
         self._network = CompiledNetwork(
             lower(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions, as_program=as_program)
         )
         self._choose_tokens = choose_tokens_for(backend.name)
-        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size)
+        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window)
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 

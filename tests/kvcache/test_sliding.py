@@ -1,0 +1,266 @@
+"""Where every layer has a window, a request holds the window and a step, whatever its length."""
+
+from __future__ import annotations
+
+import pytest
+from factories import create_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from llm_serving.core.request import Request
+from llm_serving.core.step import NO_BLOCK, BlockMove
+from llm_serving.core.window import Window
+from llm_serving.kvcache import BlockManager
+
+WINDOW = Window(num_tokens=6, max_chunk=8)
+"""Of blocks of 4 tokens: 5 + 8 tokens in a row lie in at most 4 blocks."""
+
+
+def manager(num_blocks: int = 16, **options: object) -> BlockManager:
+    return BlockManager(num_blocks, 4, window=WINDOW, **options)
+
+
+def compute(blocks: BlockManager, request: Request, end: int) -> None:
+    """The tokens up to `end`, step by step, as far as there is room."""
+    while request.num_computed_tokens < end:
+        blocks.slide(request.request_id, request.num_computed_tokens)
+        blocks.grow(request.request_id, request.num_tokens)
+        room = blocks.num_tokens_with_room(request.request_id)
+        request.num_computed_tokens = min(end, room, request.num_computed_tokens + WINDOW.max_chunk)
+        blocks.check_readable(request.request_id, request.num_confirmed_tokens)
+        blocks.name_blocks(request, request.num_computed_tokens)
+        request.num_confirmed_tokens = request.num_computed_tokens
+        blocks.check_integrity()
+
+
+def started(blocks: BlockManager, num_tokens: int, request_id: str = "a", **options: bool) -> Request:
+    request = create_request(num_tokens, request_id=request_id)
+    request.cache_salt = "" if request_id in ("a", "b") else request_id
+    request.num_computed_tokens = request.num_confirmed_tokens = blocks.admit(request, num_tokens, **options)
+    return request
+
+
+def test_a_long_prompt_holds_the_window_and_a_step() -> None:
+    blocks = manager(num_blocks=4)
+    request = create_request(100, request_id="a")
+    assert blocks.can_ever_hold(100)
+    assert blocks.num_blocks_to_admit(request, 100) == 4
+    blocks.admit(request, 100)
+    compute(blocks, request, 100)
+    table = blocks.table("a")
+    assert (table.start, table.end) == (22, 25), "the last step began at token 96 or before, and saw from 91 on"
+    assert list(table.ids[:22]) == [NO_BLOCK] * 22
+    assert len(blocks.block_table("a")) == 3
+
+
+def test_a_cache_with_less_room_than_a_step_gets_shorter_steps() -> None:
+    blocks = manager(num_blocks=3)
+    request = started(blocks, 40)
+    compute(blocks, request, 40)
+    assert blocks.num_blocks_held("a") <= 3
+    assert not manager(num_blocks=2).can_ever_hold(9)
+
+
+def test_a_hit_needs_only_what_the_window_sees() -> None:
+    blocks = manager(num_blocks=9)
+    compute(blocks, started(blocks, 24), 24)
+    blocks.free("a")
+    other = started(blocks, 12, "other")  # takes blocks that have no names, then the one unused for longest
+    other.prompt_token_ids = [7] * 12
+    held = blocks.block_table("other")
+    request = create_request(25, request_id="again")
+    assert blocks.num_blocks_to_admit(request, 25) == 1 + 2, "two blocks of the hit are free, and count as taken"
+    assert blocks.admit(request, 25) == 24
+    assert blocks.table("again").start == 4, "token 24 sees from token 19 on"
+    assert not {*held} & {*blocks.block_table("again")}
+
+
+def test_a_gap_in_what_the_window_sees_is_no_hit() -> None:
+    blocks = manager()
+    first = started(blocks, 24)
+    compute(blocks, first, 24)
+    lost = blocks.table("a").ids[-1]
+    blocks.free("a")
+    del blocks.pool._blocks_by_name[blocks.pool._names[lost]]
+    blocks.pool._names[lost] = None
+    request = create_request(25, request_id="again")
+    assert blocks.admit(request, 25) == 20, "the last block is gone, the two before it are what token 20 sees"
+    assert blocks.table("again").start == 3
+
+
+def test_what_slides_out_of_one_window_stays_for_those_who_share_it() -> None:
+    blocks = manager()
+    first = started(blocks, 12, "a")
+    compute(blocks, first, 12)
+    second = started(blocks, 13, "b")
+    shared = set(blocks.block_table("a")) & set(blocks.block_table("b"))
+    assert second.num_computed_tokens == 12
+    assert len(shared) == 2
+    first.output_token_ids += [9] * 20
+    compute(blocks, first, 32)
+    assert shared <= set(blocks.block_table("b"))
+    assert not shared & set(blocks.block_table("a"))
+    assert {blocks.pool.ref_count(each) for each in shared} == {1}
+
+
+def test_who_keeps_its_blocks_shares_none_and_never_lacks_one() -> None:
+    blocks = manager(num_blocks=10)
+    compute(blocks, started(blocks, 20), 20)
+    kept = create_request(60, request_id="kept")
+    assert blocks.num_blocks_to_admit(kept, 80, keeps=True) == 4
+    assert blocks.admit(kept, 80, keeps=True) == 0, "the hit would not become free when it slides"
+    for number in range(blocks.pool.num_free_blocks):
+        started(blocks, 4, f"other {number}")
+    assert not blocks.pool.num_free_blocks
+    compute(blocks, kept, 60)
+    blocks.free("kept")
+    again = create_request(61, request_id="again")
+    assert blocks.admit(again, 61) <= 20, "what it computed is found by nobody"
+
+
+def test_only_the_window_is_swapped() -> None:
+    blocks = manager(num_swap_blocks=3)
+    request = started(blocks, 42)
+    compute(blocks, request, 41)
+    assert blocks.num_blocks_to_swap(request) == 2, "token 41 sees from 36 on"
+    blocks.swap_out(request)
+    assert blocks.host_pool.num_used_blocks == 2
+    assert blocks.num_blocks_to_admit(request, 42) == 2
+    assert blocks.admit(request, 42) == 41
+    assert blocks.table("a").start == 9
+    out, back = blocks.take_moves()[:2], blocks.take_moves()
+    assert [move.kind for move in out] == [int(BlockMove.SWAP_OUT)] * 2
+    assert not back
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_window_as_long_as_a_request_may_be_frees_nothing(window: int | None) -> None:
+    sees = Window.of(window, 8, 100)
+    assert not sees.slides
+    assert sees.blocks_at_once(100, 4) == 25
+    assert sees.longest(4, 10) == 40
+
+
+class SlidingMachine(RuleBasedStateMachine):
+    """Every operation in any order, over a memory of tokens: whoever computes a token reads what its window sees."""
+
+    BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 12, 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = manager(self.NUM_BLOCKS, num_swap_blocks=self.NUM_SWAP_BLOCKS)
+        self.memory: dict[int, list[int]] = {}
+        self.host: dict[int, list[int]] = {}
+        self.held: dict[str, Request] = {}
+        self.swapped: dict[str, Request] = {}
+        self.count = 0
+
+    def follow_moves(self) -> None:
+        for kind, source, target, *_ in self.blocks.take_moves():
+            sources = self.host if kind == BlockMove.SWAP_IN else self.memory
+            targets = self.host if kind == BlockMove.SWAP_OUT else self.memory
+            targets[target] = list(sources[source])
+
+    def start(self, request: Request, parent: Request | None, keeps: bool) -> None:
+        num_tokens = request.max_num_tokens if keeps else request.num_tokens
+        needed = self.blocks.num_blocks_to_admit(request, num_tokens, parent, keeps=keeps)
+        free = self.blocks.pool.num_free_blocks
+        if needed > free:
+            return
+        found = self.blocks.admit(request, num_tokens, parent, keeps=keeps)
+        assert free - self.blocks.pool.num_free_blocks == needed
+        assert found < request.num_tokens
+        request.num_computed_tokens = request.num_confirmed_tokens = found
+        self.held[request.request_id] = request
+        self.follow_moves()
+
+    def pick(self, data: st.DataObject, requests: dict[str, Request]) -> Request:
+        return requests[data.draw(st.sampled_from(sorted(requests)))]
+
+    @rule(num_tokens=st.integers(1, 40), kind=st.integers(0, 1), keeps=st.booleans())
+    def admit(self, num_tokens: int, kind: int, keeps: bool) -> None:
+        self.count += 1
+        request = create_request(num_tokens, request_id=f"{self.count:03}", max_tokens=20)
+        request.prompt_token_ids = [token + kind * (index > 17) for index, token in enumerate(request.prompt_token_ids)]
+        self.start(request, None, keeps)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), back=st.integers(0, 12), keeps=st.booleans())
+    def fork(self, data: st.DataObject, back: int, keeps: bool) -> None:
+        parent = self.pick(data, self.held)
+        self.count += 1
+        child = create_request(1, request_id=f"{self.count:03}", max_tokens=20)
+        length = max(0, parent.num_tokens_known - back)
+        child.prompt_token_ids = [*parent.known_token_ids(0, length), 500 + self.count]
+        self.start(child, parent, keeps)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), most=st.integers(1, WINDOW.max_chunk))
+    def compute(self, data: st.DataObject, most: int) -> None:
+        request = self.pick(data, self.held)
+        name, blocks, size = request.request_id, self.blocks, self.BLOCK_SIZE
+        if request.num_uncomputed_tokens == 0:
+            if request.reached_max_tokens:
+                return
+            request.output_token_ids.append(900 + self.count)
+        blocks.slide(name, request.num_computed_tokens)
+        keeps = name in blocks._alone
+        num_tokens = request.max_num_tokens if keeps else request.num_tokens
+        if not blocks.can_grow(name, num_tokens):
+            assert not keeps, "it takes no more than it gives back"
+            return
+        blocks.grow(name, num_tokens)
+        start = request.num_computed_tokens
+        end = min(request.num_tokens, start + most, blocks.num_tokens_with_room(name))
+        assert end > start, "no step is too small"
+        blocks.check_writable(name, start, end)
+        table = blocks.table(name)
+        for position in range(start, end):
+            block = self.memory.setdefault(table.ids[position // size], [-1] * size)
+            block[position % size] = request.known_token_ids(position, position + 1)[0]
+        for position in range(max(0, start + 1 - WINDOW.num_tokens), end):
+            block_id = table.ids[position // size]
+            assert block_id != NO_BLOCK
+            assert self.memory[block_id][position % size] == request.known_token_ids(position, position + 1)[0]
+        request.num_computed_tokens = end
+        blocks.name_blocks(request, end)
+        request.num_confirmed_tokens = end
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        request = self.pick(data, self.held)
+        if self.blocks.can_swap_out(request):
+            self.blocks.swap_out(request)
+            self.swapped[request.request_id] = self.held.pop(request.request_id)
+            self.follow_moves()
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        request = self.pick(data, self.swapped)
+        computed = request.num_computed_tokens
+        if request.num_uncomputed_tokens == 0 and not request.reached_max_tokens:
+            request.output_token_ids.append(700)
+        if self.blocks.num_blocks_to_admit(request, request.num_tokens) <= self.blocks.pool.num_free_blocks:
+            assert self.blocks.admit(request, request.num_tokens) == computed
+            self.held[request.request_id] = self.swapped.pop(request.request_id)
+            self.follow_moves()
+
+    @precondition(lambda self: self.held or self.swapped)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request = self.pick(data, self.held | self.swapped)
+        self.blocks.free(request.request_id)
+        self.held.pop(request.request_id, None)
+        self.swapped.pop(request.request_id, None)
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        self.blocks.check_integrity()
+        if not self.held and not self.swapped:
+            assert self.blocks.pool.num_used_blocks == self.blocks.host_pool.num_used_blocks == 0
+
+
+TestSlidingMachine = SlidingMachine.TestCase
+TestSlidingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
