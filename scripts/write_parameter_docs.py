@@ -14,6 +14,7 @@ from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
 from llm_serving.server.anthropic_schemas import MessagesRequest
 from llm_serving.server.parameters import BODIES, Ignored, Refused
+from llm_serving.server.responses_schemas import ResponsesRequest
 from llm_serving.server.sampling import REQUEST_RULES
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
@@ -53,6 +54,7 @@ def document() -> str:
     for title, kinds in (
         ("Completions", (CompletionRequest,)),
         ("Conversations", (ChatCompletionRequest,)),
+        ("Responses", (ResponsesRequest,)),
         ("Anthropic messages", (MessagesRequest,)),
         ("TGI", (TGIRequest, TGIParameters)),
         ("Older routes", (LegacyRequest, LegacyParameters)),

@@ -218,6 +218,10 @@ class ServerConfig:
     timeline_steps: int = option(10000, integer(1, 10**7))
     """Steps of each WorkAgent, the newest, that explanations and `/v1/timeline` are made from."""
 
+    response_store_bytes: int = option(2**26, integer(0, 2**40))
+    """Bytes of memory for responses of /v1/responses that can be asked for and gone on with; the oldest make room. 0:
+    none is kept."""
+
     audit_every: int = option(100, integer(0))
     """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
 

@@ -26,6 +26,7 @@ from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.openapi import openapi_document
+from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 
@@ -50,7 +51,8 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Acco
         return Response(document, media_type="application/json")
 
     application: ASGIApp = Application(
-        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)]
+        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)],
+        ResponseStore(engine.config.serving.response_store_bytes),
     )
     refused = engine.metrics.http.refused
     if keys:
@@ -67,7 +69,8 @@ class Application:
     of a stream. Routes answer their own errors; one that does not is logged by the server and gets status 500.
     """
 
-    def __init__(self, routes: Sequence[Route]) -> None:
+    def __init__(self, routes: Sequence[Route], responses: ResponseStore) -> None:
+        self.responses = responses
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

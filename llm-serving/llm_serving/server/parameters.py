@@ -28,6 +28,7 @@ from llm_serving.server.anthropic_schemas import (
     MessagesRequest,
 )
 from llm_serving.server.request_body import read_as
+from llm_serving.server.responses_schemas import InputItem, InputPart, ResponsesRequest
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -172,6 +173,36 @@ _BLOCK: Final[Rows] = {
     **dict.fromkeys(("id", "name", "input", "tool_use_id", "content", "is_error"), _TOOLS),
     **dict.fromkeys(("thinking", "signature", "data"), Refused("is not supported: answers are not split")),
 }
+_RESPONSES: Final[Rows] = {
+    "tools": _TOOLS,
+    "tool_choice": Refused(_TOOLS.why, ("none", "auto")),
+    "max_tool_calls": _TOOLS,
+    "text": Refused("must be of format text: answers are not bound to a form", ({"format": {"type": "text"}},)),
+    "reasoning": Refused("is not supported: answers are not split", ({"effort": None, "summary": None},)),
+    "truncation": Refused("must be disabled: nothing is left out of a conversation", ("disabled",)),
+    "include": Refused("is not supported: a response tells all there is"),
+    "prompt": Refused("is not supported: no templates are kept"),
+    "conversation": Refused("is not supported; `previous_response_id` goes on with a response"),
+    "context_management": Refused(),
+    "top_logprobs": Refused(),
+    "max_tokens": _named("max_output_tokens"),
+    "messages": _named("input"),
+    "parallel_tool_calls": Ignored("only matters to tools"),
+    "stream_options": Ignored("events hide nothing"),
+    "service_tier": Ignored("`priority` and `priority_class` say who goes first"),
+    "safety_identifier": Ignored("only names who asks"),
+    "prompt_cache_key": Ignored("only a hint for speed"),
+    "prompt_cache_retention": Ignored("only a hint for speed"),
+}
+_ITEM: Final[Rows] = {
+    **dict.fromkeys(("id", "status"), Ignored("only tells of an answer that comes back")),
+    **dict.fromkeys(("call_id", "name", "arguments", "output"), _TOOLS),
+    "phase": Ignored("only tells of an answer that comes back"),
+}
+_PART: Final[Rows] = {
+    **dict.fromkeys(("annotations", "logprobs"), Ignored("only tells of an answer that comes back")),
+    **dict.fromkeys(("image_url", "file_id", "file_data", "refusal"), Refused("is not supported: only text is")),
+}
 _OLDER: Final = Ignored("these routes never refused a field")
 
 BODIES: Final[Mapping[type, BodyFields]] = {
@@ -189,6 +220,9 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     CountTokensRequest: BodyFields(_NOT_COUNTED, nested={"messages": ConversationTurn, "system": ContentBlock}),
     ConversationTurn: BodyFields(nested={"content": ContentBlock}),
     ContentBlock: BodyFields(_BLOCK),
+    ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem}),
+    InputItem: BodyFields(_ITEM, nested={"content": InputPart}),
+    InputPart: BodyFields(_PART),
     TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),

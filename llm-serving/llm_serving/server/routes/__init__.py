@@ -13,6 +13,7 @@ from llm_serving.server.routes import (
     messages,
     metrics,
     models,
+    responses,
     tgi,
 )
 
@@ -22,6 +23,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
+    *responses.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,

@@ -1,0 +1,130 @@
+"""Bodies of the routes of OpenAI's responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from llm_serving.server.off_loop import Long
+from llm_serving.server.schemas import CallerFields, JsonObject
+
+
+class InputPart(Struct):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputItem(Struct):
+    """A message: of the one who asks, or of an answer that comes back."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputPart]
+    type: Literal["message"] = "message"
+
+
+class ResponsesRequest(CallerFields, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    """Said before the conversation, by the system; not kept for the next response."""
+    previous_response_id: str | None = None
+    """Of a stored response, whose conversation this one goes on with."""
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    """Beyond the protocol: the same seed has the same answer."""
+    stream: bool | None = None
+    background: bool | None = None
+    """Answer at once and compute on; only with `store`, not with `stream`."""
+    store: bool | None = None
+    """Keep the response for a while. Not given: true."""
+    metadata: dict[str, str] | None = None
+
+
+class OutputText(Struct, tag="output_text", tag_field="type"):
+    text: str
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class OutputMessage(Struct, tag="message", tag_field="type", kw_only=True):
+    id: str
+    status: str
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Failure(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: str
+
+
+class ResponseObject(Long, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    """in_progress, completed, incomplete, failed or cancelled."""
+    background: bool = False
+    error: Failure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    model: str
+    output: list[OutputMessage] = field(default_factory=list)
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    store: bool = True
+    temperature: float | None = None
+    text: JsonObject = field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: str = "auto"
+    tools: list[Any] = field(default_factory=list)
+    top_p: float | None = None
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """One event of a stream; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputMessage | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True

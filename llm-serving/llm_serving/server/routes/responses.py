@@ -1,0 +1,321 @@
+"""OpenAI's responses: POST /v1/responses, and asking for, deleting and cancelling those that are stored.
+
+A conversation as in `chat`, in the words of another protocol. A stored response can be gone on with by its id. Events
+of a stream are named and numbered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError, RequestCancelledError, RequestError
+from llm_serving.log import get_logger
+from llm_serving.server.authentication import tenant_seen
+from llm_serving.server.caller import caller_of
+from llm_serving.server.choices import ONE_ANSWER
+from llm_serving.server.conversation import converse
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response, openai_error
+from llm_serving.server.generation import Generation, raise_on_error
+from llm_serving.server.openai_requests import check_model, identify
+from llm_serving.server.parameters import read_fields
+from llm_serving.server.response_store import ResponseStore, StoredResponse
+from llm_serving.server.responses_schemas import (
+    DeletedResponse,
+    Failure,
+    IncompleteDetails,
+    InputItem,
+    InputTokensDetails,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
+from llm_serving.server.streaming import StreamResponse, complete, internal_error
+
+logger = get_logger(__name__)
+
+MAX_METADATA: Final = 16
+"""Pairs that a response may be given to keep, as with OpenAI; so are their lengths."""
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
+_FIELDS: Final = {"max_tokens": "max_output_tokens", "messages": "input"}
+"""What fields of chat are called here."""
+
+
+async def create_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Answers a conversation."""
+    request = await read_fields(engine, http_request, ResponsesRequest)
+    check_model(engine, request.model)
+    store = store_of(http_request)
+    _check(request, store)
+    caller = caller_of(engine.config, http_request, request)
+    said = _messages(request.input)
+    if request.previous_response_id is not None:
+        said = [*_conversation(store, request.previous_response_id, tenant_seen(http_request)), *said]
+    instructions = [ChatMessage("system", request.instructions)] if request.instructions else []
+    chat = ChatCompletionRequest(
+        messages=[*instructions, *said],
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+    )
+    identity = identify(engine, http_request, chat, "resp")
+    try:
+        _, generation = await converse(
+            engine, chat, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
+        )
+    except RequestError as error:
+        if error.field not in _FIELDS:
+            raise
+        raise type(error)(_FIELDS[error.field], error.rule, error.value) from None
+    response = ResponseObject(
+        id=f"resp_{secrets.token_hex(24)}",  # nobody can guess it, or make it that of another response
+        created_at=identity.created,
+        status="in_progress",
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        model=identity.model,
+        previous_response_id=request.previous_response_id,
+        store=request.store is not False and store.keeps,
+        temperature=request.temperature,
+        top_p=request.top_p,
+    )
+    stored = StoredResponse(response, caller.tenant, said)
+    answer = _Answer(stored, store)
+    if request.stream:
+        return StreamResponse(generation, answer, answer.failed, headers=identity.headers)
+    if request.background:
+        stored.task = asyncio.create_task(_compute(generation, answer))
+        store.keep(stored)
+        return json_response(response, headers=identity.headers | generation.headers)
+    await complete(http_request.receive, generation, answer.whole(generation))
+    return json_response(response, headers=identity.headers | generation.headers)
+
+
+async def show_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """A stored response as it is at this moment."""
+    del engine
+    return json_response(_find(http_request).response)
+
+
+async def delete_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Forgets a stored response; one in progress ends."""
+    del engine
+    stored = _find(http_request)
+    await _end(stored)
+    store_of(http_request).drop(stored.response.id)
+    return json_response(DeletedResponse(stored.response.id))
+
+
+async def cancel_response(engine: AsyncEngine, http_request: Request) -> Response:
+    """Ends a response that is computed in the background; what there is of it stays."""
+    del engine
+    stored = _find(http_request)
+    if not stored.response.background:
+        raise RequestError("response_id", "must be that of a response with background: true", stored.response.id)
+    await _end(stored)
+    return json_response(stored.response)
+
+
+def store_of(http_request: Request) -> ResponseStore:
+    """What the application keeps."""
+    store = http_request.app.responses
+    assert isinstance(store, ResponseStore)
+    return store
+
+
+def _find(http_request: Request) -> StoredResponse:
+    return store_of(http_request).find(http_request.path_params["response_id"], tenant_seen(http_request))
+
+
+def _conversation(store: ResponseStore, response_id: str, tenant: str | None) -> list[ChatMessage]:
+    try:
+        stored = store.find(response_id, tenant)
+    except RequestError as error:
+        raise type(error)("previous_response_id", error.rule, response_id) from None
+    if stored.in_progress:
+        raise RequestError("previous_response_id", "must be that of a response that has ended", response_id)
+    return stored.messages
+
+
+def _check(request: ResponsesRequest, store: ResponseStore) -> None:
+    if request.background and request.stream:
+        raise RequestError("background", "must not be given together with stream: true")
+    if request.background and request.store is False:
+        raise RequestError("background", "must not be given together with store: false")
+    if not store.keeps and (request.background or request.store):
+        field = "background" if request.background else "store"
+        raise RequestError(field, "must be false, as no response is kept (serving_config.response_store_bytes)")
+    pairs = request.metadata or {}
+    longest = max(map(len, pairs), default=0), max(map(len, pairs.values()), default=0)
+    if len(pairs) > MAX_METADATA or longest[0] > MAX_METADATA_KEY_CHARS or longest[1] > MAX_METADATA_VALUE_CHARS:
+        rule = f"must hold at most {MAX_METADATA} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
+        raise RequestError("metadata", f"{rule}{MAX_METADATA_VALUE_CHARS} characters at most", len(pairs))
+
+
+def _messages(items: str | list[InputItem]) -> list[ChatMessage]:
+    if isinstance(items, str):
+        return [ChatMessage("user", items)]
+    return [ChatMessage("system" if item.role == "developer" else item.role, _text(item)) for item in items]
+
+
+def _text(item: InputItem) -> str:
+    return item.content if isinstance(item.content, str) else "\n".join(part.text for part in item.content)
+
+
+async def _compute(generation: Generation, answer: _Answer) -> None:
+    """A response for which nobody waits on a connection."""
+    try:
+        await answer.whole(generation)
+    except LLMServingError as error:
+        answer.failed(error)
+    except asyncio.CancelledError:
+        answer.cancelled()
+        raise
+    except Exception:
+        logger.exception("a response in the background failed")
+        answer.failed(internal_error())
+    finally:
+        await generation.aclose()
+
+
+async def _end(stored: StoredResponse) -> None:
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+
+
+class _Answer:
+    """Puts the pieces of a generation into the form of the protocol, and the whole into the store."""
+
+    def __init__(self, stored: StoredResponse, store: ResponseStore) -> None:
+        self._stored = stored
+        self._store = store
+        self._response = stored.response
+        self._item = OutputMessage(
+            id=stored.response.id.replace("resp", "msg", 1), status="in_progress", content=[OutputText("")]
+        )
+        self._texts: list[str] = []
+        self._num_events = 0
+
+    async def whole(self, generation: Generation) -> ResponseObject:
+        async for _, output in generation.outputs():
+            self._take(output)
+        return self._response
+
+    def piece(self, index: int, output: RequestOutput) -> bytes:
+        del index
+        started = bool(self._texts)
+        told = b"" if started else self._opening()
+        self._take(output)
+        if output.text:
+            told += self._event("response.output_text.delta", item_id=self._item.id, delta=output.text, logprobs=[])
+        return told
+
+    def end(self) -> bytes:
+        part, item_id = self._item.content[0], self._item.id
+        response = self._response
+        return (
+            self._event("response.output_text.done", item_id=item_id, text=part.text, logprobs=[])
+            + self._event("response.content_part.done", item_id=item_id, part=part)
+            + self._event("response.output_item.done", item=self._item)
+            + self._event(f"response.{response.status}", response=response)
+        )
+
+    def failed(self, error: LLMServingError) -> bytes:
+        """Notes that there will be no answer; the last event of a stream."""
+        detail = openai_error(error).error
+        self._response.status, self._response.error = "failed", Failure(detail.code or detail.type, detail.message)
+        self._keep()
+        return self._event("response.failed", response=self._response)
+
+    def cancelled(self) -> None:
+        """Notes what there is of an answer that somebody has ended."""
+        self._close("cancelled", "incomplete")
+
+    def _take(self, output: RequestOutput) -> None:
+        raise_on_error(output)
+        if output.finish_reason is FinishReason.ABORT:
+            raise RequestCancelledError
+        self._texts.append(output.text)
+        if not output.finished:
+            return
+        num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
+        self._response.usage = ResponseUsage(
+            num_prompt,
+            InputTokensDetails(output.num_cached_tokens),
+            num_output,
+            OutputTokensDetails(),
+            num_prompt + num_output,
+        )
+        if output.finish_reason is FinishReason.LENGTH:
+            self._response.incomplete_details = IncompleteDetails("max_output_tokens")
+            self._close("incomplete", "incomplete")
+        else:
+            self._close("completed", "completed")
+
+    def _close(self, status: str, item_status: str) -> None:
+        text = "".join(self._texts)
+        self._item.content, self._item.status = [OutputText(text)], item_status
+        self._response.output, self._response.status = [self._item], status
+        self._stored.messages = [*self._stored.messages, ChatMessage("assistant", text)]
+        self._keep()
+
+    def _keep(self) -> None:
+        self._stored.task = None
+        if self._response.store:
+            self._store.keep(self._stored)
+
+    def _opening(self) -> bytes:
+        response, item = self._response, self._item
+        opened = OutputMessage(id=item.id, status="in_progress", content=[])
+        return (
+            self._event("response.created", response=response)
+            + self._event("response.in_progress", response=response)
+            + self._event("response.output_item.added", item=opened)
+            + self._event("response.content_part.added", item_id=item.id, part=item.content[0])
+        )
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        if "response" not in fields:
+            fields["output_index"] = 0
+            if "item" not in fields:
+                fields["content_index"] = 0
+        content = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
+_PATH: Final = "/v1/responses/{response_id}"
+ENDPOINTS: Final = (
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation (OpenAI's responses)",
+        body=ResponsesRequest,
+        answer=ResponseObject,
+    ),
+    Endpoint("GET", _PATH, show_response, "Show a stored response", answer=ResponseObject),
+    Endpoint("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponse),
+    Endpoint("POST", f"{_PATH}/cancel", cancel_response, "End a response in the background", answer=ResponseObject),
+)
+"""A response is in the memory of the process: it ends with it."""
