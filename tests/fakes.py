@@ -26,6 +26,7 @@ from llm_serving.text.tokenizer import Tokenizer
 
 DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
 DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)
+DEMO_SPEC = ModelSpec.from_folder(DEMO_FOLDER)
 MAX_MODEL_LEN = 128
 
 
@@ -183,7 +184,7 @@ class FakeEngine:
             scheduler=SchedulerConfig(max_waiting_queue=20),
             api_keys=self.api_keys,
         )
-        self.model_spec = ModelSpec.from_folder(DEMO_FOLDER)
+        self.model_spec = DEMO_SPEC
         self.tokenizer = DEMO_TOKENIZER
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")

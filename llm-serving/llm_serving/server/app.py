@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -44,7 +45,7 @@ OPENAPI_PATH: Final = "/openapi.json"
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
     """The ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
     keys = engine.config.api_keys
-    document = json.encode(openapi_document(ENDPOINTS, with_keys=bool(keys)))
+    document = _encoded_document(with_keys=bool(keys))
     open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
 
     async def show_openapi(request: Request) -> Response:
@@ -60,6 +61,11 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Acco
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     return Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
+
+
+@functools.cache
+def _encoded_document(*, with_keys: bool) -> bytes:
+    return json.encode(openapi_document(ENDPOINTS, with_keys=with_keys))
 
 
 class Application:
