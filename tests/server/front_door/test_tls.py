@@ -12,6 +12,7 @@ from fakes import FakeEngine, Piece, Script
 from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.errors import ConfigError
 from llm_serving.server.front_door import Certificates, certificates
+from llm_serving.server.front_door.connection import Connection
 
 STREAM = b'{"prompt": "x", "stream": true}'
 
@@ -71,13 +72,16 @@ def test_limits_hold_and_are_told(authority, tmp_path):
         assert read_all(client).startswith(b"HTTP/1.1 414 ")
 
 
-def test_an_answer_that_is_not_taken_weighs(authority, tmp_path):
+def test_an_answer_that_is_not_taken_weighs(authority, tmp_path, monkeypatch):
     """TLS takes any answer whole; a client that waits to read it holds no more than the limit."""
     limits = issue(authority, tmp_path) | {"max_buffered_bytes": 1_000_000}
     long = "x" * 30_000_000  # more than the sockets hold
     engine = FakeEngine(Script(pieces=(Piece(long), Piece("", 1))), limits=limits)
+    unburdened, unburden = threading.Event(), Connection.unburden
+    monkeypatch.setattr(Connection, "unburden", lambda self: (unburden(self), unburdened.set()))
     with serving(engine) as url, secured(authority, url) as client:
         client.sendall(post("/v1/completions", b'{"prompt": "x"}'))
+        assert unburdened.wait(30)
         assert len(read_all(client)) < len(long)
 
 
