@@ -78,6 +78,29 @@ def test_what_ascend_does_not_compute(tmp_path, overrides, head_dim, message):
     assert message in error_of(ASCEND, *overrides, model=model)
 
 
+@pytest.mark.parametrize(("key", "given", "must"), [("enable_graph_kernel", True, False), ("jit_level", "O1", "O0")])
+def test_infer_boost_excludes_other_levels(key, given, must):
+    message = error_of(ASCEND, f"device_config.{key}={given}")
+    assert message == (
+        f"--set: `device_config.{key}` must be {must} with device_config.device_target: Ascend (--set): PagedAttention "
+        f"has a kernel with infer boost only, which takes level O0 alone. Given: {given}"
+    )
+
+
+def test_what_a_mindformers_file_says_of_fusion_is_a_notice_on_ascend(tmp_path):
+    described = tmp_path / "predict.yaml"
+    described.write_text("context: {device_target: Ascend, enable_graph_kernel: True, jit_config: {jit_level: O1}}\n")
+    config = load_config(None, [f"model_config.model_cfg_path={described}"])
+    assert (config.device.enable_graph_kernel, config.device.jit_level) == (False, "O0")
+    assert [notice for notice in config.notices if "infer boost" in notice] == [
+        f"{described}:1: {key}: {given} is read as {read}: Ascend serves with infer boost at level O0"
+        for key, given, read in (
+            ("device_config.enable_graph_kernel", True, False),
+            ("device_config.jit_level", "O1", "O0"),
+        )
+    ]
+
+
 def test_ascend_takes_its_own_largest_block(tmp_path):
     model = write_model(tmp_path / "model", head_dim=128)
     assert load_config(None, [ASCEND, "pa_config.block_size=128"], model).pa.block_size == 128

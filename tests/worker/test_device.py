@@ -1,8 +1,9 @@
 import os
+from dataclasses import replace
 
 import pytest
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.errors import KernelError
+from llm_serving.errors import ConfigError, KernelError
 from llm_serving.worker import device
 from llm_serving.worker.device import backend_for, configure_device
 
@@ -62,6 +63,27 @@ def test_fusion_is_a_level_of_the_graph_compiler(given, used, monkeypatch):
     configure_device(given)
     assert contexts["jit_config"] == {"jit_level": used}
     assert "enable_graph_kernel" not in contexts
+
+
+@pytest.mark.parametrize("given", [DeviceConfig(), DeviceConfig(enable_graph_kernel=True, jit_level="O1")])
+def test_ascend_is_set_as_its_other_servers_set_it(given, monkeypatch):
+    calls = []
+    monkeypatch.setattr(device.ms, "set_context", lambda **settings: calls.append(settings))
+    monkeypatch.setattr(device.ms, "set_device", lambda *target: calls.append(target))
+    monkeypatch.setattr(device, "_soc_version", lambda: "ascend910b")
+    configure_device(replace(given, device_target="Ascend"), device_id=3)
+    assert calls == [
+        ("Ascend", 3),
+        {"mode": device.ms.GRAPH_MODE, "jit_config": {"jit_level": "O0", "infer_boost": "on"}},
+    ]
+
+
+def test_an_npu_that_takes_another_order_of_caches_is_refused(monkeypatch):
+    monkeypatch.setattr(device.ms, "set_context", lambda **settings: pytest.fail("it goes on"))
+    monkeypatch.setattr(device.ms, "set_device", lambda *target: None)
+    monkeypatch.setattr(device, "_soc_version", lambda: "ascend310p")
+    with pytest.raises(ConfigError, match=r"`device_config.device_target` must be an NPU.* Given: ascend310p"):
+        configure_device(DeviceConfig(device_target="Ascend"))
 
 
 def test_flags_of_the_fusion_reach_mindspore(monkeypatch):

@@ -24,9 +24,10 @@ from llm_serving.backends.parameters import (
     zeroed_array,
 )
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError, ModelError
-from llm_serving.network.description import CacheShape
+from llm_serving.errors import ConfigError
+from llm_serving.network.description import CacheShape, Network
 from llm_serving.network.elements import rounded_to
+from llm_serving.network.primitives import lacking
 
 _ROTATE_HALF = 2
 _CAUSAL_MASK_MODE = "TRAPEZOIDAL"
@@ -45,6 +46,9 @@ class AscendBackend:
         self.dtype = dtype
         if dtype not in self.dtypes:
             raise ConfigError(f"`model_dtype` on {self.name} must be one of {', '.join(self.dtypes)}. Given: {dtype}")
+
+    def lacking(self, network: Network, num_positions: int) -> str | None:
+        return lacking(network, num_positions)
 
     def embedding(self) -> nn.Cell:
         return Embedding()
@@ -71,9 +75,6 @@ class AscendBackend:
         return StoreKV()
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        for what, is_asked in (("window", shape.window), ("cap on its scores", shape.cap), ("slope", slopes)):
-            if is_asked:
-                raise ModelError(f"the primitives of Ascend have no attention with a {what}; kernels: program has")
         return PagedAttention(shape.num_heads, shape.num_kv_heads, shape.scale)
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:

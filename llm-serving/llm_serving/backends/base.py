@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
-from llm_serving.network.description import CacheShape
+from llm_serving.network.description import CacheShape, Network
 
 Array = NDArray[Any]
 """float32, float16, or bfloat16 carried as uint16 bits."""
@@ -56,6 +56,14 @@ class Backend(Protocol):
 
     activation_dtype: Any
     """MindSpore dtype of every activation and of the cosines and sines, and what `embedding` returns."""
+
+    def lacking(self, network: Network, num_positions: int) -> str | None:
+        """What a network needs and the Cells of this backend do not compute; None where they compute everything.
+
+        Args:
+            network: The description.
+            num_positions: Longest context that is served.
+        """
 
     def embedding(self) -> nn.Cell:
         """(token_ids int32[T], table [V, H]) -> [T, H]. The table is from `table` or from `linear_weight`."""
@@ -98,9 +106,6 @@ class Backend(Protocol):
         Args:
             shape: Of the attention.
             slopes: float32 [num_heads], what scores lose with each token of distance; None: nothing.
-
-        Raises:
-            ModelError: The backend has no such attention.
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:

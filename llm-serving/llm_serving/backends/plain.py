@@ -24,8 +24,9 @@ from llm_serving.backends.parameters import (
 )
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16
-from llm_serving.network.description import CacheShape
+from llm_serving.network.description import CacheShape, Network
 from llm_serving.network.elements import rounded_to
+from llm_serving.network.primitives import lacking_in_cells
 
 
 class PlainBackend:
@@ -37,6 +38,9 @@ class PlainBackend:
         model_dtype(dtype)
         self.dtype = dtype
         self.activation_dtype = ms.float32
+
+    def lacking(self, network: Network, num_positions: int) -> str | None:
+        return lacking_in_cells(network)
 
     def embedding(self) -> nn.Cell:
         return Embedding()

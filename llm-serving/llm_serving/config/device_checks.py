@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
-from llm_serving.network.primitives import lacking
+from llm_serving.network.primitives import lacking, lacking_in_cells
 
 BLOCK_SIZE: Final = "pa_config.block_size"
 NUM_BLOCKS: Final = "pa_config.num_blocks"
 NUM_SWAP_BLOCKS: Final = "pa_config.num_swap_blocks"
+TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
+GRAPH_KERNEL: Final = "device_config.enable_graph_kernel"
+JIT_LEVEL: Final = "device_config.jit_level"
 MODEL_PATH: Final = "model_config.model_path"
 DTYPE: Final = "model_config.model_dtype"
 MAX_MEMORY: Final = "device_config.max_device_memory"
@@ -28,14 +32,15 @@ ASCEND_LARGEST_BLOCK: Final = 16384
 """Numbers in one head of one block that PagedAttention takes."""
 
 
-def check_device(values: Values, spec: ModelSpec | None) -> None:
+def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormersFile | None) -> None:
     """Refuses what only the load of the model or the first step would refuse otherwise.
 
     Raises:
         ConfigError: A combination that cannot be served.
     """
-    if values["device_config.device_target"] == "Ascend":
+    if values[TARGET] == "Ascend":
         _check_ascend(values, spec)
+        _check_infer_boost(values, mindformers)
     elif values[KERNELS] != "plain":
         hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
         _check_multiple(values, spec, MULTIPLE, hint)
@@ -76,13 +81,36 @@ def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
         raise _error(values, BLOCK_SIZE, rule, values[BLOCK_SIZE])
 
 
+def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
+    """Ascend serves with infer boost, without which PagedAttention has no kernel; and that takes jit_level O0 alone.
+
+    What a MindFormers file says of it is a notice: those files ask for fusion, and what serves them for infer boost.
+    """
+    for name, needed in ((GRAPH_KERNEL, False), (JIT_LEVEL, "O0")):
+        given, source = values[name], values.source(name)
+        if given == needed:
+            continue
+        if mindformers is None or name not in mindformers.values or mindformers.values[name].where != source:
+            rule = (
+                f"must be {needed} with device_config.device_target: Ascend ({values.source(TARGET)}): PagedAttention "
+                "has a kernel with infer boost only, which takes level O0 alone"
+            )
+            raise _error(values, name, rule, given)
+        _notice(values, name, f"{given} is read as {needed}: Ascend serves with infer boost at level O0")
+        values.set(name, needed, source)
+
+
 def _check_primitives(values: Values, spec: ModelSpec) -> None:
-    on_ascend = values["device_config.device_target"] == "Ascend"
-    if not on_ascend and values[KERNELS] != "primitives":
+    on_ascend = values[TARGET] == "Ascend"
+    if not on_ascend and values[KERNELS] not in ("primitives", "plain"):
+        return
+    in_cells = lacking_in_cells(spec.network)
+    if in_cells is None and not on_ascend and values[KERNELS] == "plain":
         return
     lacks = lacking(spec.network, values["model_config.max_generate_length"])
     if lacks is not None:
-        where = "on Ascend" if on_ascend else "with device_config.kernels: primitives (program and plain have it)"
+        have = "program has" if in_cells else "program and plain have"
+        where = "on Ascend" if on_ascend else f"with device_config.kernels: {values[KERNELS]} ({have} it)"
         raise _error(values, MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
     if values[DTYPE] == "float32" and not on_ascend:
         raise _error(values, DTYPE, "must be bfloat16 or float16 with device_config.kernels: primitives", "float32")
@@ -94,7 +122,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     if limit is None or values[NUM_BLOCKS] is not None:
         return
     # The plain backend computes in float32 whatever the dtype; where it stands in for the library is found out later.
-    is_plain = values["device_config.device_target"] == "CPU" and values[KERNELS] == "plain"
+    is_plain = values[TARGET] == "CPU" and values[KERNELS] == "plain"
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     weights = spec.num_parameters * dtype_bytes

@@ -105,7 +105,7 @@ def load_config(
     choose_prefill_gap(values)
     check_model(values, spec, mindformers)
     check_sections(values, spec)
-    check_device(values, spec)
+    check_device(values, spec, mindformers)
     check_rows(values, reading.tables)
     return values.build(reading.tables)
 

@@ -392,7 +392,7 @@ class DeviceConfig:
     `auto`: the first that works."""
 
     enable_graph_kernel: bool = option(False, boolean())
-    """MindSpore's graph kernel fusion (Ascend)."""
+    """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it."""
 
     graph_kernel_flags: str = option("", text())
     """Flags of the fusion, as MindSpore writes them: "--enable_parallel_fusion=true ..."."""
@@ -404,7 +404,7 @@ class DeviceConfig:
     """Folder for the graphs; relative to the folder the server was started in."""
 
     jit_level: str = option("O0", choice(("O0", "O1", "O2")))
-    """Optimisation level of MindSpore's graph compiler. O0 runs kernel by kernel."""
+    """Optimisation level of MindSpore's graph compiler. O0, the only one on Ascend, runs kernel by kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

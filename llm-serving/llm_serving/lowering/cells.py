@@ -48,6 +48,9 @@ class NetworkOfCells(nn.Cell):
         whole_prompts: bool = False,
     ) -> None:
         super().__init__()
+        lacks = backend.lacking(network, max_positions)
+        if lacks is not None:
+            raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
         plan = apply(select_rows(network.operations), (add_in_norm,))
         listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
@@ -148,7 +151,7 @@ class _Listing:
                 return cells.Split(backend, [view.width for view in each.writes if isinstance(view, Value)])
             case "gather":
                 return cells.Gather(backend, weights["table"], attributes["scale"], attributes["rounded_scale"])
-            case "linear" if attributes["heads"] == 1:
+            case "linear":
                 return cells.Linear(backend, weights["weight"], weights.get("bias"))
             case "norm" if "added" in operation.inputs:
                 return cells.AddNorm(backend, weights["gain"], attributes["eps"])
@@ -180,8 +183,6 @@ class _Listing:
     def _attend(self, operation: Operation) -> nn.Cell:
         layer, q = operation.attributes["layer"], operation.inputs["q"]
         shape = self._network.caches[layer]
-        if "q_turned" in operation.inputs:
-            raise ModelError(f"kernels of {self._backend.name} have no attention to latent keys")
         window, slopes = operation.attributes["window"], operation.weights.get("slopes")
         attention = AttentionShape(
             num_heads=q.width // shape.key_width,

@@ -8,10 +8,13 @@ import mindspore as ms
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.errors import KernelError
+from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 
 logger = get_logger(__name__)
+
+
+_UNSUPPORTED_SOC = "310p"
 
 
 def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
@@ -20,15 +23,50 @@ def configure_device(device: DeviceConfig, device_id: int = 0) -> None:
     Args:
         device: Section `device_config`.
         device_id: Index of the device; a CPU has only one.
+
+    Raises:
+        ConfigError: The device is an NPU of a kind that is not served.
     """
-    ms.set_device(device.device_target, device_id if device.device_target != "CPU" else 0)
-    # MindSpore's fusion of operators is what distinguishes level O1 from O0.
-    fuses = device.enable_graph_kernel and device.jit_level == "O0"
-    ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O1" if fuses else device.jit_level})
+    on_ascend = device.device_target == "Ascend"
+    ms.set_device(device.device_target, device_id if on_ascend else 0)
+    if on_ascend:
+        _refuse_soc(_soc_version())
+    ms.set_context(mode=ms.GRAPH_MODE, jit_config=_jit_config(device))
     if device.save_graphs:
         ms.set_context(save_graphs=True, save_graphs_path=str(device.save_graphs_path))
     if device.graph_kernel_flags:
         os.environ["MS_DEV_GRAPH_KERNEL_FLAGS"] = device.graph_kernel_flags
+
+
+def _jit_config(device: DeviceConfig) -> dict[str, str]:
+    """Settings of the graph compiler. On Ascend those of vllm-mindspore and MindFormers.
+
+    PagedAttention has a kernel in the library that infer boost adds and nowhere else, and infer boost takes level O0
+    alone (`config.device_checks` refuses others).
+    """
+    if device.device_target == "Ascend":
+        return {"jit_level": "O0", "infer_boost": "on"}
+    # MindSpore's fusion of operators is what distinguishes level O1 from O0.
+    fuses = device.enable_graph_kernel and device.jit_level == "O0"
+    return {"jit_level": "O1" if fuses else device.jit_level}
+
+
+def _soc_version() -> str:
+    """Name of the NPU's chip, as "ascend910b"; empty where this MindSpore does not tell."""
+    try:
+        from mindspore._c_expression import MSContext
+
+        return str(MSContext.get_instance().get_ascend_soc_version()).lower()
+    except (ImportError, AttributeError, RuntimeError):
+        return ""
+
+
+def _refuse_soc(version: str) -> None:
+    if _UNSUPPORTED_SOC in version:
+        raise ConfigError(
+            "`device_config.device_target` must be an NPU whose PagedAttention takes caches in the format ND, as the "
+            f"Atlas A2 and A3 series do; 310P takes NZ. Given: {version}"
+        )
 
 
 def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
