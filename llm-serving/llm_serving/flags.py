@@ -9,6 +9,7 @@ import re
 from typing import Final, NamedTuple
 
 from llm_serving.config import ServingConfig
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
 
@@ -42,7 +43,7 @@ FLAGS: Final = (
     Flag("--served-model-name", "model_config.model_name", "NAME", "name of the model in the HTTP routes"),
     Flag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
     Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
-    Flag("--dtype", "model_config.model_dtype", "TYPE", "bfloat16, float16 or float32"),
+    Flag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
     Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
     Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
     Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
@@ -82,7 +83,6 @@ REFUSED: Final = (
 )
 
 _NUMBERS: Final = ("N", "TOKENS")
-_SAME_DTYPE: Final = {"half": "float16", "float": "float32"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +116,6 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
         value = _value(arguments, flag.name)
         if value is None or (flag.name == "--dtype" and value == "auto"):
             continue
-        if flag.name == "--dtype":
-            value = _SAME_DTYPE.get(value, value)
         number = re.fullmatch(r"-?[0-9]+", value)
         overrides.append(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
     if arguments.api_key is not None:

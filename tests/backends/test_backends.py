@@ -24,9 +24,9 @@ ms.set_device("CPU", 0)
     ("name", "dtype", "message"),
     [
         ("gpu", "float32", "`backend` must be one of cpu, ascend, plain. Given: gpu"),
-        ("cpu", "int8", "`model_dtype` must be one of float32, bfloat16, float16. Given: int8"),
-        ("plain", "int8", "`model_dtype` must be one of float32, bfloat16, float16. Given: int8"),
-        ("ascend", "float32", "`model_dtype` on ascend must be one of float16, bfloat16. Given: float32"),
+        ("cpu", "int8", "`model_dtype` must be one of bfloat16, float16, float32. Given: int8"),
+        ("plain", "int8", "`model_dtype` must be one of bfloat16, float16, float32. Given: int8"),
+        ("ascend", "float32", "`model_dtype` on ascend must be one of bfloat16, float16. Given: float32"),
     ],
 )
 def test_unknown_backends_and_dtypes_are_named(name: str, dtype: str, message: str) -> None:

@@ -108,7 +108,7 @@ def test_names_that_stand_twice_and_types_that_are_not_read(tmp_path):
         read_checkpoint(path)
     content = write(path).read_bytes()
     path.write_bytes(content.replace(b"Float32", b"Float64"))
-    with pytest.raises(ModelError, match=r"must be Float32, Float16, BFloat16\. Found: 'Float64'"):
+    with pytest.raises(ModelError, match=r"must be BFloat16, Float16, Float32\. Found: 'Float64'"):
         read_checkpoint(path)
 
 

@@ -187,7 +187,7 @@ def entry(**changes):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (entry(dtype="I64"), "tensor a must be F32, F16, BF16. Found: 'I64'"),
+        (entry(dtype="I64"), "tensor a must be BF16, F16, F32. Found: 'I64'"),
         (entry(shape=[3]), "tensor a of 12 bytes must lie within"),
         (entry(data_offsets=[8, 16]), "Found: bytes 8 to 16"),
         (entry(data_offsets=[-8, 0]), r"integers >= 0. Found: \(2,\), \(-8, 0\)"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import create_config, create_request, create_scheduler
 from llm_serving.scheduler import Schedule
-from llm_serving.scheduler.policy import Load, Preference, Throughput
+from llm_serving.scheduler.policy import POLICIES, Load, Preference, Throughput
 from scheduler_run import SchedulerRun
 
 
@@ -53,13 +53,13 @@ def test_steps_while_prompts_keep_coming(policy: str, separate: bool, expected: 
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed", "throughput", "fcfs"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_without_prompts_every_step_decodes(policy: str, separate: bool) -> None:
     assert pattern(5, lambda step: False, policy=policy, separate=separate) == "DDDDD"
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "mixed", "throughput", "fcfs"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_where_nothing_decodes_prompts_run_at_once(policy: str, separate: bool) -> None:
     run = SchedulerRun(create_scheduler(policy=policy, separate=separate, max_num_batched_tokens=8))
     for _ in range(3):

@@ -17,7 +17,7 @@ BACKENDS = {
 
 
 def create_backend(name: str, dtype: str) -> Backend:
-    """Make a backend for a model dtype ("float32", "bfloat16", "float16").
+    """Make a backend for a model dtype (a name of `core.dtypes`).
 
     Call it before the first operator of the process: the CPU backend registers its operator library with MindSpore,
     which looks for it once.

@@ -23,6 +23,7 @@ from llm_serving.backends.parameters import (
     to_model_dtype,
     zeroed_array,
 )
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 from llm_serving.network.description import CacheShape, Network
@@ -39,7 +40,7 @@ class AscendBackend:
     """Ascend primitives; weights and caches in row-major order."""
 
     name = "ascend"
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    dtypes = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 
     def __init__(self, dtype: str) -> None:
         self.activation_dtype = model_dtype(dtype)

@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import nn
 from numpy.typing import NDArray
 
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
 from llm_serving.network.description import CacheShape, Network
@@ -24,8 +25,6 @@ Array = NDArray[Any]
 
 BlockMemory: TypeAlias = ms.Parameter | Array
 """Blocks of keys or values: a cache, or plain memory."""
-
-MODEL_DTYPES: dict[str, Any] = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
 
 
 @dataclass(frozen=True)
@@ -187,4 +186,4 @@ def model_dtype(name: str) -> Any:
     """
     if name not in MODEL_DTYPES:
         raise ConfigError(f"`model_dtype` must be one of {', '.join(MODEL_DTYPES)}. Given: {name}")
-    return MODEL_DTYPES[name]
+    return getattr(ms, name)

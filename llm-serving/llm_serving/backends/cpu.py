@@ -20,6 +20,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, BlockMemory
 from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
@@ -27,7 +28,7 @@ from llm_serving.network.description import CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
-_FORMATS = {"float32": DataType.F32_Default, "bfloat16": DataType.BF16_Default, "float16": DataType.F16_Default}
+_FORMATS = {dtype.name: getattr(DataType, f"{dtype.safetensors}_Default") for dtype in MODEL_DTYPES.values()}
 
 
 def load_plugin() -> None:
@@ -63,7 +64,7 @@ class CpuBackend(AscendBackend):
     """
 
     name = "cpu"
-    dtypes = ("float32", "bfloat16", "float16")
+    dtypes = tuple(MODEL_DTYPES)
 
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)

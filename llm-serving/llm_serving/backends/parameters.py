@@ -11,17 +11,17 @@ from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from numpy.typing import NDArray
 
 from llm_serving.backends.base import Array, BlockMemory
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.kernels.bfloat16 import from_bfloat16, round_to_bfloat16
 
 _ALIGNMENT = 64
 _LARGE_PAGE = 2**21
-_STORAGE: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 def to_model_dtype(array: Array, dtype: str) -> Array:
     """`array` in the model dtype (bfloat16 as uint16 bits); the same array when it is in it already."""
-    storage = np.dtype(_STORAGE[dtype])
+    storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     if array.dtype == storage:
         return array
     values = from_bfloat16(array) if array.dtype == np.uint16 else array
@@ -36,7 +36,7 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
     Pages come from the system when they are first touched. With pages of 4 KB, scattered blocks and long weights cost
     the processor more time in finding pages than in reading them.
     """
-    storage = np.dtype(_STORAGE[dtype])
+    storage = np.dtype(MODEL_DTYPES[dtype].numpy)
     size = int(np.prod(shape)) * storage.itemsize
     large = size >= 2 * _LARGE_PAGE
     alignment = _LARGE_PAGE if large else _ALIGNMENT

@@ -5,6 +5,7 @@ from typing import Any, Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
 from llm_serving.config.values import Values
+from llm_serving.core.choices import OrderName, PolicyName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
 from llm_serving.models.positions import Positions, positions_of
@@ -72,9 +73,9 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
         rule = f"must be at least model_config.decode_batch_size {seqs}: a step has room for every running request"
         raise _error(values, "scheduler_config.max_prefill_tokens", rule, budget)
     order = values["scheduler_config.order"]
-    if order not in (None, "arrival") and values["scheduler_config.policy"] == "fcfs":
+    if order not in (None, OrderName.ARRIVAL) and values["scheduler_config.policy"] == PolicyName.FCFS:
         raise _error(values, "scheduler_config.order", "must be arrival, or be left out, with policy fcfs", order)
-    if order == "fair" and not values["scheduler_config.tenant_fairness"]:
+    if order == OrderName.FAIR and not values["scheduler_config.tenant_fairness"]:
         rule = "must not be fair while scheduler_config.tenant_fairness is False; leave one of them out"
         raise _error(values, "scheduler_config.order", rule, order)
     long_prefill = values["scheduler_config.max_long_prefill_tokens"]

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
@@ -25,7 +26,7 @@ PREEMPTION: Final = "scheduler_config.preemption_mode"
 
 MULTIPLE: Final = 16
 """Tokens of a block, and numbers of a head: caches lie in groups of so many."""
-ASCEND_DTYPES: Final = ("bfloat16", "float16")
+ASCEND_DTYPES: Final = tuple(dtype.name for dtype in MODEL_DTYPES.values() if dtype.on_ascend)
 ASCEND_HEAD_MULTIPLE: Final = 32
 ASCEND_LARGEST_HEAD: Final = 256
 ASCEND_LARGEST_BLOCK: Final = 16384
@@ -112,8 +113,9 @@ def _check_primitives(values: Values, spec: ModelSpec) -> None:
         have = "program has" if in_cells else "program and plain have"
         where = "on Ascend" if on_ascend else f"with device_config.kernels: {values[KERNELS]} ({have} it)"
         raise _error(values, MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
-    if values[DTYPE] == "float32" and not on_ascend:
-        raise _error(values, DTYPE, "must be bfloat16 or float16 with device_config.kernels: primitives", "float32")
+    if values[DTYPE] not in ASCEND_DTYPES and not on_ascend:
+        rule = f"must be {' or '.join(ASCEND_DTYPES)} with device_config.kernels: primitives"
+        raise _error(values, DTYPE, rule, values[DTYPE])
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:

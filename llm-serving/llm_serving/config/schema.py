@@ -32,22 +32,14 @@ from llm_serving.config.rules import (
     share,
     text,
 )
+from llm_serving.core.choices import OrderName, PolicyName
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HUBS, HubModel
 from llm_serving.log import LEVELS
 
-POLICY_NAMES: Final = ("prefill_first", "decode_first", "mixed", "throughput", "fcfs")
-ORDER_NAMES: Final = ("fair", "arrival", "shortest", "deadline")
 BATCHING_STRATEGIES: Final = ("continuous", "static")
-MODEL_DTYPES: Final = ("bfloat16", "float16", "float32")
-DTYPE_ALIASES: Final = {
-    "DataType.BFLOAT16": "bfloat16",
-    "DataType.FLOAT16": "float16",
-    "DataType.FLOAT32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-}
+_DTYPE_ALIASES: Final = {alias: dtype.name for dtype in MODEL_DTYPES.values() for alias in dtype.aliases}
 DEFAULT_MAX_GENERATE_LENGTH: Final = 4096
 CLIENT_MODEL_NAMES: Final = ("llama2", "internlm", "tgi", "dummy")
 """Of the older servers' routes; of text-generation's and of huggingface_hub's clients, which send them on their own."""
@@ -116,7 +108,7 @@ class ModelConfig:
     page_attention: bool = option(True, boolean())
     """The KV cache is paged always; False is accepted with a notice."""
 
-    model_dtype: str = option("bfloat16", choice(MODEL_DTYPES, DTYPE_ALIASES))
+    model_dtype: str = option("bfloat16", choice(MODEL_DTYPES, _DTYPE_ALIASES))
     """Type of weights, activations and KV cache: bfloat16, float16 or float32 (also `DataType.FLOAT16`)."""
 
     backend: str = option("kbk", choice(("kbk", "ge")))
@@ -285,12 +277,12 @@ class CacheConfig:
 class SchedulerConfig:
     """Section `scheduler_config`: who runs next, and the bounds on waiting."""
 
-    policy: str = option("prefill_first", choice(POLICY_NAMES))
+    policy: str = option(PolicyName.PREFILL_FIRST.value, choice(tuple(PolicyName)))
     """What a step begins with, within the bounds below. `prefill_first`: waiting prompts. `decode_first`: running
     requests alone. `mixed`: running requests, then chunks of prompts. `throughput`: whichever wastes less time.
     `fcfs`: by arrival, whatever class and priority."""
 
-    order: str | None = option(None, choice(ORDER_NAMES))
+    order: str | None = option(None, choice(tuple(OrderName)))
     """Who of a class goes next. `fair`: the tenant served least. `arrival`: who came first. `shortest`: who is
     predicted to be done first. `deadline`: whose deadline is first. `fcfs` has no other order than `arrival`. None:
     `fair` with `tenant_fairness`, else `arrival`."""

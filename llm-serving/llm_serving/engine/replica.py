@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.choices import OrderName
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
@@ -77,9 +78,9 @@ def build_scheduler(
 
 def _order_name(config: ServingConfig, policy: Policy) -> str:
     if not policy.honours_classes:
-        return "arrival"
+        return OrderName.ARRIVAL
     scheduler = config.scheduler
-    return scheduler.order or ("fair" if scheduler.tenant_fairness else "arrival")
+    return scheduler.order or (OrderName.FAIR if scheduler.tenant_fairness else OrderName.ARRIVAL)
 
 
 def _max_steps_in_flight(config: ServingConfig) -> int:

@@ -23,11 +23,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.stored import NUMPY_DTYPES, StoredTensor
 
-_DTYPES: Final[Mapping[str, str]] = {"Float32": "F32", "Float16": "F16", "BFloat16": "BF16"}
+_DTYPES: Final[Mapping[str, str]] = {dtype.checkpoint: dtype.safetensors for dtype in MODEL_DTYPES.values()}
 _CRC: Final = b"crc_num"
 _CRC_BYTES: Final = len(_CRC) + 10
 _MAX_NAME_BYTES: Final = 1024

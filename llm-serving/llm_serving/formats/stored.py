@@ -11,10 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.core.dtypes import MODEL_DTYPES
+
 Array = NDArray[Any]
 
-# bfloat16 travels as its bits: NumPy has no such type.
-NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {each.safetensors: each.numpy for each in MODEL_DTYPES.values()}
 """Type as safetensors names it -> what an array of it has."""
 
 

@@ -9,6 +9,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
 
+from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.formats.folder import INDEX_NAME
 from llm_serving.formats.stored import Array
 
@@ -16,9 +17,7 @@ MAX_SHARD_BYTES: Final = 5_000_000_000
 _AT_ONCE: Final = 2**24
 _MAX_CONTENT_BYTES: Final = 2**29
 _DTYPES: Final[Mapping[np.dtype[np.generic], tuple[str, str]]] = {
-    np.dtype(np.float32): ("F32", "Float32"),
-    np.dtype(np.float16): ("F16", "Float16"),
-    np.dtype(np.uint16): ("BF16", "BFloat16"),
+    np.dtype(dtype.numpy): (dtype.safetensors, dtype.checkpoint) for dtype in MODEL_DTYPES.values()
 }
 """Type of an array -> its name in safetensors, and in checkpoints."""
 

@@ -7,7 +7,9 @@ from typing import Final
 
 import numpy as np
 
-ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+from llm_serving.core.dtypes import MODEL_DTYPES
+
+ELEMENT_BYTES: Final[Mapping[str, int]] = {dtype.name: dtype.num_bytes for dtype in MODEL_DTYPES.values()}
 
 
 def rounded_to(value: np.float32, dtype: str) -> np.float32:

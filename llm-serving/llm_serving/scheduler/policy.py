@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from llm_serving.config.schema import ServingConfig
+from llm_serving.core.choices import PolicyName
 
 
 class Preference(enum.Enum):
@@ -143,9 +144,9 @@ class Fcfs:
 
 
 POLICIES: dict[str, Callable[[ServingConfig], Policy]] = {
-    "prefill_first": PrefillFirst,
-    "decode_first": DecodeFirst,
-    "mixed": Mixed,
-    "throughput": Throughput,
-    "fcfs": Fcfs,
+    PolicyName.PREFILL_FIRST: PrefillFirst,
+    PolicyName.DECODE_FIRST: DecodeFirst,
+    PolicyName.MIXED: Mixed,
+    PolicyName.THROUGHPUT: Throughput,
+    PolicyName.FCFS: Fcfs,
 }

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.parameter_rules import Whole
+from llm_serving.core.sampling_params import DEFAULTS
 from llm_serving.errors import RequestError
 from llm_serving.server.schemas import GenerationRequest
 
@@ -15,10 +16,7 @@ MAX_CHOICES: Final = 512
 COUNT: Final = Whole(1, MAX_N)
 _NEUTRAL: Final = {
     "temperature": 0.0,
-    "min_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+    **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
 """Values that beam search takes besides none: it compares the model's own log-probabilities."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from llm_serving.core.choices import OrderName
 from llm_serving.scheduler.orders.arrival import Arrival
 from llm_serving.scheduler.orders.base import Order
 from llm_serving.scheduler.orders.deadline import Deadline
@@ -10,10 +11,10 @@ from llm_serving.scheduler.orders.fair import Fair
 from llm_serving.scheduler.orders.shortest import Shortest
 
 ORDERS: Final[dict[str, Callable[[], Order]]] = {
-    "fair": Fair,
-    "arrival": Arrival,
-    "shortest": Shortest,
-    "deadline": Deadline,
+    OrderName.FAIR: Fair,
+    OrderName.ARRIVAL: Arrival,
+    OrderName.SHORTEST: Shortest,
+    OrderName.DEADLINE: Deadline,
 }
 
 __all__ = ["ORDERS", "Arrival", "Deadline", "Fair", "Order", "Shortest"]
