@@ -1,30 +1,13 @@
 """What only a WorkAgent would find out otherwise is refused with the configuration."""
 
-import json
-
 import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import ModelSpec
+from model_folders import write_config
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
 ASCEND = "device_config.device_target=Ascend"
-
-
-def write_model(folder, **changes):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
-    return folder
 
 
 def error_of(*overrides, model=None):
@@ -44,13 +27,13 @@ def test_blocks_the_operator_library_cannot_lay_out(kernels, block_size):
 
 
 def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
-    model = write_model(tmp_path / "model", head_dim=10)
+    model = write_config(tmp_path / "model", head_dim=10)
     config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)
     assert config.pa.block_size == 5
 
 
 def test_heads_are_filled_up_to_what_the_operator_library_can_lay_out(tmp_path):
-    folder = write_model(tmp_path / "model", head_dim=40)
+    folder = write_config(tmp_path / "model", head_dim=40)
     assert ModelSpec.from_folder(folder).head_dims == {48}
     load_config(None, model=folder)
 
@@ -74,7 +57,7 @@ def test_heads_are_filled_up_to_what_the_operator_library_can_lay_out(tmp_path):
     ],
 )
 def test_what_ascend_does_not_compute(tmp_path, overrides, head_dim, message):
-    model = write_model(tmp_path / "model", head_dim=head_dim)
+    model = write_config(tmp_path / "model", head_dim=head_dim)
     assert message in error_of(ASCEND, *overrides, model=model)
 
 
@@ -102,7 +85,7 @@ def test_what_a_mindformers_file_says_of_fusion_is_a_notice_on_ascend(tmp_path):
 
 
 def test_ascend_takes_its_own_largest_block(tmp_path):
-    model = write_model(tmp_path / "model", head_dim=128)
+    model = write_config(tmp_path / "model", head_dim=128)
     assert load_config(None, [ASCEND, "pa_config.block_size=128"], model).pa.block_size == 128
 
 
@@ -114,13 +97,13 @@ def test_more_slots_than_their_numbers_can_name(key):
 
 
 def test_a_vocabulary_too_large_to_choose_from(tmp_path):
-    message = error_of(model=write_model(tmp_path / "model", vocab_size=2**20 + 1))
+    message = error_of(model=write_config(tmp_path / "model", vocab_size=2**20 + 1))
     assert "must name a model with a vocabulary of at most 1048576. Given: 1048577" in message
 
 
 @pytest.mark.parametrize(("kernels", "dtype_bytes"), [("auto", 2), ("plain", 4)])
 def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
-    model = write_model(tmp_path / "model")
+    model = write_config(tmp_path / "model")
     spec = ModelSpec.from_folder(model)
     block = 16 * spec.kv_bytes_per_token(dtype_bytes)
     working = working_bytes(spec, dtype_bytes, 512, 128)

@@ -13,28 +13,10 @@ from llm_serving.config.report import describe
 from llm_serving.config.schema import TABLES
 from llm_serving.core.request_class import DEFAULT_CLASSES
 from llm_serving.errors import ConfigError
+from model_folders import LLAMA, write_config
 
 CONFIGS = PROJECT_FOLDER / "configs"
 LEGACY = CONFIGS / "llama" / "llama_7b_kbk_pa_dyn.yaml"
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def write_model(folder: Path, **changes: object) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
-    return folder
 
 
 def write_yaml(folder: Path, text: str, name: str = "serving.yaml") -> Path:
@@ -112,7 +94,7 @@ def test_null_means_not_given_in_file_and_override(tmp_path):
 
 
 def test_model_folder_fills_what_is_left_out(tmp_path):
-    folder = write_model(tmp_path / "tiny llama")
+    folder = write_config(tmp_path / "tiny llama")
     config = load_config(model=folder)
     model = config.model
     assert (model.model_path, model.model_name) == (folder, "tiny-llama")
@@ -123,14 +105,14 @@ def test_model_folder_fills_what_is_left_out(tmp_path):
 
 
 def test_several_end_tokens_of_the_model_stay_with_the_model(tmp_path):
-    folder = write_model(tmp_path / "m", eos_token_id=[2, 5])
+    folder = write_config(tmp_path / "m", eos_token_id=[2, 5])
     assert load_config(model=folder).model.end_token is None
     assert load_config(None, ["model_config.end_token=5"], folder).model.end_token == 5
     assert "must be 2 or 5 as in" in error_of(None, "model_config.end_token=4", model=folder)
 
 
 def test_model_option_wins_over_file(tmp_path):
-    first, second = write_model(tmp_path / "first"), write_model(tmp_path / "second")
+    first, second = write_config(tmp_path / "first"), write_config(tmp_path / "second")
     path = write_yaml(tmp_path, f"model_config: {{model_path: {first}}}")
     assert load_config(path).model.model_path == first
     assert load_config(path, model=second).model.model_path == second
@@ -145,11 +127,11 @@ def test_model_option_wins_over_file(tmp_path):
     ],
 )
 def test_contradiction_to_the_model_is_an_error(tmp_path, override, text):
-    assert text in error_of(None, override, model=write_model(tmp_path / "m"))
+    assert text in error_of(None, override, model=write_config(tmp_path / "m"))
 
 
 def test_other_padding_token_is_a_notice(tmp_path):
-    config = load_config(None, ["model_config.pad_token_id=7"], write_model(tmp_path / "m"))
+    config = load_config(None, ["model_config.pad_token_id=7"], write_config(tmp_path / "m"))
     assert config.model.pad_token_id == 7
     assert [notice for notice in config.notices if "pad_token_id" in notice and "differs from 0" in notice]
 
@@ -160,9 +142,9 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
     started_in.mkdir()
     monkeypatch.chdir(started_in)
     path = write_yaml(beside, "model_config: {model_path: m}")
-    there = write_model(started_in / "m")
+    there = write_config(started_in / "m")
     assert load_config(path).model.model_path == there
-    here = write_model(beside / "m")
+    here = write_config(beside / "m")
     assert load_config(path).model.model_path == here
 
 
@@ -421,7 +403,7 @@ def test_mindformers_file_fills_only_what_is_left_out(tmp_path):
 
 
 def test_mindformers_checkpoint_folder_is_the_model(tmp_path):
-    folder = write_model(tmp_path / "weights")
+    folder = write_config(tmp_path / "weights")
     write_yaml(tmp_path, "model: {model_config: {checkpoint_name_or_path: weights}}", "model.yaml")
     path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
     assert load_config(path).model.model_path == folder
@@ -433,7 +415,7 @@ def test_mindformers_checkpoint_folder_is_the_model(tmp_path):
 
 def test_mindformers_shape_must_be_that_of_the_model(tmp_path):
     shape = "hidden_size: 64, num_layers: 2, num_heads: 4, n_kv_heads: {}, vocab_size: 512, intermediate_size: 128"
-    folder = write_model(tmp_path / "m")
+    folder = write_config(tmp_path / "m")
     path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
     write_yaml(tmp_path, f"model: {{model_config: {{{shape.format(2)}}}}}", "model.yaml")
     assert load_config(path, model=folder).model.vocab_size == 512
