@@ -1,0 +1,39 @@
+"""How models write calls of tools: one file a format, one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from llm_serving.text.tools import glm, glm_lines, hermes, llama, mistral
+from llm_serving.text.tools.calls import Call, Part, ToolParser
+
+__all__ = ["TOOL_FORMATS", "Call", "Part", "ToolFormat", "ToolParser", "format_in"]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    create: Callable[[Collection[str]], ToolParser]
+    """Makes a parser of one answer, from the names of the tools."""
+    mark: str
+    """What only chat templates of such models have; of several formats the first in the table counts."""
+    special_tokens: bool = False
+    """Whether its marks are special tokens, which answers usually leave out."""
+    id_chars: int = 24
+    """Letters and digits of a call's id."""
+    id_prefix: str = "call_"
+
+
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    "mistral": ToolFormat(mistral.create, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""),
+    "glm": ToolFormat(glm.create, "<arg_key>"),
+    "hermes": ToolFormat(hermes.create, "<tool_call>"),
+    "llama": ToolFormat(llama.create, "<|python_tag|>", special_tokens=True),
+    "glm_lines": ToolFormat(glm_lines.create, "<|observation|>"),
+}
+
+
+def format_in(template: str) -> str | None:
+    """The name of the format that a chat template writes; None: none of these."""
+    return next((name for name, each in TOOL_FORMATS.items() if each.mark in template), None)

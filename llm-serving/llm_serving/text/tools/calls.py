@@ -1,0 +1,166 @@
+"""What the parsers of all formats have in common: the calls, what reads one, and the text around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+MAX_CALL_CHARS: Final = 2**18
+"""A longer text behind an opening is no call."""
+MAX_FALSE_OPENINGS: Final = 64
+"""After so many openings without a call, an answer is taken as text."""
+
+
+class Call(NamedTuple):
+    """One call of a function."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+Part = str | Call
+"""Of an answer: something said, or a call."""
+
+
+class NotACallError(Exception):
+    """What stands behind an opening is none; it stays text."""
+
+
+class Read(NamedTuple):
+    """What stood behind an opening."""
+
+    calls: list[Call]
+    end: int
+    """The index behind it."""
+
+
+class CallReader(Protocol):
+    """Reads what stands behind one opening."""
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        """Looks at all there is behind the opening; every `body` begins with the one before.
+
+        Args:
+            body: The text.
+            ended: Nothing will follow.
+
+        Returns:
+            The calls; None: more is needed. What it returns depends on the text alone, not on how often it was asked.
+
+        Raises:
+            NotACallError: Whatever follows, this is no call.
+        """
+
+
+class ToolParser(Protocol):
+    """Takes an answer apart as it comes; how it is cut into pieces changes nothing."""
+
+    def add(self, text: str) -> list[Part]:
+        """What has become certain by the next piece."""
+
+    def flush(self) -> list[Part]:
+        """What is left when the answer has ended; `add` is not called again."""
+
+
+class MarkedCalls:
+    """Calls that stand behind an opening each; what is no call is said as it stands, its opening too.
+
+    White space between what is said and a call, and between calls, belongs to neither.
+
+    Args:
+        opening: Text before a call.
+        reader: Makes what reads the text behind one opening.
+        begins_open: Whether the answer begins behind an opening that is not written; what is no call then is text.
+    """
+
+    def __init__(self, opening: str, reader: Callable[[], CallReader], *, begins_open: bool = False) -> None:
+        self._opening = opening
+        self._make_reader = reader
+        self._reader = reader() if begins_open else None
+        self._opened_by = ""
+        """What stands before `_text` where a reader reads it."""
+        self._text = ""
+        """Not yet told."""
+        self._num_false = 0
+        self._spaces = ""
+        """Said last, perhaps; dropped when a call follows."""
+        self._has_called = False
+
+    def add(self, text: str) -> list[Part]:
+        self._text += text
+        return self._take(ended=False)
+
+    def flush(self) -> list[Part]:
+        parts = self._take(ended=True)
+        if self._spaces and not self._has_called:
+            parts.append(self._spaces)
+        return _joined(parts)
+
+    def _take(self, *, ended: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._step(parts, ended):
+            pass
+        return _joined(parts)
+
+    def _step(self, parts: list[Part], ended: bool) -> bool:
+        """Goes on by one opening or one call; False when more text is needed."""
+        if self._reader is not None:
+            return self._read(self._reader, parts, ended)
+        start = self._text.find(self._opening) if self._num_false < MAX_FALSE_OPENINGS else -1
+        if start >= 0:
+            self._say(self._text[:start], parts)
+            self._open(self._text[start + len(self._opening) :])
+            return True
+        kept = 0 if ended or self._num_false >= MAX_FALSE_OPENINGS else _overlap(self._text, self._opening)
+        split = len(self._text) - kept
+        self._say(self._text[:split], parts)
+        self._text = self._text[split:]
+        return False
+
+    def _open(self, text: str) -> None:
+        self._reader, self._opened_by, self._text = self._make_reader(), self._opening, text
+
+    def _read(self, reader: CallReader, parts: list[Part], ended: bool) -> bool:
+        try:
+            body = self._text[: MAX_CALL_CHARS + 1]
+            is_whole = len(body) == len(self._text)
+            found = reader.read(body, ended=ended and is_whole)
+            if found is None and (ended or len(body) > MAX_CALL_CHARS):
+                raise NotACallError
+        except NotACallError:
+            self._num_false += 1
+            self._say(self._opened_by, parts)
+            self._reader = None
+            return True
+        if found is None:
+            return False
+        parts += found.calls
+        self._has_called = True
+        self._spaces = ""
+        self._reader, self._text = None, self._text[found.end :]
+        return True
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        text = self._spaces + text
+        said = text.rstrip()
+        self._spaces = text[len(said) :]
+        if said:
+            parts.append(said)
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Most characters at the end of a text that an opening begins with."""
+    longest = min(len(text), len(opening) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(opening[:length])), 0)
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """With what is said in a row as one."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined

@@ -1,0 +1,40 @@
+"""GLM-4 of the first releases: the answer is the name of a tool, a line break, and its arguments as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Final
+
+from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
+from llm_serving.text.tools.json_text import JsonEnd, arguments_of, parsed
+
+OPENING: Final = "<|assistant|>"
+"""Before a second call; the first one needs none."""
+
+
+class _Reader:
+    """Nothing but the name of a tool tells a call from what is said."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._end = JsonEnd()
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        del ended
+        line, found, _ = body.lstrip().partition("\n")
+        name = line.strip()
+        if not found:
+            if not any(each.startswith(name) for each in self._names):
+                raise NotACallError
+            return None
+        if name not in self._names:
+            raise NotACallError
+        start = body.index("\n", body.index(name)) + 1
+        end = self._end.find(body, start)
+        return None if end is None else Read([Call(name, arguments_of(parsed(body[start:end])))], end)
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser of calls of these tools."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)

@@ -1,0 +1,111 @@
+"""JSON of a model, which may be none, in a text that grows."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final, TypeGuard
+
+from llm_serving.text.tools.calls import Call, NotACallError
+
+MAX_NAME_CHARS: Final = 256
+_MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
+"""What is to be looked at outside of strings."""
+_IN_STRING: Final = re.compile(r'["\\]')
+
+
+class JsonEnd:
+    """Finds where an object or array ends; what is inside is looked at only as far as that needs."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._closing: list[str] = []
+        self._in_string = False
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """The index behind the value that begins at `start`, behind white space; None: it goes on.
+
+        Every `text` begins with the one before, and `start` is always the same.
+
+        Raises:
+            NotACallError: Whatever follows, this is no JSON of that kind.
+        """
+        if not self._closing:
+            self._at = start + len(text[start:]) - len(text[start:].lstrip())
+            if self._at < len(text) and text[self._at] not in "{[":
+                raise NotACallError
+        while self._at < len(text):
+            found = (_IN_STRING if self._in_string else _MARKS).search(text, self._at)
+            if found is None:
+                self._at = len(text)
+            elif self._in_string and found[0] == "\\":
+                if found.end() == len(text):
+                    self._at = found.start()
+                    return None
+                self._at = found.end() + 1
+            else:
+                self._at = found.end()
+                if self._is_end(found[0]):
+                    return self._at
+        return None
+
+    def _is_end(self, char: str) -> bool:
+        """Takes a quotation mark or a bracket."""
+        if char == '"':
+            self._in_string = not self._in_string
+        elif char in "{[":
+            self._closing.append("}" if char == "{" else "]")
+        elif not self._closing or self._closing.pop() != char:
+            raise NotACallError
+        return not self._closing
+
+
+def parsed(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        NotACallError: It is none.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise NotACallError from None
+
+
+def call_of(value: Any) -> Call:
+    """An object with a name and arguments, under one of the usual names.
+
+    Raises:
+        NotACallError: It is something else.
+    """
+    if not isinstance(value, dict) or not is_name(name := value.get("name")):
+        raise NotACallError
+    given = value.get("arguments", value.get("parameters", {}))
+    return Call(name, arguments_of(parsed(given) if isinstance(given, str) else given))
+
+
+def arguments_of(value: Any) -> str:
+    """Raises:
+    NotACallError: They are no object.
+    """
+    if value is not None and not isinstance(value, dict):
+        raise NotACallError
+    try:
+        text = json.dumps(value or {}, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # numbers beyond all bounds
+        raise NotACallError from None
+    return text if _is_utf8(text) else json.dumps(value)
+
+
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether functions may be called so."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.strip() == name and _is_utf8(name)
+
+
+def _is_utf8(text: str) -> bool:
+    """Escapes of JSON may name halves of characters."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)

@@ -1,0 +1,53 @@
+"""Llama 3: the answer is `{"name": ..., "parameters": {...}}`, with `;` between several."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Final
+
+from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
+from llm_serving.text.tools.json_text import JsonEnd, call_of, parsed
+
+OPENING: Final = "<|python_tag|>"
+
+
+class _Reader:
+    """Nothing but the name of a tool tells a call from other JSON."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._calls: list[Call] = []
+        self._start = self._told = 0
+        self._end = JsonEnd()
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        while True:
+            if self._calls:  # another one may follow, or a text
+                rest = body[self._told :]
+                behind = rest.lstrip().removeprefix(";").lstrip()
+                if not behind and not ended:
+                    return None
+                if not behind.startswith("{"):
+                    return Read(self._calls, self._told)
+                self._start = len(body) - len(behind)
+            try:
+                end = self._end.find(body, self._start)
+                if end is None:
+                    if self._calls and ended:
+                        return Read(self._calls, self._told)
+                    return None
+                call = call_of(parsed(body[self._start : end]))
+                if call.name not in self._names:
+                    raise NotACallError
+            except NotACallError:
+                if self._calls:
+                    return Read(self._calls, self._told)
+                raise
+            self._calls.append(call)
+            self._told, self._end = end, JsonEnd()
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser of calls of these tools."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)

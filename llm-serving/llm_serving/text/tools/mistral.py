@@ -1,0 +1,61 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` of newer models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Final
+
+from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
+from llm_serving.text.tools.json_text import MAX_NAME_CHARS, JsonEnd, arguments_of, call_of, is_name, parsed
+
+OPENING: Final = "[TOOL_CALLS]"
+_NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
+_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
+"""Of a name and what may stand behind it."""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._end = JsonEnd()
+        self._head: tuple[str | None, int] | None = None
+        """Name before the arguments, if there is one, and where the JSON begins."""
+
+    def read(self, body: str, *, ended: bool) -> Read | None:
+        del ended
+        if self._head is None:
+            self._head = _head(body)
+        if self._head is None:
+            return None
+        name, start = self._head
+        end = self._end.find(body, start)
+        if end is None:
+            return None
+        value = parsed(body[start:end])
+        if name is not None:
+            return Read([Call(name, arguments_of(value))], end)
+        if not isinstance(value, list) or not value:
+            raise NotACallError
+        return Read([call_of(each) for each in value], end)
+
+
+def _head(body: str) -> tuple[str | None, int] | None:
+    stripped = body.lstrip()
+    start = len(body) - len(stripped)
+    if not stripped:
+        return None
+    if stripped[0] == "[":
+        return None, start
+    head = stripped[: _MAX_HEAD_CHARS + 1]
+    found = _NAME.match(head)
+    if found is not None and is_name(found[1]):
+        return found[1], start + found.end()
+    if found is not None or "{" in head or not re.match(r"[\w.\-]", head) or len(head) > _MAX_HEAD_CHARS:
+        raise NotACallError
+    return None
+
+
+def create(names: Collection[str]) -> ToolParser:
+    """A parser; calls are marked well enough without the names of the tools."""
+    del names
+    return MarkedCalls(OPENING, _Reader)
