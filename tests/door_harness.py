@@ -104,13 +104,15 @@ class Door:
     def __init__(self, **limits):
         self.limits = ServerConfig(**limits)
         self.app = Application()
+        self.now = 0.0
+        """What the clock of turns shows."""
         self.guests = Guests(100, 100, self.limits.max_buffered_bytes)
         self.config = uvicorn.Config(self.app, http=Connection, ws="none", lifespan="off", log_config=None)
         self.config.load()
 
     def connection(self):
         head = RequestHead(self.limits)
-        turns = Turns(asyncio.get_running_loop(), clock=lambda: 0.0)
+        turns = Turns(asyncio.get_running_loop(), clock=lambda: self.now)
         connection = Connection(self.config, ServerState(), "10.0.0.1", self.guests, self.limits, head, turns)
         assert self.guests.admit(connection)
         return connection

@@ -31,10 +31,11 @@ from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
 
-GARBAGE_THRESHOLDS: Final = (3_000, 4, 50)
+GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
 """Objects that have become more before the newest are searched for unreachable cycles, and searches of a generation
-before the next older one is searched. A search holds the event loop for a microsecond an object: of all objects of a
-thousand connections it is a tenth of a second, so that is rare, and requests and connections leave no cycles behind."""
+beyond which the next older one is searched. A search holds the event loop for one to two microseconds an object: of the
+two younger generations, 6,000 objects at most, it is some milliseconds; of all objects of a thousand connections it is
+a tenth of a second, so that is rare, and requests and connections leave no cycles behind."""
 SWITCH_S: Final = 0.0005
 """Seconds for which another thread keeps Python's lock when the event loop wants it: with Python's own 5 ms, whenever
 the loop has waited for the network it may wait so long again, for each of its events."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from door_harness import door, settle
+import pytest
+from door_harness import GET, door, settle
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES
 
 
@@ -84,5 +85,50 @@ def test_chunks_of_a_byte_are_refused_after_some_thousands():
             while not transport.statuses:
                 await asyncio.sleep(0)
             assert transport.statuses == [431]
+
+    asyncio.run(run())
+
+
+async def empty(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def turns_until_answered(house, connection, transport, request):
+    """Turns of the loop, the time of each of which is used up by others."""
+
+    def work():
+        house.now += 1.0
+        connection._turns.do_later("10.0.0.9", work)
+
+    connection.app = empty
+    work()
+    await asyncio.sleep(0)
+    connection.data_received(request)
+    count = 0
+    while not transport.statuses:
+        await asyncio.sleep(0)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("path", [b"health", b"ping"])
+def test_a_probe_waits_for_one_turn_and_others_for_more(path):
+    async def run():
+        async with door() as first, door() as second:
+            probe = await turns_until_answered(*first, b"GET /" + path + b" HTTP/1.1\r\n\r\n")
+            assert probe == 1
+            assert await turns_until_answered(*second, GET % 1) > probe
+
+    asyncio.run(run())
+
+
+def test_a_probe_behind_another_waits_like_others():
+    async def run():
+        async with door() as (house, connection, transport):
+            await turns_until_answered(house, connection, transport, b"GET /health HTTP/1.1\r\n\r\n" * 3)
+            before = len(transport.statuses)
+            await asyncio.sleep(0)
+            assert len(transport.statuses) == before == 1
 
     asyncio.run(run())

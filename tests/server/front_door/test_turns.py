@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from llm_serving.server.front_door import Turns
+from llm_serving.server.front_door.turns import RELEASED_AT_ONCE
 
 BUDGET_S = 0.01
 
@@ -117,6 +118,41 @@ class TestPacedApplications:
                 most = max(most, len(done) - before)
             assert most <= 12
             assert done == list(range(100))
+            await asyncio.gather(*tasks)
+
+        run(test)
+
+    def test_of_those_that_take_long_fewer_go_on_at_once(self):
+        """Those let go take their time after the turn's own work, all of them before anybody else is served."""
+
+        async def test(turns, clock, done):
+            async def app(scope, receive, send):
+                clock.work(done, scope, 0.8 * BUDGET_S)
+
+            tasks = [asyncio.create_task(turns.paced(app, "a")(number, None, None)) for number in range(40)]
+            counts = []
+            while len(done) < 40:
+                before = len(done)
+                await asyncio.sleep(0)
+                counts.append(len(done) - before)
+            assert max(counts) <= 4
+            await asyncio.gather(*tasks)
+
+        run(test)
+
+    def test_of_those_that_are_short_again_more_do(self):
+        async def test(turns, clock, done):
+            async def app(cost_s, receive, send):
+                clock.work(done, cost_s, cost_s)
+
+            costs = [0.8 * BUDGET_S] * 10 + [0.01 * BUDGET_S] * 100
+            tasks = [asyncio.create_task(turns.paced(app, "a")(cost_s, None, None)) for cost_s in costs]
+            most = 0
+            while len(done) < len(costs):
+                before = len(done)
+                await asyncio.sleep(0)
+                most = max(most, len(done) - before) if before > 60 else 0
+            assert most == RELEASED_AT_ONCE
             await asyncio.gather(*tasks)
 
         run(test)

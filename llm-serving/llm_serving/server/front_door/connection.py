@@ -34,6 +34,8 @@ TLS_BYTES: Final = 128 * 1024
 """What the layer of TLS keeps beside the bytes of a connection that wait."""
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Bytes written and not taken by the client at which an answer waits."""
+PROBES: Final = frozenset(("/health", "/ping"))
+"""Answered from what is known at that moment, in less time than it takes to let them wait for another turn."""
 BODY_GRACE_S: Final = 5.0
 """Seconds after `body_timeout_s` in which the application may refuse the request in its own words."""
 
@@ -97,6 +99,8 @@ class Connection(HttpToolsProtocol):
         self._gap_bytes = 0
         self._framing_bytes = 0
         self._is_scheduled = False
+        self._has_turn = True
+        """Whether what comes next is part of a turn that was waited for: that of its welcome at first."""
         self._undigested: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader: SlowReader | None = None
@@ -183,7 +187,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._parting is not None
-        has_time = self._turns.has_time
+        has_time = self._has_turn or self._turns.has_time
         if len(data) >= READ_BYTES:
             self._take_turns()
         if self._parting.is_closing():
@@ -194,6 +198,7 @@ class Connection(HttpToolsProtocol):
         if has_time:
             with self._turns.counted():
                 self._advance()
+                self._has_turn = False
         else:
             self._take_turns()
             self._hold_back()
@@ -244,7 +249,9 @@ class Connection(HttpToolsProtocol):
 
     def _go_on(self) -> None:
         self._is_scheduled = False
+        self._has_turn = True
         self._advance()
+        self._has_turn = False
 
     def _advance_head(self) -> None:
         if self._held[0] in b"\r\n":  # empty lines before a request line mean nothing, and win no time
@@ -382,7 +389,9 @@ class Connection(HttpToolsProtocol):
     # The application's side
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, self._turns.paced(cast(ASGIApp, app), self.address))  # type: ignore[arg-type]
+        if not (self._has_turn and self.scope["path"] in PROBES):
+            app = self._turns.paced(cast(ASGIApp, app), self.address)
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

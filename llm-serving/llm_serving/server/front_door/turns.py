@@ -12,10 +12,13 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-TURN_S: Final = 0.004
-"""Seconds of work that clients can make many of, in one turn of the loop; what goes beyond waits for the next."""
+TURN_S: Final = 0.002
+"""Seconds of work that clients can make many of, in one turn of the loop; what goes beyond waits for the next. Whatever
+begins in a turn has consequences of the same length in those that follow, and a request passes half a dozen turns."""
 RELEASED_AT_ONCE: Final = 8
-"""Tasks that waited and go on in one turn: what each will take is not known before."""
+"""Tasks that waited and go on in one turn, at most."""
+FORGETS: Final = 0.125
+"""How much less each step that was short counts those before it that were long."""
 
 
 class Turns:
@@ -45,6 +48,8 @@ class Turns:
         self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
         self._spent_s = 0.0
         self._num_released = 0
+        self._step_s = budget_s / 2
+        """What a step that has waited is expected to take."""
         self._is_scheduled = False
         self._is_inside = False
 
@@ -89,11 +94,18 @@ class Turns:
         self._is_inside = True
         return self._clock()
 
-    def end(self, began: float | None) -> None:
-        """Work that has begun ends."""
-        if began is not None:
-            self._is_inside = False
-            self._spent_s += self._clock() - began
+    def end(self, began: float | None) -> float:
+        """Work that has begun ends; gives the seconds that it counts for."""
+        if began is None:
+            return 0.0
+        self._is_inside = False
+        took_s = self._clock() - began
+        self._spent_s += took_s
+        return took_s
+
+    def learn(self, took_s: float) -> None:
+        """A step that had waited took so long; those after it are expected to."""
+        self._step_s = max(took_s, self._step_s + FORGETS * (took_s - self._step_s))
 
     def paced(self, app: ASGIApp, address: str) -> ASGIApp:
         """The application, each of whose steps waits for its turn."""
@@ -106,6 +118,7 @@ class Turns:
     def _release(self, waiter: asyncio.Future[None]) -> None:
         if not waiter.done():
             self._num_released += 1
+            self._spent_s += self._step_s  # it goes on after this turn's work
             waiter.set_result(None)
 
     def _schedule(self) -> None:
@@ -141,7 +154,8 @@ class _Paced:
     def __await__(self) -> Generator[Any, Any, None]:
         error: BaseException | None = None
         while True:
-            if not (self._turns.has_time or isinstance(error, GeneratorExit)):
+            waits = not (self._turns.has_time or isinstance(error, GeneratorExit))
+            if waits:
                 try:
                     yield from self._turns.wait(self._address).__await__()
                 except BaseException as raised:  # noqa: BLE001  it is for the coroutine to deal with
@@ -153,7 +167,9 @@ class _Paced:
                 return
             finally:
                 error = None  # its traceback refers to this frame
-                self._turns.end(began)
+                took_s = self._turns.end(began)
+                if waits:
+                    self._turns.learn(took_s)
             try:
                 yield awaited
             except BaseException as raised:  # noqa: BLE001
