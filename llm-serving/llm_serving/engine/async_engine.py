@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +33,8 @@ from llm_serving.observe.class_metrics import ClassLoad
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
 
+ID_BYTES: Final = 8
+"""Random ones at the end of an engine's id, which nobody guesses."""
 NOBODY: Final = Visitor()
 """Who is not recognized when it comes again."""
 
@@ -85,7 +87,6 @@ class AsyncEngine:
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, self.replicas, self._room)
         self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
-        self._counter = itertools.count()
         self.failure: LLMServingError | None = None
         """Why this process cannot serve and shall end, once that is so."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -175,8 +176,8 @@ class AsyncEngine:
         if beam_search is not None:
             check_beam_search(self.config.model)
         request = Request(
-            # A client may send the same id twice; inside, every request has its own.
-            request_id=f"{request_id}-{next(self._counter)}",
+            # A client may send the same id twice; inside, every request has its own, which tells nothing of the others.
+            request_id=f"{request_id}-{secrets.token_hex(ID_BYTES)}",
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             stop_token_ids=stop_token_ids(sampling, self._end_ids),

@@ -16,7 +16,7 @@ def client_ids(request_id: str) -> list[str]:
 
 
 def client_id_of(engine_id: str) -> str:
-    """The client's part of an id of the engine, which ends with a number that tells requests apart."""
+    """The client's part of an id of the engine, which ends with a random number that tells requests apart."""
     return engine_id.rpartition("-")[0]
 
 
