@@ -18,6 +18,7 @@ from llm_serving.config import load_config
 from llm_serving.config.schema import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
+from llm_serving.observe.class_metrics import REFUSALS
 from llm_serving.observe.metrics import ReplicaCounts
 from prometheus_client.parser import text_string_to_metric_families
 from server_client import post, request
@@ -188,6 +189,12 @@ def test_an_alert_tells_how_bad_it_is_and_only_names_labels_that_it_has(series):
 def test_every_alert_is_explained_where_operators_look():
     text = (ROOT / "docs" / "operations.md").read_text()
     assert [name for name in alerts() if f"`{name}`" not in text] == []
+
+
+def test_every_reason_that_a_series_may_name_is_explained():
+    reasons = [*FinishReason, *REFUSALS]
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    assert [reason for reason in reasons if not any(f"`{reason}`" in row for row in rows)] == []
 
 
 def test_panels_have_ids_of_their_own_and_do_not_lie_upon_each_other():
