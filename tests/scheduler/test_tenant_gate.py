@@ -42,6 +42,28 @@ def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
     assert running(scheduler) == {"a1", "a2", "b0", "b1"}
 
 
+class Unseen(dict):
+    """Tenants of which nobody looks at all."""
+
+    def _forbidden(self):
+        raise AssertionError("all tenants are gone through")
+
+    __iter__ = items = values = keys = _forbidden
+
+
+def test_a_step_looks_only_at_tenants_that_have_more_than_they_may_run():
+    scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1)
+    add(scheduler, *(request for tenant in "abc" for request in of(tenant, 1, max_tokens=8)), *of("d", 3, max_tokens=2))
+    gate = scheduler.waits.gate
+    gate._tenants = Unseen(gate._tenants)
+    blocked = []
+    for _ in range(9):
+        run_step(scheduler)
+        blocked.append(scheduler.blocked and scheduler.blocked.tenants)
+    assert gate.full() == () and blocked[0] == ("d",)
+    assert [each.request_id for each in gate.held()] == []
+
+
 def test_single_tenants_may_have_limits_of_their_own():
     scheduler = create_scheduler(max_num_seqs=8, max_running_per_tenant=1, max_running_of_tenant={"b": 3})
     add(scheduler, *of("a", 3), *of("b", 5))

@@ -28,7 +28,8 @@ class Changes(NamedTuple):
 class _Tenant:
     """One tenant with a limit and requests that have not ended."""
 
-    def __init__(self, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
+    def __init__(self, name: str, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
+        self.name = name
         self.limit = limit
         self.turns = Turns(classes, replace(limits, max_num_seqs=max(1, limit)), 1)
         self.active: dict[int, Request] = {}
@@ -64,6 +65,9 @@ class TenantGate:
         self._classes = tuple(classes)
         self._clocks = clocks
         self._tenants: dict[str, _Tenant] = {}
+        self._full: dict[str, _Tenant] = {}
+        """Those with somebody who is kept apart: few, where tenants are many."""
+        self._names_of_full: tuple[str, ...] = ()
 
     def arrived(self, request: Request) -> Changes | None:
         """What becomes of the request, which has never had a place, and of others; None: nothing limits its tenant."""
@@ -102,12 +106,11 @@ class TenantGate:
     def tick(self) -> Changes:
         """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
         changes = Changes([], [])
-        for tenant in self._tenants.values():
-            if any(tenant.held.values()):
-                waiting, held = self._look(tenant)
-                tenant.turns.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
-                for total, new in zip(changes, self._settle(tenant), strict=True):
-                    total += new
+        for tenant in list(self._full.values()):
+            waiting, held = self._look(tenant)
+            tenant.turns.charge(held, {}, dict.fromkeys(held, 0), waiting, ())
+            for total, new in zip(changes, self._settle(tenant), strict=True):
+                total += new
         return changes
 
     def holds(self, request: Request) -> bool:
@@ -118,13 +121,13 @@ class TenantGate:
 
     def held(self) -> Iterator[Request]:
         """All that are kept apart."""
-        for tenant in self._tenants.values():
+        for tenant in self._full.values():
             for heap in tenant.held.values():
                 yield from (request for _, request in heap)
 
     def full(self) -> tuple[str, ...]:
         """The tenants that run as many requests as they may, and have more."""
-        return tuple(sorted(name for name, tenant in self._tenants.items() if any(tenant.held.values())))
+        return self._names_of_full
 
     def _settle(self, tenant: _Tenant) -> Changes:
         """Keeps apart whoever may not wait for a place, and no other."""
@@ -142,7 +145,17 @@ class TenantGate:
                 _, each = heapq.heappop(heap)
                 passed[each.sequence] = each
                 changes.freed.append(each)
+        self._note_whether_full(tenant)
         return changes
+
+    def _note_whether_full(self, tenant: _Tenant) -> None:
+        if any(tenant.held.values()) == (tenant.name in self._full):
+            return
+        if tenant.name in self._full:
+            del self._full[tenant.name]
+        else:
+            self._full[tenant.name] = tenant
+        self._names_of_full = tuple(sorted(self._full))
 
     def _due(self, tenant: _Tenant) -> str | None:
         """The lower class whose turn it is; None: the higher ones go first as they do anyway."""
@@ -170,5 +183,5 @@ class TenantGate:
         if found is None:
             limit = self._limits.max_running_of_tenant.get(request.tenant, self._limits.max_running_per_tenant)
             if limit is not None:
-                found = self._tenants[request.tenant] = _Tenant(limit, self._classes, self._limits)
+                found = self._tenants[request.tenant] = _Tenant(request.tenant, limit, self._classes, self._limits)
         return found
