@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import heapq
 import itertools
 import json
@@ -28,7 +29,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from fakes import DEMO_FOLDER
+from fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request_output import RequestOutput
@@ -44,7 +45,6 @@ from word_tokenizer import WordTokenizer
 
 MODEL: Any = SimpleNamespace(vocab_size=1000, eos_token_ids=())
 TOKENIZER: Any = WordTokenizer()
-CHARACTERS_A_TOKEN = 3.3
 STEP_S, TOKEN_S = 0.003, 0.0001
 ROUND_TRIP_S = 0.002
 WARM_S = 2.0
@@ -57,7 +57,7 @@ class Client:
 
     number: int
     arrives: float
-    num_prompt: int
+    prompt: tuple[int, ...]
     num_output: int
     source: str = "10.0.0.1"
     obeys: bool = True
@@ -161,15 +161,14 @@ class World:
 
     def _ask(self, client: Client) -> None:
         now = self.clock.now
-        prompt = [3 + client.number % 900] + [5] * (client.num_prompt - 1)
         visitor = Visitor(client.source, client.number.to_bytes(8, "big"))
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
-            last = client.num_prompt + client.num_output - 1  # a token tells how many are before it
+            last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
         try:
             stream = self.master.generate(
-                prompt, sampling, request_id=str(client.number), visitor=visitor, **client.fields
+                list(client.prompt), sampling, request_id=str(client.number), visitor=visitor, **client.fields
             )
         except CapacityError as refusal:
             assert refusal.retry_after is not None and refusal.retry_after >= 1
@@ -232,26 +231,31 @@ class _Device(LocalExecutor):
 # --- the shipped load -------------------------------------------------------------------------------------------------
 
 
-def shipped_lengths(seed: int) -> list[tuple[int, int]]:
-    """(prompt, answer) of the demo model's questions in about tokens, in random order."""
-    questions = json.loads((DEMO_FOLDER / "questions.json").read_text(encoding="utf-8"))
-    lengths = [
-        tuple(
-            1 + round(len(text) / CHARACTERS_A_TOKEN) for text in (each["instruction"] + each["input"], each["output"])
+@functools.cache
+def questions() -> list[tuple[tuple[int, ...], int]]:
+    """(token ids of the prompt, tokens of the answer) of the demo model's questions."""
+    encode = DEMO_TOKENIZER.encode
+    return [
+        (
+            tuple([3 + token_id % (MODEL.vocab_size - 3) for token_id in encode(each["instruction"] + each["input"])]),
+            1 + len(encode(each["output"])),
         )
-        for each in questions
+        for each in json.loads((DEMO_FOLDER / "questions.json").read_text(encoding="utf-8"))
     ]
-    random.Random(seed).shuffle(lengths)
-    return lengths
+
+
+def shipped_questions(seed: int) -> list[tuple[tuple[int, ...], int]]:
+    """`questions` in random order."""
+    return random.Random(seed).sample(questions(), len(questions()))
 
 
 def shipped_clients(rate: float, seconds: float, seed: int, start: float = 0.0, first: int = 0) -> list[Client]:
     """Poisson arrivals from `start` on; numbers from `first` on."""
     rng = random.Random(seed)
-    lengths = itertools.cycle(shipped_lengths(seed))
+    asked = itertools.cycle(shipped_questions(seed))
     clients, time = [], start
     while (time := time + rng.expovariate(rate)) < start + seconds:
-        clients.append(Client(first + len(clients), time, *next(lengths)))
+        clients.append(Client(first + len(clients), time, *next(asked)))
     return clients
 
 
@@ -262,8 +266,8 @@ def warm_up(rate: float, first: int = 1_000_000) -> list[Client]:
 
 def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
     """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
-    lengths = itertools.cycle(shipped_lengths(seed))
-    clients = [Client(number, 0.0, *next(lengths)) for number in range(num)]
+    asked = itertools.cycle(shipped_questions(seed))
+    clients = [Client(number, 0.0, *next(asked)) for number in range(num)]
     full = World(clients, places=num, seed=seed, **world)
     full.run()
     until = max(client.first_token or 0.0 for client in clients)

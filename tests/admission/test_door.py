@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from llm_serving.admission.answer_lengths import AnswerLengths, Asked
 from llm_serving.admission.appointments import GRACE_S, HORIZON_S, Visitor
 from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import SchedulerConfig, ServingConfig
+from llm_serving.core.request import Request
 from llm_serving.core.request_class import STANDARD
+from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import CapacityError
 from llm_serving.observe.metrics import Metrics
+from llm_serving.scheduler import SchedulerLimits
 from simulated_agent import Clock
 
 PLACES = 8
@@ -132,3 +138,27 @@ def test_who_knocks_is_refused_as_who_comes_in_and_takes_no_place() -> None:
     setup.refused(99)  # its place is still kept
     setup.door.check([4], 0, "", visitor, Replica(0, 1, None, True))
     assert (setup.door.book.num_kept, len(setup.door.book)) == (1, 1)
+
+
+def test_those_whom_the_limit_of_their_tenant_holds_apart_are_in_nobodys_way_but_its_own() -> None:
+    config = ServingConfig(scheduler=SchedulerConfig(max_running_per_tenant=1))
+    room, certain = WaitingRoom(config), SamplingParams(max_tokens=20, ignore_eos=True)
+    door = Door(config, room, Metrics().classes)
+    request = Request(request_id="0", prompt_token_ids=[1], sampling=certain, tenant="a")
+    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=2, max_prefill_seqs=8, max_model_len=64)
+    measured = Measured(limits, 1.0, 0.0, None, 2, 0, Slots([request], AnswerLengths()))
+    for number in range(4):
+        room.enter(str(number), 0, STANDARD, "a", 1, Asked(certain))
+    room.start("0")
+
+    def predicted_s(tenant: str) -> float | None:
+        forecast = door.predict([1], STANDARD, tenant, Replica(0, 1, measured, True))
+        return None if forecast is None else forecast.seconds
+
+    assert predicted_s("b") == 2.0  # a step for its prompt, and one that is under way
+    # The running answer, three that wait with a step between each two, its prompt, and the step that is under way.
+    assert predicted_s("a") == 20 + 3 * 21 + 2.0
+    room.leave("0")
+    room.leave("1")
+    room.enter("4", 0, STANDARD, "b", 1, Asked(certain))
+    assert room.ahead(0, None).asked == [Asked(certain)] * 2  # one of each tenant

@@ -45,11 +45,11 @@ def test_at_twice_the_capacity_those_who_obey_get_in_the_first_time() -> None:
 
 def test_what_is_predicted_comes_true() -> None:
     result = outcome([client for client in world_at_twice_the_capacity().clients if client.arrives > WARM_S])
-    assert result.returned.num > 300 and result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
-    assert result.accepted.num > 500 and result.accepted.median_error <= 0.25 and result.accepted.p99_factor <= 2
+    assert result.returned.num > 100 and result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
+    assert result.accepted.num > 250 and result.accepted.median_error <= 0.25 and result.accepted.p99_factor <= 2
 
 
-@pytest.mark.parametrize(("max_tokens", "most_error"), [(None, 0.15), (MAX_TOKENS, 0.45)])
+@pytest.mark.parametrize(("max_tokens", "most_error"), [(None, 0.15), (MAX_TOKENS, 0.3)])
 def test_few_slots_are_predicted_from_what_runs_in_them(max_tokens: int | None, most_error: float) -> None:
     slots, places = 8, 32
     rate = capacity(num=150, slots=slots)
@@ -58,7 +58,7 @@ def test_few_slots_are_predicted_from_what_runs_in_them(max_tokens: int | None, 
         client.max_tokens = max_tokens
     World(clients, slots=slots, places=places).run()
     result = outcome([client for client in clients if client.arrives > WARM_S])
-    assert result.first_time_share >= 0.7
+    assert result.first_time_share >= 0.8
     assert result.accepted.num > 150 and result.accepted.median_error <= most_error
 
 
@@ -103,7 +103,9 @@ def test_a_class_with_places_of_its_own_has_appointments_of_its_own() -> None:
     world = World(clients, slots=SLOTS, places=PLACES, config={"request_classes": classes_with_places_for_batch(16)})
     world.run()
     assert all(client.first_token is not None for client in clients)
-    assert outcome(clients[1::2]).first_time_share >= 0.8
+    refused, others = outcome(clients[::2]), outcome(clients[1::2])
+    assert refused.num_obeyed > 50 and refused.first_time_share >= 0.8
+    assert others.num_in_first_time >= 0.8 * others.num_obeyed
 
 
 def classes_with_places_for_batch(places: int) -> tuple[RequestClass, ...]:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from llm_serving.admission.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
 from llm_serving.admission.corrections import Corrections
 from llm_serving.admission.load_estimator import Measured, Queue
+from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import Limit, WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
 
     class_name: str
     queue: str
-    """Whether slots are free, get free soon, or many must end before."""
+    """Whether slots are free, get free soon, many must end before, or those of its own tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Door:
         self.book.advance(now)
         appointment = self.book.due(visitor, now)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
-        forecast = self.predict(prompt_lens, request_class, replica)
+        forecast = self.predict(prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
@@ -163,10 +164,12 @@ class Door:
             self.book.make(visitor, now + seconds, places)
         return seconds
 
-    def check_deadline(self, prompt_lens: Sequence[int], priority: int, remaining_s: float, replica: Replica) -> None:
+    def check_deadline(
+        self, prompt_lens: Sequence[int], priority: int, tenant: str, remaining_s: float, replica: Replica
+    ) -> None:
         """Raises CapacityError where the last of these requests would have its first token after its deadline."""
         request_class = class_of(priority, self._classes)
-        forecast = self.predict(prompt_lens, request_class, replica)
+        forecast = self.predict(prompt_lens, request_class, tenant, replica)
         if forecast is None or forecast.seconds <= remaining_s:
             return
         predicted_s = forecast.seconds
@@ -175,35 +178,49 @@ class Door:
         message = f"{expected}, and `timeout_s` leaves {max(0.0, remaining_s):.2f} s"
         raise CapacityError(message, max(1.0, predicted_s - remaining_s), 1000 * predicted_s)
 
-    def predict(self, prompt_lens: Sequence[int], request_class: RequestClass, replica: Replica) -> Forecast | None:
+    def predict(
+        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
+    ) -> Forecast | None:
         """When the last of these requests would have its first token; None where too little is known.
 
         It reckons with what is there, its own class and higher ones, and corrects that by what such predictions have
-        lacked lately: those who come later and go first, tenants and what a step ahead costs are in that.
+        lacked lately: those who come later and go first, what tenants had before and what a step ahead costs are in
+        that. Those whom the limit of their tenant holds apart are not in the way, but for others of the same.
         """
         measured = replica.measured
         if measured is None:
             return None
         max_rank = request_class.rank if replica.honours_classes else None
-        ahead = self._room.load(replicas=(replica.index,), max_rank=max_rank)
+        num_before = self._room.load(replicas=(replica.index,), max_rank=max_rank).num_running
         num_running = self._room.load(replicas=(replica.index,)).num_running
+        ahead = self._room.ahead(replica.index, max_rank)
         # What belongs together is spread over the replicas.
         num_requests, num_tokens = (-(-each // replica.num_replicas) for each in (len(prompt_lens), sum(prompt_lens)))
-        queue = Queue(
-            ahead.num_waiting + num_requests, ahead.num_waiting_tokens + num_tokens, ahead.num_running, num_running
-        )
+        queue = Queue(len(ahead.asked) + num_requests, ahead.num_tokens + num_tokens, num_before, num_running)
         num_ends = queue.num_running + queue.num_requests - measured.num_slots
-        if num_ends > 0 and measured.slots is not None:
-            before = self._room.ahead(replica.index, max_rank)
-            before += before[: num_requests - 1]  # about as long
-            queue = replace(
-                queue, num_steps_to_slot=measured.slots.steps_until_free(before, measured.num_slots, max_rank)
-            )
+        wait = "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long"
+        if measured.slots is not None:
+            steps = own_steps = None
+            if num_ends > 0:
+                before = ahead.asked + ahead.asked[: num_requests - 1]  # about as long
+                steps = measured.slots.steps_until_free(before, measured.num_slots, max_rank)
+            if (most := self._room.max_running(tenant)) is not None:
+                own_steps = self._steps_to_own(measured.slots, replica.index, tenant, num_requests, most)
+            if own_steps is not None and own_steps > (steps or 0):
+                steps, wait = own_steps, "own"
+            queue = replace(queue, num_steps_to_slot=steps)
         seconds = measured.seconds_to_first_token(queue)
         if seconds is None:
             return None
-        kind = Kind(request_class.name, "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long")
+        kind = Kind(request_class.name, wait)
         return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
+
+    def _steps_to_own(self, slots: Slots, replica: int, tenant: str, num_requests: int, most: int) -> int | None:
+        """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now."""
+        ahead = self._room.ahead(replica, None, tenant).asked
+        if self._room.num_running_of(replica, tenant) + len(ahead) + num_requests <= most:
+            return None
+        return slots.steps_until_free(ahead + ahead[: num_requests - 1], most, None, tenant)
 
     def learn(self, forecast: Forecast, real_s: float) -> None:
         """What became of a prediction for one request."""

@@ -69,12 +69,12 @@ class Measured:
             math.ceil(queue.num_requests / self.limits.max_prefill_seqs),
         )
         num_ends = queue.num_running + queue.num_requests - self.num_slots
-        if num_ends > 0:
-            num_steps_to_slot = queue.num_steps_to_slot
-            if num_steps_to_slot is None:
-                if self.ends_per_row is None:
-                    return None
-                num_steps_to_slot = math.ceil(num_ends / (self.num_slots * self.ends_per_row))
+        num_steps_to_slot = queue.num_steps_to_slot
+        if num_steps_to_slot is None and num_ends > 0:
+            if self.ends_per_row is None:
+                return None
+            num_steps_to_slot = math.ceil(num_ends / (self.num_slots * self.ends_per_row))
+        if num_steps_to_slot is not None:
             num_steps = max(num_steps, num_steps_to_slot + 1)
         num_steps += num_decoding > 0
         return num_steps * (self.step_s + num_decoding * self.token_s) + num_tokens * self.token_s

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from llm_serving.admission.answer_lengths import Asked
 from llm_serving.admission.appointments import Place
 from llm_serving.admission.drain_rate import DrainRate
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass
-from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 
 
@@ -55,17 +55,26 @@ class Limit(NamedTuple):
 LIMITS: Final = ("max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "key_max_waiting")
 
 
-_UNKNOWN: Final = SamplingParams()
+_UNKNOWN: Final = Asked()
 _QUEUE: Final = "queue"
 """Name of the place that all requests share."""
 
 
+class Ahead(NamedTuple):
+    """What those who wait come to, of whom each may get a place before somebody who comes now."""
+
+    asked: list[Asked]
+    num_tokens: int
+    """Of their prompts."""
+
+
 class _Entry(NamedTuple):
     tally: Tally
+    replica: int
     class_name: str
     tenant: str
     num_tokens: int
-    sampling: SamplingParams
+    asked: Asked
 
 
 class WaitingRoom:
@@ -85,6 +94,10 @@ class WaitingRoom:
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
         self._waiting_of_tenant: Counter[str] = Counter()
+        self._running_of_tenant: Counter[tuple[int, str]] = Counter()
+        """By replica; of tenants that may run only so many."""
+        self._max_running = config.scheduler.max_running_per_tenant
+        self._max_running_of = {key.name: key.max_running for key in config.api_keys if key.max_running is not None}
         self._clock = clock
         self._rates: dict[str, DrainRate] = {_QUEUE: DrainRate()}
         """By name of a place: the queue, and those classes and tenants that have a limit of their own."""
@@ -103,13 +116,13 @@ class WaitingRoom:
         request_class: RequestClass,
         tenant: str,
         num_tokens: int,
-        sampling: SamplingParams = _UNKNOWN,
+        asked: Asked = _UNKNOWN,
     ) -> None:
         """The request is submitted; `num_tokens` are those of its prompt."""
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
         tally.num_waiting += 1
         tally.num_waiting_tokens += num_tokens
-        entry = self._waiting[request_id] = _Entry(tally, request_class.name, tenant, num_tokens, sampling)
+        entry = self._waiting[request_id] = _Entry(tally, replica, request_class.name, tenant, num_tokens, asked)
         self._waiting_of_tenant[tenant] += 1
         self._note_who_waits(entry)
 
@@ -119,6 +132,8 @@ class WaitingRoom:
         if entry is not None:
             entry.tally.num_running += 1
             self._running[request_id] = entry
+            if self.max_running(entry.tenant) is not None:
+                self._running_of_tenant[entry.replica, entry.tenant] += 1
 
     def leave(self, request_id: str) -> None:
         """The request has ended or is given up; twice changes nothing."""
@@ -126,6 +141,10 @@ class WaitingRoom:
         entry = self._running.pop(request_id, None)
         if entry is not None:
             entry.tally.num_running -= 1
+            if (name := (entry.replica, entry.tenant)) in self._running_of_tenant:
+                self._running_of_tenant[name] -= 1
+                if not self._running_of_tenant[name]:
+                    del self._running_of_tenant[name]
             now = self._clock()
             for rate in self._rates_of(entry):
                 rate.ended(now)
@@ -181,15 +200,37 @@ class WaitingRoom:
                 total += tally
         return total
 
-    def ahead(self, replica: int, max_rank: int | None) -> list[SamplingParams]:
-        """What those ask for who wait at a replica, of classes up to this rank, in order of arrival; None: of all."""
-        ranks = {each.name: each.rank for each in self._classes}
-        tallies = [
-            id(tally)
-            for (index, name), tally in self._tallies.items()
-            if index == replica and (max_rank is None or ranks[name] <= max_rank)
+    def ahead(self, replica: int, max_rank: int | None, tenant: str | None = None) -> Ahead:
+        """Those who wait at a replica, of classes up to this rank (None: of all), in order of arrival.
+
+        Those beyond what their tenant may run are in nobody's way but its own: they count only with that `tenant`, and
+        with it no others do.
+        """
+        names = {each.name for each in self._classes if max_rank is None or each.rank <= max_rank}
+        chosen = [
+            entry
+            for entry in self._waiting.values()
+            if entry.replica == replica and entry.class_name in names and (tenant is None or entry.tenant == tenant)
         ]
-        return [entry.sampling for entry in self._waiting.values() if id(entry.tally) in tallies]
+        if tenant is None and (self._max_running is not None or self._max_running_of):
+            chosen = list(self._that_may_run(chosen))
+        return Ahead([entry.asked for entry in chosen], sum([entry.num_tokens for entry in chosen]))
+
+    def _that_may_run(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
+        passed = self._running_of_tenant.copy()
+        for entry in entries:
+            most, name = self.max_running(entry.tenant), (entry.replica, entry.tenant)
+            if most is None or passed[name] < most:
+                passed[name] += 1
+                yield entry
+
+    def max_running(self, tenant: str) -> int | None:
+        """Most requests of the tenant that run at once at a replica; None: no limit."""
+        return self._max_running_of.get(tenant, self._max_running)
+
+    def num_running_of(self, replica: int, tenant: str) -> int:
+        """Running requests of a tenant that has such a limit."""
+        return self._running_of_tenant[replica, tenant]
 
     def class_load(self, name: str) -> Tally:
         """What is there of one class."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.answer_lengths import asked_of, beginnings_of
 from llm_serving.admission.appointments import Visitor
 from llm_serving.admission.door import Door, Forecast, Replica
 from llm_serving.admission.waiting_room import WaitingRoom
@@ -170,7 +171,7 @@ class AsyncEngine:
             raise
         num_tokens = len(prompt_token_ids)
         if admission is None:
-            self._check_deadline(replica, engine, [num_tokens], priority, deadline)
+            self._check_deadline(replica, engine, [num_tokens], priority, tenant, deadline)
             admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
@@ -180,6 +181,7 @@ class AsyncEngine:
             request_id=f"{request_id}-{secrets.token_hex(ID_BYTES)}",
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
+            beginnings=beginnings_of(prompt_token_ids),
             stop_token_ids=stop_token_ids(sampling, self._end_ids),
             priority=priority,
             tenant=tenant,
@@ -196,7 +198,7 @@ class AsyncEngine:
         stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         forecast = admission.forecast if admission.of_one and beam_search is None else None
         self._requests.add(OpenRequest(request, stream, engine, forecast))
-        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, sampling)
+        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, asked_of(request))
         try:
             engine.submit(request)
         except WorkerDiedError as error:  # since it was chosen
@@ -223,7 +225,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         replica, engine = self._least_loaded()
-        self._check_deadline(replica, engine, prompt_lens, priority, deadline)
+        self._check_deadline(replica, engine, prompt_lens, priority, tenant, deadline)
         return self._check_capacity(replica, engine, prompt_lens, priority, tenant, visitor)
 
     def knock(
@@ -243,7 +245,7 @@ class AsyncEngine:
             RequestError, CapacityError, UnavailableError: As `check_capacity` does.
         """
         replica, engine = self._least_loaded()
-        self._check_deadline(replica, engine, least_lens, priority, deadline)
+        self._check_deadline(replica, engine, least_lens, priority, tenant, deadline)
         self._door.knock(least_lens, priority, tenant, visitor, self._as_seen_from_the_door(replica, engine))
 
     def _check_deadline(
@@ -252,11 +254,12 @@ class AsyncEngine:
         engine: Engine,
         prompt_lens: Sequence[int],
         priority: int,
+        tenant: str,
         deadline: float | None,
     ) -> None:
         if deadline is not None:
             at = self._as_seen_from_the_door(replica, engine)
-            self._door.check_deadline(prompt_lens, priority, deadline - self.clock(), at)
+            self._door.check_deadline(prompt_lens, priority, tenant, deadline - self.clock(), at)
 
     def _check_capacity(
         self,
@@ -270,7 +273,7 @@ class AsyncEngine:
         at = self._as_seen_from_the_door(replica, engine)
         return Admission(self._door.check(prompt_lens, priority, tenant, visitor, at), len(prompt_lens) == 1)
 
-    def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0) -> float | None:
+    def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.
 
         Raises:
@@ -278,7 +281,7 @@ class AsyncEngine:
         """
         request_class = class_of(priority, self.config.request_classes)
         at = self._as_seen_from_the_door(*self._least_loaded())
-        forecast = self._door.predict([num_prompt_tokens], request_class, at)
+        forecast = self._door.predict([num_prompt_tokens], request_class, tenant, at)
         return None if forecast is None else forecast.seconds
 
     def _as_seen_from_the_door(self, replica: int, engine: Engine) -> Replica:

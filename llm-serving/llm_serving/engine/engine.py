@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
 from llm_serving.admission.load_estimator import LoadEstimator, Queue
-from llm_serving.admission.slots import AnswerLengths, Slots
+from llm_serving.admission.slots import Slots
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
@@ -417,7 +418,7 @@ class Engine:
         self._outputs.append(piece)
 
     def _note_length(self, request: Request) -> None:
-        self._lengths.ended(len(request.output_token_ids), request.sampling)
+        self._lengths.ended(len(request.output_token_ids), asked_of(request))
 
     def _flush(self) -> None:
         if self._outputs:

@@ -1,0 +1,85 @@
+"""How long answers get, from those that have ended."""
+
+from __future__ import annotations
+
+import pytest
+from llm_serving.admission import answer_lengths
+from llm_serving.admission.answer_lengths import MEMORY, MIN_ALIKE, MIN_ENDS, AnswerLengths, Asked, beginnings_of
+from llm_serving.core.sampling_params import SamplingParams
+
+OPEN = SamplingParams(max_tokens=100)
+ASKED = Asked(OPEN)
+
+
+def asked(*prompt: int, max_tokens: int = 100) -> Asked:
+    return Asked(SamplingParams(max_tokens=max_tokens), beginnings_of(prompt))
+
+
+def seen(*lengths: int, asked: Asked = ASKED) -> AnswerLengths:
+    answers = AnswerLengths()
+    for length in lengths:
+        answers.ended(length, asked)
+    return answers
+
+
+def test_what_an_answer_may_still_get_is_what_longer_ones_got() -> None:
+    answers = seen(*[30] * 20, *[60] * 10)
+    early = [answers.remaining(0, ASKED, quantile) for quantile in (0.0, 0.6, 0.7, 0.99)]
+    late = [answers.remaining(40, ASKED, quantile) for quantile in (0.0, 0.99)]
+    assert (early, late) == ([30, 30, 60, 60], [20, 20])
+    beyond = answers.remaining(90, ASKED, 0.5)
+    assert beyond == 5
+
+
+def test_lengths_are_shares_of_the_most() -> None:
+    """A size that nobody has asked for yet is reckoned by the others."""
+    answers, larger = seen(*[50] * MIN_ENDS), asked(max_tokens=1000)
+    assert answers.remaining(0, larger, 0.5) == 500
+    for _ in range(MIN_ENDS):
+        answers.ended(10, larger)
+    assert answers.remaining(0, larger, 0.5) == 10
+    assert answers.remaining(0, ASKED, 0.5) == 50
+
+
+@pytest.mark.parametrize("before", [0, 50])
+def test_what_has_ended_long_ago_is_forgotten(before: int) -> None:
+    answers = seen(*[90] * before, *[10] * MEMORY)
+    assert answers.remaining(0, ASKED, 0.999) == 10
+
+
+def test_prompts_that_begin_alike_are_answered_alike() -> None:
+    answers = seen(*[3] * 50)
+    for number in range(MIN_ALIKE):
+        answers.ended(80, asked(1, 2, 3, 100 + number))
+        answers.ended(40, asked(1, 2, 9, 100 + number))
+        answers.ended(20, asked(1, 2, 9, 9))
+    lengths = [answers.remaining(0, each, 0.0) for each in (asked(1, 2, 3, 5), asked(1, 2, 9, 9), asked(8, 8))]
+    assert lengths == [20, 20, 3]  # of two tokens: all of them; the whole prompt; nobody began so
+    assert answers.remaining(0, asked(1, 2, 3, 5), 0.9) == 80
+    assert answers.remaining(0, asked(1, 2, 9, 5), 0.5) == 40
+
+
+def test_one_that_got_further_than_all_like_it_is_one_of_those_more_like_others() -> None:
+    answers = seen(*[90] * MIN_ENDS)
+    for _ in range(MIN_ALIKE):
+        answers.ended(10, asked(1, 2))
+    assert answers.remaining(10, asked(1, 2), 0.5) == 80
+
+
+def test_beginnings_are_the_whole_prompt_and_its_first_tokens() -> None:
+    first, second = beginnings_of((1, 2, 3, 4, 5, 6)), beginnings_of((1, 2, 3, 4, 7))
+    assert len(first) == len(second) == 4
+    assert first[1:] == second[1:] and first[0] != second[0]
+    long = list(range(10 * answer_lengths.LONGEST_BEGINNING))
+    assert len(beginnings_of(long)) == answer_lengths.LONGEST_BEGINNING.bit_length()
+    assert beginnings_of(()) == (hash(()),)
+
+
+def test_beginnings_that_were_met_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_lengths, "MAX_BEGINNINGS", 8)
+    answers = seen(*[3] * 50)
+    for number in (7, *range(20), 7):
+        for _ in range(MIN_ALIKE):
+            answers.ended(80, asked(number))
+    assert len(answers._alike) == 8
+    assert [answers.remaining(0, asked(number), 0.0) for number in (7, 19, 0)] == [80, 80, 3]
