@@ -1,7 +1,8 @@
-"""Makes a Llama folder with random weights, for measuring speed: python performance/make_model.py SHAPE FOLDER
+"""Makes a folder with random weights, for measuring speed: python performance/make_model.py SHAPE FOLDER
 
-The shapes are those the comparisons use: `1.1b` is TinyLlama's, `15m` that of llama2.c's stories15M. Weights are seeded
-normal numbers in bfloat16. The tokenizer is the demo model's with a word for each id that it lacks: a server sends an
+The shapes are those the comparisons use: `1.1b` is TinyLlama's, `15m` that of llama2.c's stories15M; `1b-active` is a
+Qwen3 with experts, of whose 3.1 billion weights a token is multiplied by 1.0. Weights are seeded normal numbers in
+bfloat16. The tokenizer is the demo model's with a word for each id that it lacks: a server sends an
 event when text is there, so that of tokens without a text a client would not see when they came.
 """
 
@@ -12,13 +13,14 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "llm-serving" / "llm_serving" / "demo_model"
-SHAPES = {
+SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "1.1b": {
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -37,6 +39,21 @@ SHAPES = {
         "head_dim": 48,
         "tie_word_embeddings": True,
     },
+    "1b-active": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 VOCAB_SIZE = 32000
 STANDARD_DEVIATION = 0.02
@@ -47,12 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--positions", type=int, default=4096, help="the longest context")
     arguments = parser.parse_args(argv)
-    make_model(SHAPES[arguments.shape], arguments.folder)
+    make_model({**SHAPES[arguments.shape], "max_position_embeddings": arguments.positions}, arguments.folder)
     return 0
 
 
-def make_model(shape: dict[str, int], folder: Path) -> None:
+def make_model(shape: Mapping[str, Any], folder: Path) -> None:
     """Writes config.json, model.safetensors and a tokenizer into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -85,9 +103,9 @@ def _piece(text: str) -> bytes:
     return b"\x0a" + bytes([len(message)]) + message
 
 
-def _tensors(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors(shape: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every weight, in Hugging Face form."""
-    hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    hidden, dim, experts = shape["hidden_size"], shape["head_dim"], shape.get("num_experts", 0)
     heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
     for index in range(shape["num_hidden_layers"]):
@@ -98,12 +116,23 @@ def _tensors(shape: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.self_attn.v_proj.weight", (kv_heads, hidden)
         yield f"{layer}.self_attn.o_proj.weight", (hidden, heads)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+        if not experts:
+            yield from _gated(f"{layer}.mlp", hidden, shape["intermediate_size"])
+            continue
+        yield f"{layer}.self_attn.q_norm.weight", (dim,)
+        yield f"{layer}.self_attn.k_norm.weight", (dim,)
+        yield f"{layer}.mlp.gate.weight", (experts, hidden)
+        for number in range(experts):
+            yield from _gated(f"{layer}.mlp.experts.{number}", hidden, shape["moe_intermediate_size"])
     yield "model.norm.weight", (hidden,)
     if not shape["tie_word_embeddings"]:
         yield "lm_head.weight", (VOCAB_SIZE, hidden)
+
+
+def _gated(at: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{at}.gate_proj.weight", (inner, hidden)
+    yield f"{at}.up_proj.weight", (inner, hidden)
+    yield f"{at}.down_proj.weight", (hidden, inner)
 
 
 def _write_safetensors(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:

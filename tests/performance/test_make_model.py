@@ -2,7 +2,7 @@ import make_model
 from llm_serving.text.detokenizer import IncrementalDetokenizer
 from llm_serving.text.tokenizer import Tokenizer
 
-SHAPE = make_model.SHAPES["15m"] | {"num_hidden_layers": 1}
+SHAPE = {**make_model.SHAPES["15m"], "num_hidden_layers": 1}
 
 
 def test_every_token_of_a_random_model_has_a_text_and_words_are_cut_as_before(tmp_path):
