@@ -1,16 +1,17 @@
 """Speed of the engine without a server: python performance/engine_benchmark.py --model FOLDER [--tests A,B,C,S,L]
 
-    A   one stream: prompt 128, output 128; time to the first token, then tokens per second (median of runs)
+    A   one stream: prompt 128, output 128; time to the first token, then tokens per second (median of runs), and what
+        a step reads of the weights
     B   32 and 128 requests at once: prompt 128, output 128; output tokens per second, prefill included
-    C   one prompt of 1,024, one output token: prompt tokens per second (median of runs)
+    C   one prompt of 1,024 or --long-prompt, one output token: prompt tokens per second (median of runs)
     S   where a decode step's time goes, for one stream and for each size of test B: microseconds of each operator, of
         the graph around them, of scheduling, building, sampling and text, and of the way to a WorkAgent and back
     L   a WorkAgent's start: seconds and memory, beside reading the files and the memory that weights and cache take
 
 Prompts are random token ids, answers greedy, the end of sequence is ignored. Beside each figure of A, B and C stands
 the share of its limit: the time that reading every weight and context once and doing every product would take at the
-bandwidth and the arithmetic peak measured before and after it, the higher of each. Needs the package: run it with its
-interpreter.
+bandwidth and the arithmetic peak measured before and after it, the higher of each. Of experts only those count that a
+step has chosen. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from figures import Figure, greedy, random_prompts
 from llm_serving.config import load_config
+from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from load_benchmark import start_up
 from lost_cores import LostCoresMeter
@@ -34,7 +37,6 @@ from machine_limits import Limits, StepCost, decode_seconds, prompt_seconds
 from step_breakdown import step_breakdown
 
 PROMPT_LEN = OUTPUT_LEN = 128
-LONG_PROMPT_LEN = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for count in arguments.batch:
                 run(f"B{count}", partial(batch, llm, count, cost))
         if "C" in arguments.tests:
-            run("C", partial(prefill, llm, arguments.runs, cost))
+            run("C", partial(prefill, llm, arguments.runs, arguments.long_prompt, cost))
         if "S" in arguments.tests:
             counts = (1, *arguments.batch)
             run("S", lambda: _without_limits(step_breakdown(llm, counts, PROMPT_LEN, OUTPUT_LEN)))
@@ -101,13 +103,15 @@ def _without_limits(figures: list[Figure]) -> Judge:
 
 def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
     """Test A."""
-    first, rates = [], []
+    first, rates, read = [], [], 0
     for run in range(runs):
         start = time.perf_counter()
         prompts = random_prompts(llm, 1, PROMPT_LEN, run)
-        times = [time.perf_counter() for _ in llm.stream(prompts, greedy(OUTPUT_LEN))]
+        marks = [(time.perf_counter(), _weight_bytes()) for _ in llm.stream(prompts, greedy(OUTPUT_LEN))]
+        times = [time for time, _ in marks]
         first.append(times[0] - start)
         rates.append((OUTPUT_LEN - 1) / (times[-1] - times[0]))
+        read = _bytes_of_a_step([num_bytes for _, num_bytes in marks])
 
     def judge(limits: Limits) -> list[Figure]:
         least = prompt_seconds(limits, cost, 1, PROMPT_LEN)
@@ -115,6 +119,7 @@ def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
         return [
             Figure("A", "time to first token", 1e3 * statistics.median(first), "ms", 1e3 * least, less_is_better=True),
             Figure("A", "decode, one stream", statistics.median(rates), "tok/s", highest),
+            Figure("A", "weights read by a step", read / 1e6, "MB", cost.weight_bytes / 1e6, less_is_better=True),
         ]
 
     return judge
@@ -123,9 +128,11 @@ def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
 def batch(llm: LLM, count: int, cost: StepCost) -> Judge:
     """Test B."""
     start = time.perf_counter()
-    outputs = llm.generate(random_prompts(llm, count, PROMPT_LEN, count), greedy(OUTPUT_LEN))
+    prompts = random_prompts(llm, count, PROMPT_LEN, count)
+    pieces = [(len(piece.token_ids), _weight_bytes()) for _, piece in llm.stream(prompts, greedy(OUTPUT_LEN))]
     elapsed = time.perf_counter() - start
-    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_tokens = sum(length for length, _ in pieces)
+    cost = cost.reading(_bytes_of_a_step([num_bytes for _, num_bytes in pieces]))
 
     def judge(limits: Limits) -> list[Figure]:
         least = prompt_seconds(limits, cost, count, PROMPT_LEN)
@@ -135,19 +142,30 @@ def batch(llm: LLM, count: int, cost: StepCost) -> Judge:
     return judge
 
 
-def prefill(llm: LLM, runs: int, cost: StepCost) -> Judge:
+def prefill(llm: LLM, runs: int, length: int, cost: StepCost) -> Judge:
     """Test C."""
     rates = []
     for run in range(runs):
         start = time.perf_counter()
-        llm.generate(random_prompts(llm, 1, LONG_PROMPT_LEN, run), greedy(1))
-        rates.append(LONG_PROMPT_LEN / (time.perf_counter() - start))
+        llm.generate(random_prompts(llm, 1, length, run), greedy(1))
+        rates.append(length / (time.perf_counter() - start))
 
     def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, 1, LONG_PROMPT_LEN)
-        return [Figure("C", "prefill", statistics.median(rates), "tok/s", LONG_PROMPT_LEN / least)]
+        least = prompt_seconds(limits, cost, 1, length)
+        return [Figure("C", "prefill", statistics.median(rates), "tok/s", length / least)]
 
     return judge
+
+
+def _weight_bytes() -> int:
+    """Bytes of the weights of all products so far."""
+    return int(library.load().llm_num_weight_bytes())
+
+
+def _bytes_of_a_step(counts: Sequence[int]) -> int:
+    """Of most steps, from the counts at each token of a run, of which those of one step are the same."""
+    read = np.diff(counts)
+    return int(np.median(read[read > 0]))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -159,6 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")
     parser.add_argument("--runs", type=int, default=3, help="runs of tests A and C, of which the median counts")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
+    parser.add_argument("--long-prompt", type=int, default=1024, metavar="TOKENS", help="the prompt of test C")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 

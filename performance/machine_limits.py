@@ -90,11 +90,24 @@ class StepCost:
 
     spec: ModelSpec
     dtype: str
+    counted_bytes: float | None = None
+    """What a step has read of the weights, where that depends on the experts its rows chose; None: those of one row."""
+
+    def reading(self, counted_bytes: float) -> StepCost:
+        """The cost of steps that have read so much of the weights; the same for a network without experts."""
+        has_experts = any(each.kind == "experts" for each in self.spec.network.operations)
+        return replace(self, counted_bytes=counted_bytes) if has_experts else self
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights that a step reads."""
+        if self.counted_bytes is not None:
+            return self.counted_bytes
+        return float(ELEMENT_BYTES[self.dtype] * (self._layers + self._head))
 
     def num_bytes(self, num_context_tokens: int) -> float:
         """Bytes read by a step whose rows have `num_context_tokens` in the cache together."""
-        size = ELEMENT_BYTES[self.dtype]
-        return size * (self._layers + self._head) + self.spec.kv_bytes_per_token(size) * num_context_tokens
+        return self.weight_bytes + self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype]) * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
         """Operations of a step. Of a token that does not sample the last layer needs keys and values alone.

@@ -172,6 +172,28 @@ def test_what_a_window_has_left_behind_does_not_matter(isa: str, dtype: str) -> 
     assert np.isnan(result.array[sees]).all()
 
 
+@pytest.mark.parametrize("window", [100, 1100])
+def test_a_window_over_the_border_of_segments(isa: str, window: int) -> None:
+    """Rows whose window begins before, at and behind position 1,024; blocks behind all windows may hold anything."""
+    head_dim, count, context = 16, 60, 1170
+    x = random(context, 8 * head_dim, "float32")
+    table = list(range(74))
+    runnable = attention_of(x, head_dim, window=window)
+    step = step_of_rows(context, [table], [context])
+    caches = create_caches(runnable, num_blocks=80)
+    whole = run(runnable, Step(**{**vars(step), "slots": list(range(context))}), caches)
+    q, k, v = np.split(x.values.astype(np.float64), [4 * head_dim, 6 * head_dim], axis=1)
+    dense = [each.reshape(-1, 1, 2, head_dim) for each in (k, v)]
+    given = np.arange(context)[None], [count], [context], SCALE
+    expected = reference.attention(q[-count:], *dense, *given, window=window)
+    assert_close(Typed(whole.array[-count:], "float32"), expected, 1e-4)
+    for threads in (1, 3):
+        with library.threads_in_use(threads):
+            for row in (1023, 1024, 1060, 1123, 1124, 1169):
+                one = Step([row], [0], [-1], [table], [1], [row + 1], [0])
+                assert np.array_equal(run(runnable, one, caches).bits[0], whole.bits[row]), (threads, row)
+
+
 ROUTING = [
     {},
     {"normalise": False, "scale": 2.5},
@@ -267,6 +289,20 @@ def test_a_row_does_not_depend_on_who_shares_its_experts(isa: str, dtype: str) -
                 rows = rng.permutation(60)[:count].tolist()
                 step = Step(**{**vars(step_of_rows(count)), "token_ids": rows})
                 assert np.array_equal(run(runnable, step, []).bits, whole[rows]), (threads, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_the_weights_of_each_expert_that_rows_chose_are_read_once(count: int) -> None:
+    rng = np.random.default_rng(8)
+    x = random(60, 80, "float32")
+    router, names = rng.standard_normal((7, 80)), [Expert(f"{i}.gate", f"{i}.up", f"{i}.down") for i in range(7)]
+    arrays = {"router.weight": router, "0.gate.weight": np.ones((7 * 96, 80)), "0.down.weight": np.ones((7 * 80, 48))}
+    runnable = program_with(x, 80, lambda net, whole: net.experts(whole, "router", Routing(2), names, 48), arrays)
+    _, chosen = reference.route(reference.linear(x.values[:count], router), 2)
+    before = library.load().llm_num_weight_bytes()
+    run(runnable, step_of_rows(count), [])
+    router_and_head, expert = 7 * 80 + 80 * 80, 96 * 80 + 80 * 48
+    assert library.load().llm_num_weight_bytes() - before == 4 * (router_and_head + len(np.unique(chosen)) * expert)
 
 
 def test_only_experts_that_rows_chose_are_read(isa: str) -> None:

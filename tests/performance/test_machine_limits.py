@@ -44,6 +44,16 @@ def test_the_last_layer_needs_only_keys_and_values_of_a_token_that_does_not_samp
     assert COST.flop(5, 3, 0) == 2 * (5 * LAYERS - 2 * query_out_mlp + 3 * HEAD)
 
 
+def test_of_experts_those_of_one_row_are_read_or_those_that_were_counted():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    config = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"]}
+    cost = StepCost(ModelSpec.from_hugging_face(config), "bfloat16")
+    # A router, two experts in place of one feed-forward half, and gains of queries and keys.
+    assert cost.num_bytes(0) == 2 * (LAYERS + HEAD + 2 * (8 * 32 + 3 * 32 * 16 + 2 * 16))
+    assert cost.reading(12345).num_bytes(0) == 12345
+    assert COST.reading(12345) == COST
+
+
 def test_the_higher_of_two_limits_counts():
     assert limits(3.0, 5.0).better_of(limits(4.0, 2.0)) == limits(4.0, 5.0)
 

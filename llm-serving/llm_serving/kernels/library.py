@@ -170,6 +170,7 @@ def load() -> ctypes.CDLL:
     library.llm_set_num_threads.argtypes = [ctypes.c_int64]
     library.llm_set_num_threads.restype = None
     library.llm_num_calls.restype = ctypes.c_int64
+    library.llm_num_weight_bytes.restype = ctypes.c_int64
     library.llm_last_error.restype = ctypes.c_char_p
     library.llm_announce_ending.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
     library.llm_announce_ending.restype = None

@@ -4,6 +4,7 @@
 #include "call.h"
 #include "kernels.h"
 #include "packed_weights.h"
+#include "parts.h"
 
 namespace llm {
 namespace {
@@ -62,6 +63,6 @@ LLM_OPERATOR(MatMul) {
   if (transpose_a || !transpose_b) return call.fail("a packed weight is multiplied as x * weight^T only");
   args.units = weight.units();
   if (!can_multiply(args.units)) return call.fail("%s", kOtherKernels);
-  kernels().linear(args);
+  multiply_counted(args);
   return 0;
 }

@@ -1,6 +1,13 @@
 #include "parts.h"
 
+#include <atomic>
+
 namespace llm {
+namespace {
+
+std::atomic<int64_t> weight_bytes{0};
+
+}  // namespace
 
 void normalize(const RmsNormArgs& args) {
   static OperatorClock clock("RmsNorm");
@@ -11,8 +18,16 @@ void normalize(const RmsNormArgs& args) {
 void multiply(const LinearArgs& args) {
   static OperatorClock clock("MatMul");
   const Timed timed(clock);
+  multiply_counted(args);
+}
+
+void multiply_counted(const LinearArgs& args) {
+  const size_t bytes = args.n * args.k * element_size(args.dtype, nullptr);
+  weight_bytes.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
   kernels().linear(args);
 }
+
+int64_t num_weight_bytes() { return weight_bytes.load(std::memory_order_relaxed); }
 
 void gate(const SwigluArgs& args) {
   static OperatorClock clock("Swiglu");

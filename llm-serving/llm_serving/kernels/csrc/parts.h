@@ -9,7 +9,12 @@ namespace llm {
 
 void normalize(const RmsNormArgs& args);
 void multiply(const LinearArgs& args);
+// The same where somebody else takes the time.
+void multiply_counted(const LinearArgs& args);
 void gate(const SwigluArgs& args);
+
+// Bytes of the weights of all products so far. Each product reads its weight once.
+int64_t num_weight_bytes();
 
 // y [count, columns]: the rows of a table [rows, columns], which may be a packed weight, that the integers of parameter
 // `indices` name. Rows of y begin `y_stride` bytes from each other; 0: they are contiguous. Returns a status as

@@ -5,6 +5,7 @@
 #include "ending.h"
 #include "kernels.h"
 #include "packed_weights.h"
+#include "parts.h"
 #include "thread_pool.h"
 
 namespace {
@@ -48,6 +49,7 @@ LLM_EXPORT int llm_select_isa(const char* isa) { return llm::select_kernels(isa)
 LLM_EXPORT int64_t llm_num_threads() { return static_cast<int64_t>(llm::num_threads()); }
 LLM_EXPORT void llm_set_num_threads(int64_t count) { llm::set_num_threads(static_cast<size_t>(count < 1 ? 1 : count)); }
 LLM_EXPORT int64_t llm_num_calls() { return llm::num_calls(); }
+LLM_EXPORT int64_t llm_num_weight_bytes() { return llm::num_weight_bytes(); }
 // Starts counting calls and nanoseconds of the operators from zero, or stops.
 LLM_EXPORT void llm_set_profiling(int on) { llm::set_profiling(on != 0); }
 // Name of the i-th operator called so far and its counts; null behind the last.
