@@ -3,8 +3,10 @@
 // A row's chunks begin at absolute positions 0, 64, 128, ... of its own context, so its operations, and its bits, are
 // the same whether it is decoded, prefilled whole or in chunks, and wherever its blocks lie. Rows that share a head of
 // keys and are neighbours in position form a tile, which reads each key once. A row with a window begins at the group
-// of its first token: what lies before is neither looked up nor trusted. T. Dao et al., FlashAttention (2022),
-// algorithm 1; GQA: J. Ainslie et al. (2023).
+// of its first token: what lies before is neither looked up nor trusted. What a row makes of the tokens 0 to 1023, 1024
+// to 2047 and so on are sums of their own, added in this order whether one thread has computed all of them or each
+// another one, as threads share a tile that is long beside the rest. T. Dao et al., FlashAttention (2022), algorithm 1;
+// GQA: J. Ainslie et al. (2023); T. Dao et al., Flash-Decoding (2023).
 #pragma once
 
 #include "kernels.h"
@@ -17,17 +19,41 @@ namespace llm::LLM_ISA {
 
 constexpr size_t kChunkTokens = 64;
 constexpr size_t kChunkGroups = kChunkTokens / kGroupTokens;
+// Chunks whose sums are added up before they join those of others.
+constexpr size_t kSegmentChunks = 16;
 // Rows of a tile: their scores, weights and sums stay in the first-level cache.
 constexpr size_t kAttentionRows = 48;
 
-// Work of one tile: `count` query positions of one request, all heads that share head `kv_head`.
+// Work of one tile: `count` query positions of one request, all heads that share head `kv_head`; and of the segments of
+// what they see those from `first_segment` to before `end_segment`.
 struct AttentionItem {
   uint32_t request, kv_head;
   size_t first_row;   // row of q of the first position
   size_t first_seen;  // index of the last key that this position sees; the next sees one more
   size_t count;
+  uint32_t first_segment, end_segment;
+  float* part = nullptr;  // where the sums of a single segment go; null: these are all segments, and y gets the result
 
   size_t last_seen() const { return first_seen + count - 1; }
+  size_t num_segments() const { return end_segment - first_segment; }
+};
+
+// Index of the first token that a position sees.
+inline size_t first_of_window(const AttentionArgs& args, size_t position) {
+  return args.window == 0 || position < args.window ? 0 : position + 1 - args.window;
+}
+
+// Of each row of a tile: its largest score, sum of weights, and weighted sum of values. Weights are relative to the
+// largest score.
+struct AttentionSums {
+  float* max;    // [rows]
+  float* total;  // [rows][16], added up in the end
+  float* sums;   // [rows, dim]
+
+  static size_t size(size_t rows, size_t dim) { return rows * (dim + kLanes) + (rows + kLanes - 1) / kLanes * kLanes; }
+
+  AttentionSums(float* memory, size_t rows, size_t dim)
+      : max(memory + rows * (dim + kLanes)), total(memory + rows * dim), sums(memory) {}
 };
 
 template <class Element>
@@ -45,14 +71,16 @@ class AttentionTile {
         dim_(args.head_dim),
         turned_dim_(args.q_turned == nullptr ? 0 : args.turned_dim),
         bends_(args.cap > 0.0f || args.slopes != nullptr),
-        scale_((bends_ ? 1.0f : args.scale) * 1.44269504f) {
+        scale_((bends_ ? 1.0f : args.scale) * 1.44269504f),
+        of_segment_(nullptr, 0, 0),
+        of_all_(nullptr, 0, 0) {
     char* memory = static_cast<char*>(scratch(Scratch::kTile, bytes()));
     q_ = take<Activation>(memory, rows_ * dim_);
     scores_ = take<float>(memory, rows_ * kChunkTokens);
     weights_ = take<Activation>(memory, rows_ * kChunkTokens);
-    sums_ = take<float>(memory, rows_ * dim_);
-    max_ = take<float>(memory, rows_);
-    total_ = take<float>(memory, rows_ * kLanes);
+    const size_t size = AttentionSums::size(rows_, dim_);
+    of_segment_ = {item.part == nullptr ? take<float>(memory, size) : item.part, rows_, dim_};
+    if (item.part == nullptr && item.num_segments() > 1) of_all_ = {take<float>(memory, size), rows_, dim_};
     reference_ = take<float>(memory, rows_);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
@@ -64,11 +92,12 @@ class AttentionTile {
 
   void run() {
     load_queries();
+    clear();
     Groups groups = find_groups(item_, first_chunk(item_));
-    for (size_t chunk = first_chunk(item_); chunk * kChunkTokens <= item_.last_seen(); chunk++) {
+    for (size_t chunk = first_chunk(item_); chunk < end_chunk(item_); chunk++) {
       first_row_ = first_row_seeing(chunk * kChunkTokens);
       end_row_ = end_of_rows_seeing((chunk + 1) * kChunkTokens - 1);
-      const bool ends = (chunk + 1) * kChunkTokens > item_.last_seen();
+      const bool ends = chunk + 1 == end_chunk(item_);
       const Groups next = ends ? find_groups(following_, first_chunk(following_)) : find_groups(item_, chunk + 1);
       look_up(groups, next);
       compute_scores();
@@ -76,8 +105,20 @@ class AttentionTile {
       soften(chunk);
       add_values(chunk);
       groups = next;
+      if (item_.num_segments() == 1 || !(ends || (chunk + 1) % kSegmentChunks == 0)) continue;
+      join(chunk / kSegmentChunks, of_segment_);
+      clear();
     }
-    store_result();
+    if (item_.part == nullptr) store_result(item_.num_segments() > 1 ? of_all_ : of_segment_);
+  }
+
+  // Writes the result of a tile whose segments have left their sums one after the other at `parts`.
+  void join_parts(float* parts) {
+    for (uint32_t segment = item_.first_segment; segment < item_.end_segment; segment++) {
+      join(segment, {parts, rows_, dim_});
+      parts += AttentionSums::size(rows_, dim_);
+    }
+    store_result(of_all_);
   }
 
  private:
@@ -95,9 +136,9 @@ class AttentionTile {
   }
 
   size_t bytes() const {
-    return rows_ * (dim_ * (sizeof(Activation) + sizeof(float)) + kChunkTokens * (sizeof(Activation) + sizeof(float)) +
-                    (3 + kLanes) * sizeof(float)) +
-           kGroupTokens * dim_ * sizeof(Element) + 12 * 64 +
+    return rows_ *
+               (dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) + 2 * sizeof(float)) +
+           2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 12 * 64 +
            (turned_dim_ == 0
                 ? 0
                 : rows_ * turned_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + turned_dim_) * sizeof(Element));
@@ -118,13 +159,19 @@ class AttentionTile {
 
   // The last and the first token that a row sees.
   size_t seen_by(size_t row) const { return item_.first_seen + row / shared_; }
-  size_t seen_from(size_t row) const { return first_of_window(seen_by(row)); }
+  size_t seen_from(size_t row) const { return first_of_window(args_, seen_by(row)); }
 
-  size_t first_of_window(size_t position) const {
-    return args_.window == 0 || position < args_.window ? 0 : position + 1 - args_.window;
+  size_t first_chunk(const AttentionItem& item) const {
+    const size_t of_window = first_of_window(args_, item.first_seen) / kChunkTokens;
+    const size_t of_segment = item.first_segment * kSegmentChunks;
+    return of_window > of_segment ? of_window : of_segment;
   }
 
-  size_t first_chunk(const AttentionItem& item) const { return first_of_window(item.first_seen) / kChunkTokens; }
+  static size_t end_chunk(const AttentionItem& item) {
+    const size_t of_rows = item.last_seen() / kChunkTokens + 1;
+    const size_t of_segment = item.end_segment * kSegmentChunks;
+    return of_rows < of_segment ? of_rows : of_segment;
+  }
 
   size_t head_of(size_t row) const { return item_.kv_head * shared_ + row % shared_; }
 
@@ -136,7 +183,7 @@ class AttentionTile {
   // Groups before the window of an item have the place of the first one in it: what is read there is not used.
   Groups find_groups(const AttentionItem& item, size_t chunk) const {
     Groups groups;
-    const size_t behind = first_of_window(item.first_seen) / kGroupTokens;
+    const size_t behind = first_of_window(args_, item.first_seen) / kGroupTokens;
     const size_t in_a_block = args_.block_size / kGroupTokens;
     const size_t first = chunk * kChunkGroups;
     const int64_t* block = args_.block_tables + item.request * args_.table_width + first / in_a_block;
@@ -202,10 +249,44 @@ class AttentionTile {
         to_activations(static_cast<const Element*>(args_.q_turned) + at, turned_dim_, q_turned_ + row * turned_dim_);
       }
       to_activations(static_cast<const Element*>(args_.q) + query_offset(row), dim_, q_ + row * dim_);
-      max_[row] = -__builtin_inff();
     }
-    __builtin_memset(total_, 0, rows_ * kLanes * sizeof(float));
-    __builtin_memset(sums_, 0, rows_ * dim_ * sizeof(float));
+  }
+
+  // Begins a segment.
+  void clear() {
+    for (size_t row = 0; row < rows_; row++) of_segment_.max[row] = -__builtin_inff();
+    __builtin_memset(of_segment_.total, 0, rows_ * kLanes * sizeof(float));
+    __builtin_memset(of_segment_.sums, 0, rows_ * dim_ * sizeof(float));
+  }
+
+  // Adds the sums of a segment to those of the segments before it, for the rows that see any of it. The first one that
+  // a row sees is taken as it is.
+  void join(size_t segment, const AttentionSums& of_segment) {
+    const size_t begin = segment * kSegmentChunks * kChunkTokens;
+    const size_t end = begin + kSegmentChunks * kChunkTokens;
+    for (size_t row = first_row_seeing(begin); row < end_of_rows_seeing(end - 1); row++) {
+      const float* from = of_segment.sums + row * dim_;
+      const float* from_total = of_segment.total + row * kLanes;
+      float* sums = of_all_.sums + row * dim_;
+      float* total = of_all_.total + row * kLanes;
+      if (seen_from(row) >= begin) {
+        of_all_.max[row] = of_segment.max[row];
+        __builtin_memcpy(total, from_total, kLanes * sizeof(float));
+        __builtin_memcpy(sums, from, dim_ * sizeof(float));
+        continue;
+      }
+      const float before = of_all_.max[row];
+      const float found = of_segment.max[row];
+      const float next = found > before ? found : before;
+      const float reference = next == -__builtin_inff() ? 0.0f : next;
+      const Floats of_before = exp2(broadcast(before - reference));
+      const Floats of_found = exp2(broadcast(found - reference));
+      store(total, multiply_add(load(total), of_before, load(from_total) * of_found));
+      for (size_t i = 0; i < dim_; i += kLanes) {
+        store(sums + i, multiply_add(load(sums + i), of_before, load(from + i) * of_found));
+      }
+      of_all_.max[row] = next;
+    }
   }
 
   void compute_scores() {
@@ -262,7 +343,7 @@ class AttentionTile {
         weigh<false>(row, seen);
       }
       if (factor_[row] == 1.0f) continue;
-      float* sums = sums_ + row * dim_;
+      float* sums = of_segment_.sums + row * dim_;
       for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor_[row]));
     }
   }
@@ -298,11 +379,12 @@ class AttentionTile {
       largest = maximum(largest, scaled);
     }
     const float found = max_lane(largest);
-    const float next = found > max_[row] ? found : max_[row];
+    const float before = of_segment_.max[row];
+    const float next = found > before ? found : before;
     // A row of nothing but -inf so far: any finite reference makes all its weights zero.
     reference_[row] = next == -__builtin_inff() ? 0.0f : next;
-    factor_[row] = max_[row] - reference_[row];
-    max_[row] = next;
+    factor_[row] = before - reference_[row];
+    of_segment_.max[row] = next;
   }
 
   // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
@@ -319,7 +401,7 @@ class AttentionTile {
       store(weights + i, exp2(exponent));
       sum = sum + load(weights + i);
     }
-    float* total = total_ + row * kLanes;
+    float* total = of_segment_.total + row * kLanes;
     store(total, multiply_add(load(total), broadcast(factor_[row]), sum));
   }
 
@@ -366,7 +448,7 @@ class AttentionTile {
         }
       }
       Product<Element> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
-                               kGroupTokens, sums_ + first * dim_ + dim);
+                               kGroupTokens, of_segment_.sums + first * dim_ + dim);
       product.segments = count;
       product.a_stride = kChunkTokens;
       product.c_stride = dim_;
@@ -397,16 +479,16 @@ class AttentionTile {
     return cleaned_;
   }
 
-  void store_result() {
+  void store_result(const AttentionSums& result) {
     for (size_t row = 0; row < rows_; row++) {
-      const float total = sum_lanes(load(total_ + row * kLanes));
+      const float total = sum_lanes(load(result.total + row * kLanes));
       factor_[row] = total == 0.0f ? 1.0f : 1.0f / total;
     }
     const Passes passes = args_.y_passes.or_rows(args_.rows, args_.num_heads * dim_);
     const size_t width = shared_ * dim_;
     const size_t column = item_.kv_head * width;
     for (size_t position = 0; position < item_.count; position++) {
-      const float* sums = sums_ + position * width;
+      const float* sums = result.sums + position * width;
       size_t row = position * shared_;
       size_t end_of_row = column + dim_;
       passes.for_runs(item_.first_row + position, column, column + width, [&](size_t begin, size_t end, size_t at) {
@@ -434,9 +516,8 @@ class AttentionTile {
   Activation* q_;                      // [rows, dim]
   float* scores_;                      // [rows, kChunkTokens]
   Activation* weights_;                // [rows, kChunkTokens]
-  float* sums_;                        // [rows, dim]
-  float* max_;                         // [rows]
-  float* total_;                       // [rows][16], of weights, added up in the end
+  AttentionSums of_segment_;           // at hand
+  AttentionSums of_all_;               // segments before it, if there is more than one
   float* reference_;                   // [rows], what the weights of the chunk at hand are relative to
   float* factor_;                      // [rows], of what is summed already
   Element* cleaned_;                   // [kGroupTokens, dim]
@@ -451,37 +532,126 @@ class AttentionTile {
   size_t first_row_ = 0, end_row_ = 0;  // of those that see the chunk at hand
 };
 
-// The tiles of a request with the longest contexts come first, so that the threads end together, all heads of the same
-// positions one after the other, as they lie in a block. Counts them only if `items` is null.
-inline size_t list_items(const AttentionArgs& args, AttentionItem* items) {
-  const size_t shared = args.num_heads / args.num_kv_heads;
-  const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
-  size_t count = 0;
-  size_t row = 0;
-  for (size_t request = 0; request < args.batch; request++) {
-    const size_t queries = static_cast<size_t>(args.query_lens[request]);
-    const size_t before = static_cast<size_t>(args.context_lens[request]) - queries;
-    for (size_t tiles = (queries + positions - 1) / positions; tiles > 0; tiles--) {
-      const size_t at = (tiles - 1) * positions;
-      for (size_t head = 0; head < args.num_kv_heads; head++, count++) {
-        if (items == nullptr) continue;
-        items[count] = {static_cast<uint32_t>(request), static_cast<uint32_t>(head), row + at, before + at,
-                        queries - at < positions ? queries - at : positions};
-      }
+// How the work of all requests is cut: into tiles, of which all heads of the same positions come one after the other,
+// as they lie in a block, and those of a request with the longest contexts first, so that the threads end together.
+// Where a tile is long beside the rest, each of its segments is an item.
+class AttentionItems {
+ public:
+  explicit AttentionItems(const AttentionArgs& args) : args_(args) {
+    size_t work = 0;
+    bool is_long = false;
+    for_tiles([&](const AttentionItem& tile) {
+      work += args_.num_kv_heads * work_of(tile);
+      is_long |= tile.num_segments() > 1;
+      count_ += args_.num_kv_heads;
+    });
+    largest_ = is_long && num_threads() > 1 ? work / (kItemsPerThread * num_threads()) : work;
+    size_t part_size = 0;
+    if (is_long) {
+      for_tiles([&](const AttentionItem& tile) {
+        if (!is_shared(tile)) return;
+        num_shared_ += args_.num_kv_heads;
+        count_ += args_.num_kv_heads * (tile.num_segments() - 1);
+        part_size += args_.num_kv_heads * tile.num_segments() * size_of(tile);
+      });
     }
-    row += queries;
+    const size_t bytes = (count_ + num_shared_) * sizeof(AttentionItem);
+    items_ = static_cast<AttentionItem*>(scratch(Scratch::kItems, bytes + 1));
+    fill(part_size == 0 ? nullptr : static_cast<float*>(scratch(Scratch::kScores, part_size * sizeof(float))));
   }
-  return count;
-}
+
+  size_t count() const { return count_; }
+  const AttentionItem& operator[](size_t i) const { return items_[i]; }
+  // An item that is likely to be next where item i has been computed.
+  const AttentionItem& after(size_t i) const { return items_[i + 1 < count_ ? i + 1 : i]; }
+
+  // Tiles of which items are parts, and where those are.
+  size_t num_shared() const { return num_shared_; }
+  const AttentionItem& shared(size_t i) const { return items_[count_ + i]; }
+
+ private:
+  // A tile is long that takes more than this part of a thread's work.
+  static constexpr size_t kItemsPerThread = 4;
+
+  // Calls body(tile), of the first head, for all tiles.
+  template <class Body>
+  void for_tiles(Body body) const {
+    const size_t shared = args_.num_heads / args_.num_kv_heads;
+    const size_t positions = shared >= kAttentionRows ? 1 : kAttentionRows / shared;
+    constexpr size_t kSegment = kSegmentChunks * kChunkTokens;
+    size_t row = 0;
+    for (size_t request = 0; request < args_.batch; request++) {
+      const size_t queries = static_cast<size_t>(args_.query_lens[request]);
+      const size_t before = static_cast<size_t>(args_.context_lens[request]) - queries;
+      for (size_t tiles = (queries + positions - 1) / positions; tiles > 0; tiles--) {
+        const size_t at = (tiles - 1) * positions;
+        AttentionItem tile = {static_cast<uint32_t>(request),
+                              0,
+                              row + at,
+                              before + at,
+                              queries - at < positions ? queries - at : positions,
+                              0,
+                              0};
+        tile.first_segment = static_cast<uint32_t>(first_of_window(args_, tile.first_seen) / kSegment);
+        tile.end_segment = static_cast<uint32_t>(tile.last_seen() / kSegment + 1);
+        body(tile);
+      }
+      row += queries;
+    }
+  }
+
+  size_t work_of(const AttentionItem& tile) const {
+    return tile.count * (tile.last_seen() + 1 - first_of_window(args_, tile.first_seen));
+  }
+  bool is_shared(const AttentionItem& tile) const { return tile.num_segments() > 1 && work_of(tile) > largest_; }
+  size_t size_of(const AttentionItem& tile) const {
+    return AttentionSums::size(tile.count * (args_.num_heads / args_.num_kv_heads), args_.head_dim);
+  }
+
+  void fill(float* part) {
+    AttentionItem* item = items_;
+    AttentionItem* of_shared = items_ + count_;
+    for_tiles([&](AttentionItem tile) {
+      if (!is_shared(tile)) {
+        for (tile.kv_head = 0; tile.kv_head < args_.num_kv_heads; tile.kv_head++) *item++ = tile;
+        return;
+      }
+      const size_t size = size_of(tile);
+      for (uint32_t segment = tile.first_segment; segment < tile.end_segment; segment++) {
+        AttentionItem each = tile;
+        each.first_segment = segment;
+        each.end_segment = segment + 1;
+        for (each.kv_head = 0; each.kv_head < args_.num_kv_heads; each.kv_head++) {
+          each.part = part + (each.kv_head * tile.num_segments() + segment - tile.first_segment) * size;
+          *item++ = each;
+        }
+      }
+      for (tile.kv_head = 0; tile.kv_head < args_.num_kv_heads; tile.kv_head++) {
+        tile.part = part;
+        *of_shared++ = tile;
+        part += tile.num_segments() * size;
+      }
+    });
+  }
+
+  const AttentionArgs& args_;
+  size_t count_ = 0, num_shared_ = 0, largest_ = 0;
+  AttentionItem* items_;  // [count + num_shared]
+};
 
 inline void attention(const AttentionArgs& args) {
-  const size_t count = list_items(args, nullptr);
-  auto* items = static_cast<AttentionItem*>(scratch(Scratch::kItems, count * sizeof(AttentionItem) + 1));
-  list_items(args, items);
+  const AttentionItems items(args);
   with_element(args.dtype, [&](auto tag) {
-    using Element = typename decltype(tag)::Element;
-    auto body = [&](size_t i) { AttentionTile<Element>(args, items[i], items[i + 1 < count ? i + 1 : i]).run(); };
-    parallel_for(count, body);
+    using Tile = AttentionTile<typename decltype(tag)::Element>;
+    auto run = [&](size_t i) { Tile(args, items[i], items.after(i)).run(); };
+    parallel_for(items.count(), run);
+    auto join = [&](size_t i) {
+      AttentionItem tile = items.shared(i);
+      float* parts = tile.part;
+      tile.part = nullptr;
+      Tile(args, tile, tile).join_parts(parts);
+    };
+    parallel_for(items.num_shared(), join);
   });
 }
 
