@@ -214,6 +214,16 @@ class ServerConfig:
     """Bytes of memory for responses of /v1/responses that can be asked for and gone on with; the oldest make room. 0:
     none is kept."""
 
+    batch_path: Path | None = option(None, path())
+    """SQLite file for uploaded files, batches and their answers; relative to the folder the server was started in.
+    None: there are no batches."""
+
+    batch_store_bytes: int = option(2**30, memory())
+    """Bytes that all files of batches may have together, or text such as "1GB"."""
+
+    batch_concurrency: int | None = option(None, integer(1, 4096))
+    """Lines of batches that are asked for at once. None: `decode_batch_size`."""
+
     audit_every: int = option(100, integer(0))
     """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
 

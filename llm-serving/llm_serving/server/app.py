@@ -8,6 +8,8 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 
@@ -18,15 +20,19 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
+from llm_serving.server.batches import Ask, Batches, BatchStore
 from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
+from llm_serving.server.inside import Inside
 from llm_serving.server.openapi import openapi_document
+from llm_serving.server.quota import quotas_of
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -43,8 +49,24 @@ the loop has waited for the network it may wait so long again, for each of its e
 OPENAPI_PATH: Final = "/openapi.json"
 
 
+@dataclass(frozen=True)
+class Site:
+    """The applications of an engine."""
+
+    outside: Accounting
+    """For clients."""
+    inside: Inside
+    """For requests that were kept."""
+    routes: Application
+
+
 def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Accounting:
     """The ASGI application of an engine; it neither starts nor stops the engine, nor closes the log."""
+    return build_site(engine, access_log).outside
+
+
+def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site:
+    """As `create_app`, with what answers those that are no clients."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
@@ -52,16 +74,21 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Acco
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    application: ASGIApp = Application(
+    routes = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)],
         ResponseStore(engine.config.serving.response_store_bytes),
     )
-    refused = engine.metrics.http.refused
-    if keys:
-        application = ApiKeyAuthentication(application, keys, open_paths, clock=engine.clock, refused=refused)
-    application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
-    return Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
+    refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
+    inside = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths)
+    application: ASGIApp = routes
+    if keys:
+        application = ApiKeyAuthentication(
+            application, keys, open_paths, clock=engine.clock, quotas=quotas, refused=refused
+        )
+    application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
+    outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
+    return Site(outside, Inside(inside, {key.name: key for key in keys}, quotas), routes)
 
 
 @functools.cache
@@ -78,6 +105,8 @@ class Application:
 
     def __init__(self, routes: Sequence[Route], responses: ResponseStore) -> None:
         self.responses = responses
+        self.batches: Batches | None = None
+        """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,10 +137,10 @@ def serve(engine: AsyncEngine) -> int:
     with bind(serving.server_ip, serving.server_port) as listener:
         access_log, close_log = open_access_log(serving)
         try:
-            app = create_app(engine, access_log)
-            server = HttpServer(app, listener, serving, app.refused)
+            site = build_site(engine, access_log)
+            server = HttpServer(site.outside, listener, serving, site.outside.refused)
             engine.on_failure = server.end
-            server.run_within(_running(engine))
+            server.run_within(_running(engine, site))
         finally:
             close_log()
     if engine.failure is not None:
@@ -135,8 +164,11 @@ def hand_over_often() -> None:
 
 
 @asynccontextmanager
-async def _running(engine: AsyncEngine) -> AsyncIterator[None]:
+async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
     engine.start()
+    batches = site.routes.batches = open_batches(engine.config, site.inside)
+    if batches is not None:
+        await batches.start()
     interval_s = engine.config.serving.throughput_interval_s
     lines = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:
@@ -144,7 +176,26 @@ async def _running(engine: AsyncEngine) -> AsyncIterator[None]:
     finally:
         if lines is not None:
             lines.cancel()
+        if batches is not None:
+            await batches.stop()
         await engine.stop()
+
+
+def open_batches(config: ServingConfig, ask: Ask) -> Batches | None:
+    """Those of the configuration; None: it has none.
+
+    Raises:
+        ConfigError: Their database cannot be used.
+    """
+    serving = config.serving
+    if serving.batch_path is None:
+        return None
+    return Batches(
+        partial(BatchStore, serving.batch_path, serving.batch_store_bytes),
+        ask,
+        concurrency=serving.batch_concurrency or config.model.decode_batch_size,
+        priority_class=config.request_classes[-1].name,
+    )
 
 
 def _no_such_route(error: HTTPException) -> Response:

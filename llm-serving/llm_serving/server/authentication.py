@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -37,15 +37,12 @@ class ApiKeyAuthentication:
         open_paths: Collection[str],
         *,
         clock: Clock,
+        quotas: Mapping[str, Quota],
         refused: Callable[[str], None],
     ) -> None:
         self._app = app
         self._failures = FailedKeys(clock, refused)
-        self._quotas = {
-            key.name: Quota(key, clock)
-            for key in keys
-            if (key.max_requests_per_minute, key.max_tokens_per_minute) != (None, None)
-        }
+        self._quotas = quotas
         self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
         self._open_paths = frozenset(open_paths)
 

@@ -27,6 +27,7 @@ from llm_serving.server.anthropic_schemas import (
     CountTokensRequest,
     MessagesRequest,
 )
+from llm_serving.server.batches.objects import BatchRequest
 from llm_serving.server.request_body import read_as
 from llm_serving.server.responses_schemas import InputItem, InputPart, ResponsesRequest
 from llm_serving.server.schemas import (
@@ -223,6 +224,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem}),
     InputItem: BodyFields(_ITEM, nested={"content": InputPart}),
     InputPart: BodyFields(_PART),
+    BatchRequest: BodyFields({"output_expires_after": Refused()}),
     TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
     DetokenizeRequest: BodyFields(),
     PriorityRequest: BodyFields(),

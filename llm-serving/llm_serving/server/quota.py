@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -82,3 +82,12 @@ def quota_of(connection: HTTPConnection) -> Quota | None:
     quota = connection.scope.get(SCOPE_KEY)
     assert quota is None or isinstance(quota, Quota)
     return quota
+
+
+def quotas_of(keys: Iterable[ApiKey], clock: Clock) -> dict[str, Quota]:
+    """Name of a key -> what it may ask for; keys without limits are not there."""
+    return {
+        key.name: Quota(key, clock)
+        for key in keys
+        if (key.max_requests_per_minute, key.max_tokens_per_minute) != (None, None)
+    }

@@ -4,6 +4,7 @@ from typing import Final
 
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.routes import (
+    batches,
     chat,
     completions,
     control,
@@ -24,6 +25,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
+    *batches.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,

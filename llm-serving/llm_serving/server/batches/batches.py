@@ -1,0 +1,281 @@
+"""Runs batches: each line is one request to the server's own routes, in the least class, when there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from llm_serving.log import get_logger
+from llm_serving.server.batches.objects import Batch, Failure, FileObject, Line, LineError, LineErrors
+from llm_serving.server.batches.store import BatchStore, PendingLine
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+WINDOW_S: Final = 24 * 3600
+"""Seconds that a batch has; lines without an answer then get none."""
+KEPT_S: Final = 30 * 24 * 3600
+"""Seconds that files and batches are kept."""
+MAX_LINES: Final = 50_000
+MAX_LINE_BYTES: Final = 2**24
+MAX_ERRORS: Final = 100
+"""Most faults of an input that are told."""
+TIDY_EVERY_S: Final = 3600.0
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
+"""Seconds before a line that was refused for lack of room is tried again."""
+BUSY: Final = frozenset((429, 503))
+"""Statuses of an answer that may be another one later."""
+_EXPIRED: Final = Failure("batch_expired", "the batch was not done within its completion window")
+_CANCELLED: Final = Failure("batch_cancelled", "the batch was cancelled before")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a route answered."""
+
+    status: int
+    body: bytes
+    retry_after_s: float | None = None
+
+
+class Ask(Protocol):
+    """Asks a route of the server on behalf of a tenant."""
+
+    def __call__(self, url: str, body: bytes, tenant: str) -> Awaitable[Answered]: ...
+
+
+class Batches:
+    """Files and batches, and the lines under way. It belongs to the event loop; the store has a thread of its own.
+
+    Args:
+        store: Opens it, in its thread.
+        ask: Asks a route.
+        concurrency: Lines under way at once, of all batches.
+        priority_class: Of lines that name none.
+        now: Seconds since 1970, as files and batches tell them.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], BatchStore],
+        ask: Ask,
+        *,
+        concurrency: int,
+        priority_class: str,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._store = self._thread.submit(store).result()
+        self._ask = ask
+        self._concurrency = concurrency
+        self._room = asyncio.Semaphore(concurrency)
+        self._priority_class = priority_class
+        self.now = now
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+        self._tidier: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Goes on with the batches that had not ended."""
+        self._tidier = asyncio.create_task(self._tidy())
+        for batch_id, tenant in await self.stored(BatchStore.unfinished):
+            self._run(batch_id, tenant)
+
+    async def stop(self) -> None:
+        """Leaves lines under way as if they had not begun."""
+        tasks = [*self._tasks.values(), *filter(None, [self._tidier])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stored(BatchStore.close)
+        self._thread.shutdown()
+
+    async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What a method of the store gives."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, self._store, *arguments))
+
+    async def create(self, batch: Batch, tenant: str) -> None:
+        """Takes a new batch; it is looked at and computed from now on."""
+        await self.stored(BatchStore.add_batch, batch, tenant, self.now())
+        self._run(batch.id, tenant)
+
+    async def cancel(self, batch: Batch) -> Batch:
+        """Ends a batch: what is under way is broken off. One that has ended is left alone."""
+        if not batch.has_ended and batch.id in self._cancelled:
+            batch.status, batch.cancelling_at = "cancelling", int(self.now())
+            await self.stored(BatchStore.save, batch)
+            self._cancelled[batch.id].set()
+        return batch
+
+    async def done(self, batch_id: str) -> None:
+        """Waits until a batch has ended, or the server has."""
+        if (task := self._tasks.get(batch_id)) is not None:
+            await asyncio.wait([task])
+
+    def _run(self, batch_id: str, tenant: str) -> None:
+        self._cancelled[batch_id] = asyncio.Event()
+        task = self._tasks[batch_id] = asyncio.create_task(self._guarded(batch_id, tenant))
+
+        def forget(_: object) -> None:
+            del self._tasks[batch_id], self._cancelled[batch_id]
+
+        task.add_done_callback(forget)
+
+    async def _guarded(self, batch_id: str, tenant: str) -> None:
+        try:
+            await self._compute(batch_id, tenant)
+        except Exception:
+            logger.exception("batch %s stands still until the next start", batch_id)
+
+    async def _compute(self, batch_id: str, tenant: str) -> None:
+        batch = await self.stored(BatchStore.batch, batch_id, None)
+        if batch.status == "cancelling":
+            self._cancelled[batch_id].set()
+        if batch.status == "validating":
+            await self.stored(_begin, batch, self.now())
+        if batch.has_ended:
+            return
+        batch.status, unanswered = await self._answer_all(batch, tenant)
+        now = self.now()
+        batch.finalizing_at = int(now)
+        setattr(batch, f"{batch.status}_at", int(now))
+        if batch.status == "cancelled":
+            batch.cancelling_at = batch.cancelling_at or int(now)
+        await self.stored(BatchStore.finish, batch, tenant, unanswered, now, int(now) + KEPT_S)
+
+    async def _answer_all(self, batch: Batch, tenant: str) -> tuple[str, Failure | None]:
+        """Answers what is left; returns how the batch ends, and what is said of lines without an answer."""
+        work = asyncio.create_task(self._answer_lines(batch.id, tenant))
+        cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
+        try:
+            timeout = max(0.0, batch.expires_at - self.now())
+            await asyncio.wait([work, cancelled], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return "completed", None
+            return ("cancelled", _CANCELLED) if cancelled.done() else ("expired", _EXPIRED)
+        finally:
+            work.cancel()
+            cancelled.cancel()
+            await asyncio.gather(work, cancelled, return_exceptions=True)
+
+    async def _answer_lines(self, batch_id: str, tenant: str) -> None:
+        last, under_way = -1, set[asyncio.Task[None]]()
+        try:
+            while lines := await self.stored(BatchStore.pending, batch_id, last, self._concurrency):
+                for line in lines:
+                    await self._room.acquire()
+                    task = asyncio.create_task(self._answer(batch_id, line, tenant))
+                    under_way.add(task)
+                    task.add_done_callback(lambda _: self._room.release())
+                    last = line.number
+                failed = [task for task in under_way if task.done() and task.exception() is not None]
+                if failed:
+                    await failed[0]
+                under_way = {task for task in under_way if not task.done()}
+            await asyncio.gather(*under_way)
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _answer(self, batch_id: str, line: PendingLine, tenant: str) -> None:
+        body, pause_s = self._with_class(line.body), LEAST_PAUSE_S
+        while (answered := await self._ask(line.url, body, tenant)).status in BUSY:
+            wanted = answered.retry_after_s or 0.0
+            await asyncio.sleep(min(max(wanted, pause_s), MOST_PAUSE_S))
+            pause_s *= 2
+        await self.stored(BatchStore.answer, batch_id, line.number, answered.status, answered.body)
+
+    def _with_class(self, body: bytes) -> bytes:
+        content: dict[str, Any] = msgspec.json.decode(body)
+        if content.get("priority") is None and content.get("priority_class") is None:
+            content["priority_class"] = self._priority_class
+        return msgspec.json.encode(content)
+
+    async def _tidy(self) -> None:
+        while True:
+            await self.stored(BatchStore.expire, self.now(), KEPT_S)
+            await asyncio.sleep(TIDY_EVERY_S)
+
+
+def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
+    """What is wrong with the input of a batch.
+
+    Args:
+        pieces: Of the file.
+        endpoint: Which all lines have to name.
+    """
+    errors: list[LineError] = []
+    ids: set[str] = set()
+    num_lines = 0
+    for number, text in _lines_of(pieces):
+        num_lines += 1
+        if len(text) > MAX_LINE_BYTES or num_lines > MAX_LINES:
+            rule = f"a batch has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes"
+            return [*errors, LineError("too_long", rule, number)]
+        fault = _fault_of(text, endpoint, ids)
+        if fault is not None:
+            errors.append(LineError("invalid_line", fault, number))
+            if len(errors) == MAX_ERRORS:
+                break
+    return errors if num_lines else [LineError("empty_file", "the file has no lines", None)]
+
+
+def _begin(store: BatchStore, batch: Batch, now: float) -> None:
+    """Looks at the input, and keeps its lines or what is wrong with them."""
+    errors = check_lines(store.chunks(batch.input_file_id), batch.endpoint)
+    if errors:
+        batch.status, batch.errors, batch.failed_at = "failed", LineErrors(errors), int(now)
+        store.save(batch)
+        return
+    batch.status, batch.in_progress_at = "in_progress", int(now)
+    lines = _lines_of(store.chunks(batch.input_file_id))
+    store.add_lines(batch, (msgspec.json.decode(text, type=Line) for _, text in lines))
+
+
+def _fault_of(text: bytes, endpoint: str, ids: set[str]) -> str | None:
+    """What is wrong with a line; its id is added to those that were seen."""
+    try:
+        line = msgspec.json.decode(text, type=Line)
+        body = msgspec.json.decode(line.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"is not a request: {error}"
+    if line.url != endpoint:
+        return f"`url` must be {endpoint}, the endpoint of the batch"
+    if not isinstance(body, dict):
+        return "`body` must be an object"
+    if body.get("stream") or body.get("background"):
+        return "`body` must ask neither for a stream nor for an answer in the background"
+    if not line.custom_id or line.custom_id in ids:
+        return "`custom_id` must be a text of its own"
+    ids.add(line.custom_id)
+    return None
+
+
+def _lines_of(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(number from 1 on, text) of the lines that have one; the rest of one that is too long comes as it is."""
+    rest, number = b"", 0
+    for piece in chain(pieces, [b"\n"]):
+        *whole, rest = (rest + piece).split(b"\n")
+        for text in whole if len(rest) <= MAX_LINE_BYTES else [*whole, rest]:
+            number += 1
+            if text.strip():
+                yield number, text
+
+
+def new_file(file_id: str, filename: str, purpose: str, now: float) -> FileObject:
+    """What is told of a file that has just come."""
+    created = int(now)
+    return FileObject(
+        id=file_id, bytes=0, created_at=created, expires_at=created + KEPT_S, filename=filename, purpose=purpose
+    )

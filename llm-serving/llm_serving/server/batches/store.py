@@ -1,0 +1,275 @@
+"""Where files and batches are kept: one SQLite database, which an end of the process at any moment leaves whole."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from llm_serving.errors import ConfigError, RequestNotFoundError, RequestTooLargeError
+from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, FileObject, Line, LineAnswer, RequestCounts
+
+T = TypeVar("T")
+
+CHUNK_BYTES: Final = 2**18
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, expires INTEGER NOT NULL,
+    bytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS chunks (
+    file TEXT NOT NULL REFERENCES files ON DELETE CASCADE, number INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (file, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, ended INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE, number INTEGER NOT NULL, custom_id TEXT NOT NULL,
+    url TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, answer BLOB, PRIMARY KEY (batch, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS waiting ON lines (batch, number) WHERE status IS NULL;
+"""
+
+
+class PendingLine(NamedTuple):
+    """A line that has no answer yet."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BatchStore:
+    """Files, batches and their lines; each call is one transaction. It belongs to one thread.
+
+    Args:
+        path: The database; made where there is none.
+        max_bytes: Of all files together.
+
+    Raises:
+        ConfigError: The database cannot be used.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None)
+            path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"serving_config.batch_path: {path} cannot be used: {error}") from None
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def add_file(self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float) -> FileObject:
+        """Keeps a file; `about.bytes` is set to what it has.
+
+        Raises:
+            RequestTooLargeError: There is no room for it.
+        """
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+            row = (about.id, tenant, b"", now, about.expires_at, 0)
+            self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
+            about.bytes = 0
+            for number, chunk in enumerate(chunks):
+                about.bytes += len(chunk)
+                if used + about.bytes > self._max_bytes:
+                    rule = f"must fit: all files together have at most {self._max_bytes} bytes"
+                    raise RequestTooLargeError("file", f"{rule} (serving_config.batch_store_bytes)")
+                self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
+            self._describe(about)
+        return about
+
+    def file(self, file_id: str, tenant: str | None) -> FileObject:
+        """A file that this tenant, or None: anybody, may see.
+
+        Raises:
+            RequestNotFoundError: There is none.
+        """
+        query = "SELECT about FROM files WHERE id = ? AND (?2 IS NULL OR tenant = ?2)"
+        return _decoded(self._db.execute(query, (file_id, tenant)).fetchone(), FileObject, "file_id")
+
+    def files(self, tenant: str | None, purpose: str | None, limit: int, after: str | None) -> list[FileObject]:
+        """The newest files first, up to `limit` after that one."""
+        query = """SELECT about FROM files WHERE (?1 IS NULL OR tenant = ?1)
+            AND (?2 IS NULL OR created < (SELECT created FROM files WHERE id = ?2)) ORDER BY created DESC"""
+        found = (msgspec.json.decode(about, type=FileObject) for (about,) in self._db.execute(query, (tenant, after)))
+        wanted = (each for each in found if purpose in (None, each.purpose))
+        return [each for each, _ in zip(wanted, range(limit), strict=False)]
+
+    def chunk(self, file_id: str, number: int) -> bytes | None:
+        """A piece of a file; None behind the last."""
+        query = "SELECT data FROM chunks WHERE file = ? AND number = ?"
+        row = self._db.execute(query, (file_id, number)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def chunks(self, file_id: str) -> Iterator[bytes]:
+        """All pieces of a file."""
+        query = "SELECT data FROM chunks WHERE file = ? ORDER BY number"
+        return (bytes(data) for (data,) in self._db.execute(query, (file_id,)))
+
+    def delete_file(self, file_id: str) -> None:
+        with self._db:
+            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def add_batch(self, batch: Batch, tenant: str, now: float) -> None:
+        with self._db:
+            row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
+            self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
+
+    def save(self, batch: Batch) -> None:
+        with self._db:
+            self._save(batch)
+
+    def batch(self, batch_id: str, tenant: str | None) -> Batch:
+        """As `file`."""
+        query = "SELECT about FROM batches WHERE id = ? AND (?2 IS NULL OR tenant = ?2)"
+        batch = _decoded(self._db.execute(query, (batch_id, tenant)).fetchone(), Batch, "batch_id")
+        return self._counted(batch)
+
+    def batches(self, tenant: str | None, limit: int, after: str | None) -> list[Batch]:
+        """The newest first, up to `limit` after that one."""
+        query = """SELECT about FROM batches WHERE (?1 IS NULL OR tenant = ?1)
+            AND (?2 IS NULL OR created < (SELECT created FROM batches WHERE id = ?2)) ORDER BY created DESC LIMIT ?3"""
+        rows = self._db.execute(query, (tenant, after, limit)).fetchall()
+        return [self._counted(msgspec.json.decode(about, type=Batch)) for (about,) in rows]
+
+    def unfinished(self) -> list[tuple[str, str]]:
+        """(batch, tenant) of those that go on."""
+        return self._db.execute("SELECT id, tenant FROM batches WHERE NOT ended ORDER BY created").fetchall()
+
+    def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
+        """The lines of a batch, which begins by it."""
+        with self._db:
+            self._db.execute("BEGIN")
+            rows = ((batch.id, i, each.custom_id, each.url, bytes(each.body)) for i, each in enumerate(lines))
+            self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
+            self._save(batch)
+
+    def pending(self, batch_id: str, after: int, count: int) -> list[PendingLine]:
+        """The next lines without an answer behind this number."""
+        query = """SELECT number, custom_id, url, body FROM lines
+            WHERE batch = ? AND number > ? AND status IS NULL ORDER BY number LIMIT ?"""
+        return [PendingLine(*row) for row in self._db.execute(query, (batch_id, after, count))]
+
+    def answer(self, batch_id: str, number: int, status: int, answer: bytes) -> None:
+        """A line has been answered; the first answer stays."""
+        with self._db:
+            query = "UPDATE lines SET status = ?, answer = ? WHERE batch = ? AND number = ? AND status IS NULL"
+            self._db.execute(query, (status, answer, batch_id, number))
+
+    def finish(self, batch: Batch, tenant: str, unanswered: Failure | None, now: float, expires_at: int) -> None:
+        """Writes the output and the errors of a batch, in the order of its lines, and the batch with its end.
+
+        Args:
+            batch: With its last status; gets the ids of the files and the counts.
+            tenant: Whose it is.
+            unanswered: What is said of lines without an answer; None: nothing.
+            now: Seconds of the clock on the wall.
+            expires_at: Of the files.
+        """
+        batch.request_counts = self._counts(batch.id)
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            for answered in (True, False):
+                lines = self._output(batch.id, answered, unanswered)
+                file_id = self._write(batch, tenant, answered, lines, now, expires_at)
+                if answered:
+                    batch.output_file_id = file_id
+                else:
+                    batch.error_file_id = file_id
+            self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+            self._save(batch)
+
+    def expire(self, now: float, kept_s: float) -> None:
+        """Forgets files whose time is over, and batches that ended and are as old."""
+        with self._db:
+            self._db.execute("DELETE FROM files WHERE expires < ?", (now,))
+            self._db.execute("DELETE FROM batches WHERE ended AND created < ?", (now - kept_s,))
+
+    def _output(self, batch_id: str, answered: bool, unanswered: Failure | None) -> Iterator[bytes]:
+        query = "SELECT number, custom_id, status, answer FROM lines WHERE batch = ? ORDER BY number"
+        for number, custom_id, status, answer in self._db.execute(query, (batch_id,)):
+            if (status == 200) != answered or (status is None and unanswered is None):
+                continue
+            line = AnsweredLine(id=f"{batch_id}-{number}", custom_id=custom_id)
+            if status is None:
+                line.error = unanswered
+            else:
+                line.response = LineAnswer(status, f"{batch_id}-{number}", msgspec.Raw(answer))
+            yield msgspec.json.encode(line) + b"\n"
+
+    def _write(
+        self, batch: Batch, tenant: str, answered: bool, lines: Iterator[bytes], now: float, expires_at: int
+    ) -> str | None:
+        """A file of these lines; None where there are none."""
+        first = next(lines, None)
+        if first is None:
+            return None
+        name = f"{batch.id}_{'output' if answered else 'error'}.jsonl"
+        about = FileObject(
+            id=new_id("file"),
+            bytes=0,
+            created_at=int(now),
+            expires_at=expires_at,
+            filename=name,
+            purpose="batch_output",
+        )
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", (about.id, tenant, b"", now, expires_at, 0))
+        for number, chunk in enumerate(_chunks(first, lines)):
+            about.bytes += len(chunk)
+            self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
+        self._describe(about)
+        return about.id
+
+    def _describe(self, about: FileObject) -> None:
+        row = (msgspec.json.encode(about), about.bytes, about.id)
+        self._db.execute("UPDATE files SET about = ?, bytes = ? WHERE id = ?", row)
+
+    def _save(self, batch: Batch) -> None:
+        row = (msgspec.json.encode(batch), int(batch.has_ended), batch.id)
+        self._db.execute("UPDATE batches SET about = ?, ended = ? WHERE id = ?", row)
+
+    def _counted(self, batch: Batch) -> Batch:
+        """A batch with its counts; one that has ended has no lines any more, and knows them."""
+        if not batch.has_ended:
+            batch.request_counts = self._counts(batch.id)
+        return batch
+
+    def _counts(self, batch_id: str) -> RequestCounts:
+        query = "SELECT COUNT(*), SUM(status = 200), SUM(status <> 200) FROM lines WHERE batch = ?"
+        return RequestCounts(*(count or 0 for count in self._db.execute(query, (batch_id,)).fetchone()))
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody guesses."""
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def _decoded(row: tuple[bytes] | None, kind: type[T], field: str) -> T:
+    if row is None:
+        raise RequestNotFoundError(field, f"must be that of a {field.removesuffix('_id')} that is kept")
+    return msgspec.json.decode(row[0], type=kind)
+
+
+def _chunks(first: bytes, lines: Iterator[bytes]) -> Iterator[bytes]:
+    chunk = bytearray(first)
+    for line in lines:
+        if len(chunk) >= CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+        chunk += line
+    yield bytes(chunk)

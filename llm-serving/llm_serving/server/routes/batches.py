@@ -1,0 +1,208 @@
+"""OpenAI's files and batches: many requests in one file, answered when there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Final
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError, RequestNotFoundError, RequestTimeoutError, RequestTooLargeError
+from llm_serving.server.authentication import api_key_of, tenant_seen
+from llm_serving.server.batches import ENDPOINTS_OF_LINES, Batch, Batches, BatchStore
+from llm_serving.server.batches.batches import WINDOW_S, new_file
+from llm_serving.server.batches.objects import BatchList, BatchRequest, DeletedFile, FileList, FileObject
+from llm_serving.server.batches.store import CHUNK_BYTES, new_id
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.error_responses import json_response
+from llm_serving.server.off_loop import large_json_response
+from llm_serving.server.parameters import read_fields
+
+PURPOSE: Final = "batch"
+MAX_FILENAME_CHARS: Final = 256
+DEFAULT_ROWS, MAX_ROWS = 20, 100
+_PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ROWS},
+    "after": {"type": "string"},
+}
+_FILES: Final = {**_PAGE, "purpose": {"type": "string"}}
+
+
+async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """Keeps a file: a form with `purpose` and `file`."""
+    batches = _batches(http_request)
+    limits = engine.config.serving
+    counted = Request(http_request.scope, _limited(http_request, limits.batch_store_bytes))
+    try:
+        async with asyncio.timeout(limits.body_timeout_s), counted.form(max_files=1, max_fields=4) as form:
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile):
+                raise RequestError("file", "is required, in a form of the kind multipart/form-data")
+            if purpose != PURPOSE:
+                raise RequestError("purpose", f"must be {PURPOSE}", purpose)
+            name = (file.filename or "")[:MAX_FILENAME_CHARS]
+            about = new_file(new_id("file"), name, PURPOSE, batches.now())
+            pieces = _pieces(file)
+            about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
+    except HTTPException as error:  # by whoever reads forms
+        raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
+    except TimeoutError:
+        raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
+    return json_response(about)
+
+
+async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest files first."""
+    del engine
+    purpose = http_request.query_params.get("purpose")
+    limit, after = _page(http_request)
+    batches, tenant = _batches(http_request), tenant_seen(http_request)
+    files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
+    shown = files[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return await large_json_response(FileList(data=shown, has_more=len(files) > limit, first_id=first, last_id=last))
+
+
+async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """What is known of a file."""
+    del engine
+    return json_response(await _file(http_request))
+
+
+async def show_content(engine: AsyncEngine, http_request: Request) -> Response:
+    """What is in a file."""
+    del engine
+    about, batches = await _file(http_request), _batches(http_request)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        number = 0
+        while (piece := await batches.stored(BatchStore.chunk, about.id, number)) is not None:
+            yield piece
+            number += 1
+
+    return StreamingResponse(pieces(), media_type="application/jsonl")
+
+
+async def delete_file(engine: AsyncEngine, http_request: Request) -> Response:
+    """Forgets a file; a batch that has begun has its lines already."""
+    del engine
+    about = await _file(http_request)
+    await _batches(http_request).stored(BatchStore.delete_file, about.id)
+    return json_response(DeletedFile(about.id))
+
+
+async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """Begins to answer the lines of a file."""
+    request = await read_fields(engine, http_request, BatchRequest)
+    batches = _batches(http_request)
+    if request.endpoint not in ENDPOINTS_OF_LINES:
+        raise RequestError("endpoint", f"must be one of {', '.join(ENDPOINTS_OF_LINES)}", request.endpoint)
+    try:
+        await batches.stored(BatchStore.file, request.input_file_id, tenant_seen(http_request))
+    except RequestError as error:
+        raise type(error)("input_file_id", error.rule, request.input_file_id) from None
+    created = int(batches.now())
+    batch = Batch(
+        id=new_id("batch"),
+        endpoint=request.endpoint,
+        input_file_id=request.input_file_id,
+        created_at=created,
+        expires_at=created + WINDOW_S,
+        metadata=request.metadata,
+    )
+    await batches.create(batch, _tenant(http_request))
+    return json_response(batch)
+
+
+async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
+    """The newest batches first."""
+    del engine
+    limit, after = _page(http_request)
+    found = await _batches(http_request).stored(BatchStore.batches, tenant_seen(http_request), limit + 1, after)
+    shown = found[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return await large_json_response(BatchList(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """How far a batch is."""
+    del engine
+    return json_response(await _batch(http_request))
+
+
+async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
+    """Ends a batch; what has been answered stays."""
+    del engine
+    return json_response(await _batches(http_request).cancel(await _batch(http_request)))
+
+
+def _batches(http_request: Request) -> Batches:
+    batches = http_request.app.batches
+    if batches is None:
+        raise RequestNotFoundError("serving_config.batch_path", "must name a file for batches to be kept in")
+    assert isinstance(batches, Batches)
+    return batches
+
+
+async def _file(http_request: Request) -> FileObject:
+    file_id, tenant = http_request.path_params["file_id"], tenant_seen(http_request)
+    return await _batches(http_request).stored(BatchStore.file, file_id, tenant)
+
+
+async def _batch(http_request: Request) -> Batch:
+    batch_id, tenant = http_request.path_params["batch_id"], tenant_seen(http_request)
+    return await _batches(http_request).stored(BatchStore.batch, batch_id, tenant)
+
+
+def _tenant(http_request: Request) -> str:
+    """Whose files these are."""
+    key = api_key_of(http_request)
+    return "" if key is None else key.name
+
+
+def _page(http_request: Request) -> tuple[int, str | None]:
+    given = http_request.query_params.get("limit", str(DEFAULT_ROWS))
+    if not (given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
+        raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
+    return int(given), http_request.query_params.get("after")
+
+
+def _pieces(file: UploadFile) -> Iterator[bytes]:
+    while piece := file.file.read(CHUNK_BYTES):
+        yield piece
+
+
+def _limited(http_request: Request, max_bytes: int) -> Receive:
+    """`receive` of a request whose body ends the request where it becomes too long."""
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await http_request.receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise RequestTooLargeError("body", f"must be at most {max_bytes} bytes (serving_config.batch_store_bytes)")
+        return message
+
+    return receive
+
+
+_FILE: Final = "/v1/files/{file_id}"
+_BATCH: Final = "/v1/batches/{batch_id}"
+ENDPOINTS: Final = (
+    Endpoint("POST", "/v1/files", create_file, "Keep a file of requests", answer=FileObject),
+    Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
+    Endpoint("GET", _FILE, show_file, "Show a file", answer=FileObject),
+    Endpoint("GET", f"{_FILE}/content", show_content, "What is in a file"),
+    Endpoint("DELETE", _FILE, delete_file, "Forget a file", answer=DeletedFile),
+    Endpoint("POST", "/v1/batches", create_batch, "Answer the requests of a file", body=BatchRequest, answer=Batch),
+    Endpoint("GET", "/v1/batches", list_batches, "List batches", answer=BatchList, query=_PAGE),
+    Endpoint("GET", _BATCH, show_batch, "Show a batch", answer=Batch),
+    Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "End a batch", answer=Batch),
+)

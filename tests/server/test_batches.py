@@ -1,0 +1,336 @@
+"""Files and batches: what is kept is answered once, whatever ends in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+from fakes import FakeEngine, Script
+from llm_serving.config.schema import ApiKey
+from llm_serving.errors import CapacityError, ConfigError
+from llm_serving.server.app import build_site, open_batches
+from llm_serving.server.authentication import hash_key
+from llm_serving.server.batches import BatchStore
+from llm_serving.server.batches import batches as module
+from server_client import error_of, request
+
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id, url="/v1/completions", **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hello", **body}}
+
+
+def jsonl(*lines):
+    return "\n".join(json.dumps(each) for each in lines).encode()
+
+
+class Site:
+    """A client of an engine whose batches are kept in a folder."""
+
+    def __init__(self, engine, folder, headers=None):
+        self.engine = engine
+        serving = replace(engine.config.serving, batch_path=folder / "batches.db")
+        engine.config = replace(engine.config, serving=serving)
+        self._site = build_site(engine)
+        transport = httpx.ASGITransport(self._site.outside)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+
+    async def __aenter__(self):
+        self.batches = self._site.routes.batches = open_batches(self.engine.config, self._site.inside)
+        await self.batches.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.batches.stop()
+        await self.client.aclose()
+
+    async def upload(self, content):
+        form = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}}
+        return (await self.client.post("/v1/files", **form)).json()["id"]
+
+    async def begin(self, content, endpoint="/v1/completions", **fields):
+        file_id = await self.upload(content)
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", **fields}
+        answer = await self.client.post("/v1/batches", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    async def show(self, batch_id):
+        return (await self.client.get(f"/v1/batches/{batch_id}")).json()
+
+    async def ended(self, batch_id):
+        await self.batches.done(batch_id)
+        return await self.show(batch_id)
+
+    async def lines(self, file_id):
+        text = (await self.client.get(f"/v1/files/{file_id}/content")).text
+        return [json.loads(each) for each in text.splitlines()]
+
+
+def run(talking):
+    return asyncio.run(talking())
+
+
+def test_lines_are_answered_in_their_order_in_the_least_class(tmp_path):
+    engine = FakeEngine()
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            lines = jsonl(line("a"), line("b", temperature=-1), line("c", priority=0))
+            batch = await site.ended(await site.begin(lines, metadata={"of": "mine"}))
+            return batch, await site.lines(batch["output_file_id"]), await site.lines(batch["error_file_id"])
+
+    batch, answers, errors = run(talking)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert batch["metadata"] == {"of": "mine"}
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in answers] == [("a", 200), ("c", 200)]
+    assert answers[0]["response"]["body"]["choices"][0]["text"] == "Hello world"
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in errors] == [("b", 400)]
+    assert "temperature" in errors[0]["response"]["body"]["error"]["message"]
+    assert sorted(each.priority for each in engine.submitted) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"", "the file has no lines"),
+        (b"{", "is not a request"),
+        (jsonl(line("a", url="/v1/models")), "`url` must be /v1/completions"),
+        (jsonl(line("a"), line("a")), "`custom_id` must be"),
+        (jsonl(line("a", stream=True)), "neither for a stream"),
+        (jsonl({"custom_id": "a", "url": "/v1/completions", "body": []}), "`body` must be an object"),
+    ],
+)
+def test_a_file_with_a_fault_is_answered_by_what_it_is(tmp_path, text, fault):
+    engine = FakeEngine()
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            return await site.ended(await site.begin(text))
+
+    batch = run(talking)
+    assert batch["status"] == "failed"
+    assert fault in batch["errors"]["data"][-1]["message"]
+    assert engine.submitted == []
+
+
+def test_lines_out_of_pieces_of_any_size():
+    lines = jsonl(line("a"), line("b")) + b"\n\n"
+    for size in (1, 7, len(lines)):
+        pieces = [lines[i : i + size] for i in range(0, len(lines), size)]
+        assert [number for number, _ in module._lines_of(pieces)] == [1, 2]
+        assert module.check_lines(pieces, "/v1/completions") == []
+
+
+def test_lines_and_their_number_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LINES", 3)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 200)
+    assert module.check_lines([jsonl(*map(line, "abcd"))], "/v1/completions")[-1].line == 4
+    assert module.check_lines([b"x" * 150] * 9, "/v1/completions")[-1].code == "too_long"
+
+
+def test_an_end_of_the_process_loses_no_line_and_answers_none_twice(tmp_path):
+    first, second = FakeEngine(Script(hold_after=0)), FakeEngine()
+    first.script_for = lambda submitted: Script() if len(first.submitted) < 3 else Script(hold_after=0)
+
+    async def talking():
+        async with Site(first, tmp_path) as site:
+            batch_id = await site.begin(jsonl(*map(line, "abcde")))
+            await first.held.wait()
+            while (await site.show(batch_id))["request_counts"]["completed"] < 2:
+                await asyncio.sleep(0)
+        async with Site(second, tmp_path) as site:
+            batch = await site.ended(batch_id)
+            return batch, await site.lines(batch["output_file_id"])
+
+    batch, answers = run(talking)
+    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    assert [each["custom_id"] for each in answers] == list("abcde")
+    assert len(second.submitted) == 3
+
+
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path):
+    engine = FakeEngine()
+    engine.script_for = lambda submitted: Script() if len(engine.submitted) < 2 else Script(hold_after=0)
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            batch_id = await site.begin(jsonl(*map(line, "abc")))
+            await engine.held.wait()
+            while (await site.show(batch_id))["request_counts"]["completed"] < 1:
+                await asyncio.sleep(0)
+            cancelling = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
+            batch = await site.ended(batch_id)
+            again = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
+            files = [await site.lines(batch[name]) for name in ("output_file_id", "error_file_id")]
+            return cancelling, batch, again, files
+
+    cancelling, batch, again, (answers, errors) = run(talking)
+    assert (cancelling["status"], batch["status"], again["status"]) == ("cancelling", "cancelled", "cancelled")
+    assert [each["custom_id"] for each in answers] == ["a"]
+    assert [each["error"]["code"] for each in errors] == ["batch_cancelled"] * 2
+    assert len(engine.aborted) == 2
+
+
+def test_a_batch_that_is_not_done_in_time_expires(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_serving.server.routes.batches.WINDOW_S", 0)
+    engine = FakeEngine(Script(hold_after=0))
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            batch = await site.ended(await site.begin(jsonl(line("a"))))
+            return batch, await site.lines(batch["error_file_id"])
+
+    batch, errors = run(talking)
+    assert batch["status"] == "expired"
+    assert errors[0]["error"]["code"] == "batch_expired"
+
+
+def test_a_line_waits_while_there_is_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_PAUSE_S", 0.0)
+    engine = FakeEngine(refusal=CapacityError("the queue is full", 0.0))
+    asked, check = [], engine.generate
+
+    def generate(*arguments, **named):
+        asked.append(1)
+        if len(asked) == 3:
+            engine.refusal = None
+        return check(*arguments, **named)
+
+    engine.generate = generate
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            site.batches._ask = _without_waiting(site.batches._ask)
+            return await site.ended(await site.begin(jsonl(line("a"))))
+
+    assert run(talking)["request_counts"]["completed"] == 1
+    assert len(asked) == 3
+
+
+def _without_waiting(ask):
+    async def asks(*arguments):
+        return replace(await ask(*arguments), retry_after_s=None)
+
+    return asks
+
+
+class TestTenants:
+    KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(name)) for name in ("me", "you"))
+
+    def engine(self, keys=KEYS):
+        return FakeEngine(api_keys=keys)
+
+    def test_another_tenant_sees_and_ends_nothing(self, tmp_path):
+        async def talking():
+            async with Site(self.engine(), tmp_path, {"x-api-key": "me"}) as site:
+                batch = await site.ended(await site.begin(jsonl(line("a"))))
+                paths = [f"/v1/batches/{batch['id']}", f"/v1/files/{batch['output_file_id']}"]
+                paths.append(f"/v1/files/{batch['input_file_id']}/content")
+                theirs = {"headers": {"x-api-key": "you"}}
+                seen = [(await site.client.get(path, **theirs)).status_code for path in paths]
+                lists = [
+                    (await site.client.get(path, **theirs)).json()["data"] for path in ("/v1/batches", "/v1/files")
+                ]
+                own = [len((await site.client.get(path)).json()["data"]) for path in ("/v1/batches", "/v1/files")]
+                body = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+                stolen = await site.client.post("/v1/batches", json=body, **theirs)
+                return seen, lists, own, stolen, site.engine.submitted[0].tenant
+
+        seen, lists, own, stolen, tenant = run(talking)
+        assert (seen, lists, own, tenant) == ([404] * 3, [[], []], [1, 2], "me")
+        assert error_of(stolen)["param"] == "input_file_id"
+
+    def test_a_tenant_whose_key_is_gone_is_answered_no_more(self, tmp_path):
+        held = FakeEngine(Script(hold_after=0), api_keys=self.KEYS)
+
+        async def talking():
+            async with Site(held, tmp_path, {"x-api-key": "me"}) as site:
+                batch_id = await site.begin(jsonl(line("a")))
+                await held.held.wait()
+            other = FakeEngine(api_keys=(replace(self.KEYS[1], admin=True),))
+            async with Site(other, tmp_path, {"x-api-key": "you"}) as site:
+                batch = await site.ended(batch_id)
+                return other, await site.lines(batch["error_file_id"])
+
+        engine, errors = run(talking)
+        assert [each["response"]["status_code"] for each in errors] == [401]
+        assert engine.submitted == []
+
+
+def test_files_are_listed_shown_and_deleted(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            ids = [await site.upload(jsonl(line(name))) for name in "abc"]
+            listed = (await site.client.get("/v1/files", params={"limit": 2, "purpose": "batch"})).json()
+            rest = (await site.client.get("/v1/files", params={"after": listed["last_id"]})).json()
+            shown = (await site.client.get(f"/v1/files/{ids[0]}")).json()
+            await site.client.delete(f"/v1/files/{ids[0]}")
+            gone = await site.client.get(f"/v1/files/{ids[0]}")
+            return ids, listed, rest, shown, gone
+
+    ids, listed, rest, shown, gone = run(talking)
+    assert [each["id"] for each in listed["data"]] == ids[:0:-1]
+    assert (listed["has_more"], [each["id"] for each in rest["data"]]) == (True, ids[:1])
+    assert (shown["bytes"], shown["filename"], shown["purpose"]) == (len(jsonl(line("a"))), "in.jsonl", "batch")
+    assert gone.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"data": {"purpose": "batch"}}, "file"),
+        ({"files": {"file": ("x", b"x")}}, "purpose"),
+        ({"files": {"file": ("x", b"x")}, "data": {"purpose": "fine-tune"}}, "purpose"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "body"),
+        ({"files": {"file": ("x", b"x" * 3_000_000)}, "data": {"purpose": "batch"}}, "body"),
+    ],
+)
+def test_what_is_no_file_is_refused(tmp_path, form, param):
+    async def talking():
+        async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
+            answer = await site.client.post("/v1/files", **form)
+            assert (await site.client.get("/v1/files")).json()["data"] == []
+            return answer
+
+    answer = run(talking)
+    assert error_of(answer)["param"] == param
+
+
+def test_all_files_together_have_a_bound(tmp_path):
+    async def talking():
+        async with Site(FakeEngine(limits={"batch_store_bytes": 2**20}), tmp_path) as site:
+            content = b"x" * 600_000
+            await site.upload(content)
+            form = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}}
+            refused = await site.client.post("/v1/files", **form)
+            return refused, len((await site.client.get("/v1/files")).json()["data"])
+
+    refused, count = run(talking)
+    assert (refused.status_code, error_of(refused)["param"], count) == (413, "file", 1)
+
+
+def test_what_is_old_is_forgotten(tmp_path):
+    with contextlib.closing(BatchStore(tmp_path / "x.db", 2**20)) as store:
+        store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", [b"x"], 100.0)
+        store.expire(100.0 + module.KEPT_S, module.KEPT_S)
+        assert len(store.files(None, None, 9, None)) == 1
+        store.expire(102.0 + module.KEPT_S, module.KEPT_S)
+        assert store.files(None, None, 9, None) == []
+
+
+def test_without_a_place_to_keep_them_there_are_none():
+    answer = request(FakeEngine(), "GET", "/v1/batches")
+    assert answer.status_code == 404
+    assert "serving_config.batch_path" in error_of(answer)["message"]
+
+
+def test_a_place_that_cannot_be_used_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"serving_config\.batch_path"):
+        BatchStore(tmp_path, 1)
