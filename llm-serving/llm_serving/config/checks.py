@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
-from llm_serving.config.tls import CERTFILE, KEYFILE, tls_context
+from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
 from llm_serving.config.values import Values
 from llm_serving.core.choices import OrderName, PolicyName
 from llm_serving.core.window import Window
@@ -121,16 +121,17 @@ def _check_door(values: Values) -> None:
 
 
 def _check_tls(values: Values) -> None:
-    certfile, keyfile = values[CERTFILE], values[KEYFILE]
+    certfile, keyfile, password_file = values[CERTFILE], values[KEYFILE], values[PASSWORD_FILE]
     if certfile is None:
-        if keyfile is not None:
-            raise _error(values, KEYFILE, "must be the key of a certificate, ssl_certfile", keyfile)
+        for name, given in ((KEYFILE, keyfile), (PASSWORD_FILE, password_file)):
+            if given is not None:
+                raise _error(values, name, "must be that of a certificate, ssl_certfile", given)
         return
     try:
-        tls_context(certfile, keyfile)
+        tls_context(certfile, keyfile, password_file)
     except ConfigError as error:
-        source = values.source(KEYFILE if str(error).startswith(KEYFILE) else CERTFILE)
-        raise ConfigError(f"{source}: {error}") from None
+        name = str(error).partition(": ")[0]
+        raise ConfigError(f"{values.source(name)}: {error}") from None
 
 
 def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:

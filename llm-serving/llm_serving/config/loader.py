@@ -21,7 +21,7 @@ from llm_serving.config.rules import Rule
 from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
 from llm_serving.config.step_budget import choose_prefill_gap, choose_step_budget
 from llm_serving.config.tables import TableReader
-from llm_serving.config.tls import CERTFILE, KEYFILE
+from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE
 from llm_serving.config.values import Values
 from llm_serving.config.yaml_reader import Located, plain, read_value, read_yaml
 from llm_serving.errors import ConfigError, ModelError, shorten
@@ -228,7 +228,7 @@ def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
 
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     """Make paths absolute, name the model, and read its config.json."""
-    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE):
+    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE):
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
     path = values[MODEL_PATH]

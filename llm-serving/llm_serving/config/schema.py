@@ -142,7 +142,10 @@ class ServerConfig:
     are read again within seconds, without a restart."""
 
     ssl_keyfile: Path | None = option(None, path())
-    """PEM file of the certificate's private key, not encrypted. None: it is in `ssl_certfile`."""
+    """PEM file of the certificate's private key. None: it is in `ssl_certfile`."""
+
+    ssl_keyfile_password_file: Path | None = option(None, path())
+    """File whose first line is the password of an encrypted private key. None: the key is not encrypted."""
 
     max_connections: int = option(1024, integer(1, 10**6))
     """Connections, handshakes included. Beyond, one that does not wait for an answer makes room, else 503."""

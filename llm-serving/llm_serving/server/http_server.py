@@ -104,7 +104,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
         self._certificates: Certificates | None = None
         if limits.ssl_certfile is not None:
-            self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile)
+            self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile, limits.ssl_keyfile_password_file)
         self._renewal: asyncio.Task[None] | None = None
         self._on_refused = on_refused
 

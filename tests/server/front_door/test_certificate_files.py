@@ -7,6 +7,7 @@ import ssl
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 from llm_serving.config.loader import load_config
 from llm_serving.config.tls import tls_context
 from llm_serving.errors import ConfigError
@@ -23,9 +24,17 @@ def files(tmp_path_factory):
     mine.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
     other.private_key_pem.write_to_path(folder / "other.pem")
     (folder / "empty.pem").write_bytes(b"")
+    key = serialization.load_pem_private_key(mine.private_key_pem.bytes(), None)
     (folder / "locked.pem").write_bytes(
-        b"-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n"
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"open sesame"),
+        )
     )
+    (folder / "password").write_bytes(b"open sesame\r\nmore\n")
+    (folder / "wrong").write_bytes(b"open\n")
+    (folder / "long").write_bytes(b"x" * 2000)
     (folder / "endless.pem").symlink_to("/dev/zero")
     os.mkfifo(folder / "pipe.pem")
     return folder
@@ -54,7 +63,12 @@ def test_what_can_be_used(files, cert, key):
         ("cert.pem", None, "serving_config.ssl_certfile: cert.pem: must hold a private key in PEM form"),
         ("empty.pem", "key.pem", "serving_config.ssl_certfile: empty.pem: must hold a certificate in PEM form"),
         ("key.pem", "key.pem", "serving_config.ssl_certfile: key.pem: must hold a certificate in PEM form"),
-        ("cert.pem", "locked.pem", "serving_config.ssl_keyfile: locked.pem: the private key must not be encrypted"),
+        (
+            "cert.pem",
+            "locked.pem",
+            "serving_config.ssl_keyfile: locked.pem: the private key is encrypted, its password must be in "
+            "serving_config.ssl_keyfile_password_file",
+        ),
         ("endless.pem", "key.pem", "serving_config.ssl_certfile: endless.pem: must be a regular file"),
         ("cert.pem", "pipe.pem", "serving_config.ssl_keyfile: pipe.pem: must be a regular file"),
         (
@@ -66,6 +80,28 @@ def test_what_can_be_used(files, cert, key):
 )
 def test_what_cannot_be_used_is_named(files, cert, key, message):
     assert error_of(files, cert, key) == message
+
+
+class TestPasswords:
+    def test_an_encrypted_key_opens_with_the_first_line_of_a_file(self, files):
+        tls_context(files / "cert.pem", files / "locked.pem", files / "password")
+
+    def test_a_key_that_is_not_encrypted_needs_none(self, files):
+        tls_context(files / "cert.pem", files / "key.pem", files / "password")
+
+    @pytest.mark.parametrize(
+        ("name", "rule"),
+        [
+            ("wrong", "must hold the password of locked.pem"),
+            ("empty.pem", "the first line must be a password of at most 1023 bytes"),
+            ("long", "the first line must be a password of at most 1023 bytes"),
+            ("pipe.pem", "must be a regular file"),
+        ],
+    )
+    def test_what_opens_nothing_is_named(self, files, name, rule):
+        with pytest.raises(ConfigError) as caught:
+            tls_context(files / "cert.pem", files / "locked.pem", files / name)
+        assert str(caught.value).replace(f"{files}/", "") == f"serving_config.ssl_keyfile_password_file: {name}: {rule}"
 
 
 class TestConfiguration:
@@ -87,7 +123,17 @@ class TestConfiguration:
         [
             ("    ssl_certfile: cert.pem\n    ssl_keyfile: other.pem\n", 3, "is not the key of the certificate"),
             ("    ssl_keyfile: key.pem\n    ssl_certfile: empty.pem\n", 3, "must hold a certificate in PEM form"),
-            ("    ssl_keyfile: key.pem\n", 2, "`serving_config.ssl_keyfile` must be the key of a certificate"),
+            ("    ssl_keyfile: key.pem\n", 2, "`serving_config.ssl_keyfile` must be that of a certificate"),
+            (
+                "    ssl_keyfile_password_file: password\n",
+                2,
+                "`serving_config.ssl_keyfile_password_file` must be that of a certificate",
+            ),
+            (
+                "    ssl_certfile: cert.pem\n    ssl_keyfile: locked.pem\n    ssl_keyfile_password_file: wrong\n",
+                4,
+                "must hold the password of",
+            ),
             (
                 "    ssl_certfile: nowhere.pem\n",
                 2,

@@ -27,16 +27,17 @@ class Certificates:
     Args:
         certfile: See `tls_context`.
         keyfile: See `tls_context`.
+        password_file: See `tls_context`.
 
     Raises:
         ConfigError: The files cannot be used.
     """
 
-    def __init__(self, certfile: Path, keyfile: Path | None) -> None:
+    def __init__(self, certfile: Path, keyfile: Path | None, password_file: Path | None = None) -> None:
         self._certfile = certfile
-        self._keyfile = keyfile
+        self._files = certfile, keyfile, password_file
         self._version = self._look()
-        self.context: ssl.SSLContext = tls_context(certfile, keyfile)
+        self.context: ssl.SSLContext = tls_context(*self._files)
 
     def reload_if_changed(self) -> bool:
         """Whether there is a new context."""
@@ -45,7 +46,7 @@ class Certificates:
             return False
         self._version = version
         try:
-            self.context = tls_context(self._certfile, self._keyfile)
+            self.context = tls_context(*self._files)
         except ConfigError as error:
             logger.error("the certificate before it serves on: %s", error)
             return False
@@ -59,8 +60,7 @@ class Certificates:
             self.reload_if_changed()
 
     def _look(self) -> Version:
-        files = [self._certfile] if self._keyfile is None else [self._certfile, self._keyfile]
-        return tuple(_version(file) for file in files)
+        return tuple(_version(file) for file in self._files if file is not None)
 
 
 def _version(file: Path) -> tuple[int, int, int]:
