@@ -43,7 +43,7 @@ class RandomAgent:
         del timeout_s
         message = self._decoder.decode(self._steps.popleft())
         step = step_from_arrays(message.step, self._buffers.read(message.buffer, message.layout))
-        num_samples = len(step.sample_rows)
+        num_samples = step.sampling.num_samples
         token_ids = self._rng.integers(self._low, self._high, num_samples).astype(np.int32)
         logprobs, no_tops = np.zeros(num_samples, np.float32), np.empty((num_samples, 0), np.int32)
         if self._step_s:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
@@ -45,11 +46,13 @@ class FakeRunner:
         self._guard.check(step)
         self._move_blocks(step.block_moves.tolist())
         contexts = self._contexts(step)
-        sampling = step.sampling
-        assert sampling.position.tolist() == [len(context) for context in contexts]
-        output = self._choose(step, contexts)
+        num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
+        assert step.sampling.position.tolist() == [len(context) for context in contexts[:num_samples]]
+        output = self._choose(step, contexts[:num_samples])
         self._previous = output.token_ids.tolist()
-        return output
+        scores = _scores(contexts[num_samples : num_samples + num_scored], step.scoring)
+        vectors = np.array([vector_of(context) for context in contexts[num_samples + num_scored :]], np.float32)
+        return replace(output, scores=scores, vectors=vectors)
 
     def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
         sampling = step.sampling
@@ -57,21 +60,21 @@ class FakeRunner:
         return StepOutput(step.step, np.array(tokens, np.int32), *_logprobs(contexts, tokens, sampling.num_logprobs))
 
     def _contexts(self, step: StepInput) -> list[list[int]]:
-        """Writes the tokens of a step, then reads back all that came before each token to choose."""
+        """Writes the tokens of a step, then reads back all that comes before each result, its own token included."""
         token_ids = [each if each >= 0 else self._previous[-1 - each] for each in step.token_ids.tolist()]
         slots = (step.block_tables[:, :, None] * self.block_size + self._offsets).reshape(step.num_rows, -1)
-        sample_rows = set(step.sample_rows.tolist())
         rows = zip(slots, step.num_computed.tolist(), step.query_lens.tolist(), strict=True)
-        contexts, start = [], 0
-        for row, (row_slots, computed, query_len) in enumerate(rows):
+        start = 0
+        for row_slots, computed, query_len in rows:
             end = computed + query_len
             assert end <= len(row_slots), "the block table is too short"
             self._cache[row_slots[computed:end]] = token_ids[start : start + query_len]
             start += query_len
-            if row in sample_rows:
-                first = max(0, end - self.window)
-                contexts.append([0] * first + self._cache[row_slots[first:end]].tolist())
-        return contexts
+        return [self._context(slots[row], step.num_computed[row] + token + 1) for row, token, _ in step.wanted.tolist()]
+
+    def _context(self, row_slots: np.ndarray, end: int) -> list[int]:
+        first = max(0, end - self.window)
+        return [0] * first + self._cache[row_slots[first:end]].tolist()
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         if not moves:
@@ -119,6 +122,31 @@ def seen(token_ids: list[int], window: int) -> list[int]:
     """A context as a model with a window finds it: what came before that is not told apart."""
     first = max(0, len(token_ids) - window)
     return [0] * first + token_ids[first:]
+
+
+def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
+    logprobs, ranks, top_token_ids, top_logprobs, offsets = [], [], [], [], [0]
+    for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
+        distribution, ranked = next_logprobs(context), most_likely(context)
+        given = scoring.token_ids[scoring.offsets[result] : scoring.offsets[result + 1]]
+        logprobs += distribution[given].tolist()
+        ranks += [ranked.tolist().index(token_id) + 1 for token_id in given.tolist()]
+        top_token_ids += ranked[:count].tolist()
+        top_logprobs += distribution[ranked[:count]].tolist()
+        offsets.append(len(top_token_ids))
+    whole, real = np.int32, np.float32
+    return Scores(
+        np.array(logprobs, real),
+        np.array(ranks, whole),
+        np.array(offsets, whole),
+        np.array(top_token_ids, whole),
+        np.array(top_logprobs, real),
+    )
+
+
+def vector_of(token_ids: list[int]) -> np.ndarray:
+    """The fake model's last hidden state [8] after `token_ids`."""
+    return next_logprobs(token_ids)[:8]
 
 
 def next_token(token_ids: list[int], seed: int) -> int:

@@ -11,6 +11,7 @@ from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.lowering.lower import lower
+from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.compiled_network import CompiledNetwork
@@ -44,17 +45,31 @@ class GraphModel:
         self.kv_tensors = kv_tensors
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder)
-        self._network = CompiledNetwork(
-            lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)
-        )
+        lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)
+        self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
+        self._states = CompiledNetwork(lowered.states)
+        self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, BLOCK_SIZE)
 
     @property
     def num_compilations(self) -> int:
-        return self._network.num_compilations
+        return (self._network or self._states).num_compilations
 
     def logits(self, *rows, samples=None) -> np.ndarray:
         """One step of rows (token_ids, num_computed, block_ids): logits of all tokens, or of the last of `samples`."""
+        if self._network is None:
+            return self.head(self.states(*rows, samples=samples))
+        return self._network(self._arrays(rows, samples)).copy()
+
+    def states(self, *rows, samples=None) -> np.ndarray:
+        """As `logits`, but what the head would read."""
+        return self._states(self._arrays(rows, samples)).copy()
+
+    def head(self, states: np.ndarray) -> np.ndarray:
+        """The logits of states."""
+        return self._head((states, *arguments_of_rows(len(states)))).copy()
+
+    def _arrays(self, rows, samples):
         inputs = build_model_inputs(step_input(rows, samples=samples), NO_TOKENS, self._limits)
         indices = np.arange(len(inputs.token_ids), dtype=np.int32) if samples is None else inputs.sample_indices
-        return self._network((*inputs.arrays()[:-1], indices)).copy()
+        return (*inputs.arrays()[:-1], indices)

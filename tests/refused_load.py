@@ -217,7 +217,7 @@ class _Device(LocalExecutor):
 
     def execute(self, step: StepInput) -> StepOutput:
         self._world.pass_time(self._due.pop(0))
-        tokens = (step.num_computed + step.query_lens)[step.sample_rows] % 1000
+        tokens = (step.num_computed + step.query_lens)[step.wanted[:, 0]] % 1000
         empty = np.zeros((len(tokens), 0))
         return StepOutput(
             step.step,

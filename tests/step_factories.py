@@ -1,7 +1,7 @@
 """Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
 
 import numpy as np
-from llm_serving.core.step import Move, SamplingInput, StepInput
+from llm_serving.core.step import Move, ResultKind, SamplingInput, ScoringInput, StepInput, Wanted
 
 _DEFAULTS = {
     "temperature": (np.float32, 0),
@@ -61,7 +61,16 @@ def block_moves(*moves):
     return np.array([(*move, *(0,) * (width - len(move))) for move in moves], np.int32).reshape(-1, width)
 
 
-def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None):
+def scoring_input(*results):
+    """Of results (token ids, number of the most likely)."""
+    return ScoringInput(
+        num_logprobs=np.array([count for _, count in results], np.int32),
+        offsets=_offsets([token_ids for token_ids, _ in results]),
+        token_ids=np.array([token_id for token_ids, _ in results for token_id in token_ids], np.int32),
+    )
+
+
+def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None, scores=(), vectors=()):
     """A step of rows (token_ids, num_computed, block_ids).
 
     Args:
@@ -71,10 +80,17 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None)
         sampling: How; greedy by default.
         moves: As for `block_moves`, done first.
         epochs: [B, W] of the blocks; 0 by default, so that all blocks have one owner.
+        scores: Results (row, token, token ids, number of the most likely) of kind LOGPROBS, in order.
+        vectors: Results (row, token) of kind VECTOR, in order.
     """
     width = max(len(blocks) for _, _, blocks in rows)
     block_tables = np.array([list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in rows], np.int32)
-    sample_rows = np.array(range(len(rows)) if samples is None else samples, np.int32)
+    sample_rows = range(len(rows)) if samples is None else samples
+    wanted = [
+        *(Wanted(row, len(rows[row][0]) - 1, ResultKind.TOKEN) for row in sample_rows),
+        *(Wanted(row, token, ResultKind.LOGPROBS) for row, token, _, _ in scores),
+        *(Wanted(row, token, ResultKind.VECTOR) for row, token in vectors),
+    ]
     return StepInput(
         step=step,
         token_ids=np.array([token_id for token_ids, _, _ in rows for token_id in token_ids], np.int32),
@@ -82,8 +98,9 @@ def step_input(rows, step=0, samples=None, sampling=None, moves=(), epochs=None)
         num_computed=np.array([num_computed for _, num_computed, _ in rows], np.int32),
         block_tables=block_tables,
         block_epochs=np.zeros_like(block_tables) if epochs is None else np.array(epochs, np.int32),
-        sample_rows=sample_rows,
+        wanted=np.array(wanted, np.int32).reshape(-1, len(Wanted._fields)),
         sampling=sampling or sampling_input(len(sample_rows)),
+        scoring=scoring_input(*(result for _, _, *result in scores)),
         block_moves=block_moves(*moves),
     )
 

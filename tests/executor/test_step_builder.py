@@ -50,7 +50,7 @@ def test_two_prompts_in_one_step():
     assert step.token_ids.tolist() == [100, 101, 102, 103, 104, 100, 101]
     assert step.query_lens.tolist() == [5, 2]
     assert step.num_computed.tolist() == [0, 0]
-    assert step.sample_rows.tolist() == [0, 1]
+    assert step.wanted[:, 0].tolist() == [0, 1]
     assert step.sampling.position.tolist() == [5, 2]
 
 
@@ -75,10 +75,10 @@ def test_a_reference_names_the_place_that_the_request_had_in_the_step_before():
     steps = Steps(create_request(6), create_request(4), max_num_batched_tokens=8)
     step = steps.next()
     assert step.query_lens.tolist() == [6, 2]
-    assert step.sample_rows.tolist() == [0]
+    assert step.wanted[:, 0].tolist() == [0]
     step = steps.next()  # what is left of the second prompt goes first
     assert step.token_ids.tolist() == [102, 103, -1]
-    assert step.sample_rows.tolist() == [0, 1]
+    assert step.wanted[:, 0].tolist() == [0, 1]
     assert steps.next().token_ids.tolist() == [-2, -1]
 
 
@@ -144,7 +144,7 @@ def test_arrays_have_the_types_of_the_contract():
     floats = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
     assert {name for name, kind in kinds.items() if kind == "<f4"} == floats | {"bias_values"}
     assert {name for name, kind in kinds.items() if kind == "<u8"} == {"seed"}
-    for name in ("token_ids", "query_lens", "num_computed", "block_tables", "sample_rows"):
+    for name in ("token_ids", "query_lens", "num_computed", "block_tables", "wanted"):
         assert getattr(step, name).dtype == np.int32
 
 

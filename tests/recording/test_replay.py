@@ -154,6 +154,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     derived |= {"num_confirmed_tokens", "num_cached_tokens", "num_tokens_in_flight", "num_preemptions"}
     derived |= {
         "arrival_clock",
+        "num_results",
         "moved_at_step",
         "wait_bound",
         "num_steps_waited",
@@ -262,7 +263,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, "has format 99; this version reads format 5"),
+        ({"format": 99}, "has format 99; this version reads format 6"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
-from llm_serving.core.step import BlockMove, StepInput, StepOutput
+from llm_serving.core.step import BlockMove, Scores, StepInput, StepOutput
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.transport.codec import (
@@ -13,7 +13,7 @@ from llm_serving.transport.codec import (
     step_arrays,
     step_from_arrays,
 )
-from step_factories import block_moves
+from step_factories import block_moves, scoring_input
 
 
 def a_step() -> StepInput:
@@ -28,10 +28,20 @@ def a_step() -> StepInput:
 def test_a_step_survives_the_way_through_arrays() -> None:
     step = a_step()
     copy = step_from_arrays(step.step, step_arrays(step))
-    for owner, other in ((step, copy), (step.sampling, copy.sampling)):
+    for owner, other in ((step, copy), (step.sampling, copy.sampling), (step.scoring, copy.scoring)):
         for field in fields(owner):
-            if field.name != "sampling":
+            if field.name not in ("sampling", "scoring"):
                 np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
+
+
+def test_wanted_scores_survive_the_way_through_arrays() -> None:
+    step = replace(a_step(), scoring=scoring_input(([3, 4], 0), ([], 20)))
+    copy = step_from_arrays(step.step, step_arrays(step))
+    assert [copy.scoring.num_logprobs.tolist(), copy.scoring.offsets.tolist(), copy.scoring.token_ids.tolist()] == [
+        [0, 20],
+        [0, 2, 2],
+        [3, 4],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,10 @@ def test_the_largest_step_fits_its_buffer() -> None:
     assert schedule is not None
     # 8 rows of 4 blocks: all of them out, others in, and a copy a row.
     moves = np.zeros((8 * 4 * 2 + 8, 6), np.int32)
-    arrays = step_arrays(replace(StepBuilder(scheduler.blocks).build(schedule, schedule.step), block_moves=moves))
+    # A score of every token, and of each row a token and a vector.
+    wanted, scoring = np.zeros((64 + 2 * 8, 3), np.int32), scoring_input(*(([0], 20) for _ in range(64)))
+    step = StepBuilder(scheduler.blocks).build(schedule, schedule.step)
+    arrays = step_arrays(replace(step, block_moves=moves, wanted=wanted, scoring=scoring))
     assert sum(-(-array.nbytes // 64) * 64 for array in arrays) <= max_step_bytes(64, 8, 15, 4)
 
 
@@ -72,10 +85,44 @@ def test_output_survives_the_way() -> None:
         np.array([[3, 4], [0, 0]], np.int32),
         np.array([[-0.5, -2], [0, 0]], np.float32),
         {1: "all logits are NaN"},
+        Scores(
+            np.array([-1, -2.5], np.float32),
+            np.array([1, 9], np.int32),
+            np.array([0, 2, 2], np.int32),
+            np.array([7, 8], np.int32),
+            np.array([-0.25, -np.inf], np.float32),
+        ),
+        np.array([[1, 2, 3], [4, 5, 6]], np.float32),
     )
-    copy = decode_output(encode_output(output))
-    for field in fields(output):
-        np.testing.assert_array_equal(getattr(copy, field.name), getattr(output, field.name))
+    assert_same(decode_output(encode_output(output)), output)
+
+
+def test_an_output_without_scores_and_vectors_survives_the_way() -> None:
+    nothing = np.zeros((0, 0), np.float32)
+    output = StepOutput(0, np.zeros(0, np.int32), np.zeros(0, np.float32), nothing.astype(np.int32), nothing)
+    assert_same(decode_output(encode_output(output)), output)
+
+
+def assert_same(copy, output) -> None:
+    for owner, other in ((copy, output), (copy.scores, output.scores)):
+        for field in fields(owner):
+            if field.name != "scores":
+                np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
+    assert copy.vectors.shape == output.vectors.shape
+
+
+@pytest.mark.parametrize("field", ["logprobs", "ranks", "top_offsets", "top_logprobs"])
+def test_scores_whose_lengths_differ_are_refused(field) -> None:
+    scores = Scores(*(np.zeros(count, dtype) for count, dtype in ((1, "<f4"), (1, "<i4"), (2, "<i4"))), *no_tokens())
+    nothing = np.zeros((0, 0), np.float32)
+    message = encode_output(StepOutput(0, *no_tokens(), nothing.astype(np.int32), nothing, scores=scores))
+    broken = replace_field(message, scores=replace_field(message.scores, **{field: b"\1\0\0\0" * 3}))
+    with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
+        decode_output(broken)
+
+
+def no_tokens():
+    return np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 def test_an_output_whose_lengths_differ_is_refused() -> None:

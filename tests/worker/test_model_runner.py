@@ -66,10 +66,11 @@ def test_chunks_of_a_prompt_sample_nothing_until_the_last(runner, greedy_tokens)
 
 def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
     runner.warm_up()
-    assert runner.num_compilations == 1
+    assert runner.num_compilations == 3
     output = runner.execute(step_input([(PROMPT, 0, [0, 1, 3])]))
     assert output.token_ids.tolist() == greedy_tokens[:1]
-    assert runner.num_compilations == 1
+    runner.execute(step_input([(PROMPT, 0, [0, 1])], step=1, scores=[(0, 3, [5], 2)], vectors=[(0, 20)]))
+    assert runner.num_compilations == 3
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(folder):

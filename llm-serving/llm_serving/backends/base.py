@@ -114,7 +114,7 @@ class Backend(Protocol):
         when the graph is compiled, with trailing lengths of 0. None where there is no such way.
         """
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+    def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:
         """(instructions, operands, then the step, weights and caches) -> logits; None where programs are not run.
 
         The step is as `lowering.step.STEP_INPUTS`, weights as `network.program.Program` numbers them, each from
@@ -123,6 +123,7 @@ class Backend(Protocol):
         Args:
             kinds: A letter for each weight: "f" of the model dtype, "s" of float32.
             num_layers: Layers with a cache.
+            of_states: The program ends in states, float32 [S, H], and not in logits.
         """
 
     def rounded(self, number: float) -> float:

@@ -73,8 +73,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
-        return Program(self.dtype, kinds, num_layers)
+    def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:
+        return Program("states" if of_states else "program", self.dtype, kinds, num_layers)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -122,9 +122,9 @@ class Logits(nn.Cell):
 class Program(nn.Cell):
     """`Backend.program`."""
 
-    def __init__(self, dtype: str, kinds: str, num_layers: int) -> None:
+    def __init__(self, function: str, dtype: str, kinds: str, num_layers: int) -> None:
         super().__init__()
-        self.run = _custom("program", "ii" + "iiiiiii" + kinds + "ff" * num_layers, dtype)
+        self.run = _custom(function, "ii" + "iiiiiii" + kinds + "ff" * num_layers, dtype)
 
     def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
         return self.run(*inputs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from llm_serving.core.step import StepOutput
+from llm_serving.core.step import Float32Array, StepOutput
 
 if TYPE_CHECKING:
     from llm_serving.core.request import FinishReason, Request
+    from llm_serving.core.request_output import PromptLogprobs
 
 
 class Receiver(Protocol):
@@ -30,6 +31,20 @@ class Receiver(Protocol):
 
     def take(self, request: Request, sample: int, output: StepOutput) -> None:
         """A step has chosen a token for one of `computed`: the one that `output` has for this sample."""
+
+    def take_prompt(
+        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
+    ) -> None:
+        """A step tells something of the prompt of one of `computed`, or just that all of it has been computed.
+
+        Whoever has lost what it had computed may be told again what it has been told.
+
+        Args:
+            request: One of `computed`; it may have ended.
+            start: A token of its prompt.
+            logprobs: Of the tokens that follow those from `start` on.
+            vector: The last hidden state of the prompt.
+        """
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the answer wherever it is; its blocks are free at once. One that has ended is left alone."""

@@ -72,6 +72,10 @@ class Request:
     """Names for how its prompt begins, the longest beginning first: by these its answer's length is predicted."""
     waits_for_reply: bool = False
     """Whether its next step depends on more than the token of its last one, so that it cannot be scheduled ahead."""
+    num_results_wanted: int = 0
+    """Tokens at the beginning of its prompt behind which log-probabilities are wanted: all but the last, or none."""
+    wants_vector: bool = False
+    """Whether the last hidden state of its prompt is wanted."""
     is_beam: bool = False
     """Whether it waits for others between two of its tokens."""
     form: BeamSearchParams | None = None
@@ -104,6 +108,8 @@ class Request:
     """Those of them whose step has been replied to."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found computed when the request first ran."""
+    num_results: int = 0
+    """Those of `num_results_wanted`, from the first on, whose log-probabilities have come."""
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
     num_preemptions: int = 0
@@ -135,6 +141,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.waits_for_reply = self.waits_for_reply or self.sampling.needs_known_output
+        if self.sampling.prompt_logprobs is not None:
+            self.num_results_wanted = len(self.prompt_token_ids) - 1
 
     @property
     def asked(self) -> Request:
@@ -170,6 +178,19 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def tells_of_its_prompt(self) -> bool:
+        """Whether anything but a token comes of it, or nothing at all but that its prompt is computed."""
+        return self.num_results_wanted > 0 or self.wants_vector or self.sampling.max_tokens == 0
+
+    @property
+    def max_tokens_taken(self) -> int:
+        """Most tokens at its beginning that need not be computed for it, if others have computed them.
+
+        What gives a result is computed for it; so a token is taken from others only if its results have come.
+        """
+        return self.num_results if self.num_results < self.num_results_wanted else self.num_tokens_known - 1
 
     @property
     def is_decoding(self) -> bool:

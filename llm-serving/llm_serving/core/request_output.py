@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
+import numpy as np
+
 from llm_serving.core.request import FinishReason
+from llm_serving.core.step import Float32Array, Int32Array
 
 FAILURES: Final = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One generated token and the likeliest tokens at its place."""
+    """One token and the likeliest tokens at its place."""
 
     token_id: int
     logprob: float
     top_token_ids: tuple[int, ...]
     """Most likely first."""
     top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of P tokens of a prompt that follow one another, each given all before it."""
+
+    token_ids: Int32Array  # [P]
+    logprobs: Float32Array  # [P]
+    ranks: Int32Array  # [P], 1 for the most likely token
+    top_token_ids: Int32Array  # [P, K], most likely first
+    top_logprobs: Float32Array  # [P, K]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def from_(self, start: int) -> PromptLogprobs:
+        """Those behind the first `start`."""
+        return self if start == 0 else PromptLogprobs(*(getattr(self, each.name)[start:] for each in fields(self)))
+
+    def tokens(self, count: int) -> list[TokenLogprobs]:
+        """Each with `count` of its most likely tokens, as far as they are known."""
+        top_ids, top_logprobs = self.top_token_ids[:, :count].tolist(), self.top_logprobs[:, :count].tolist()
+        rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), top_ids, top_logprobs, strict=True)
+        return [TokenLogprobs(token_id, logprob, tuple(ids), tuple(values)) for token_id, logprob, ids, values in rows]
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs | None:
+        """Those of one prompt, in order; None of none."""
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost four times as much
@@ -46,6 +80,10 @@ class RequestOutput:
     """Set when it `failed`."""
     queued_s: float = 0.0
     """Seconds from arrival to first being scheduled."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the next tokens of the prompt, where the request asked for them; the first one has none."""
+    vector: Float32Array | None = None
+    """[hidden size], in the last piece of a request that asked for it: the last hidden state of its prompt."""
     beams: tuple[RequestOutput, ...] = ()
     """Only in the last piece of a beam search: its answers, each as one piece, best first. This piece is the best."""
 
@@ -62,6 +100,7 @@ class RequestOutput:
 def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
     """The pieces of one answer as a single output."""
     last = pieces[-1]
+    of_prompt = [each for piece in pieces if (each := piece.prompt_logprobs) is not None]
     return RequestOutput(
         request_id=last.request_id,
         text="".join(piece.text for piece in pieces),
@@ -74,5 +113,7 @@ def join_pieces(pieces: Sequence[RequestOutput]) -> RequestOutput:
         stop_reason=last.stop_reason,
         error=last.error,
         queued_s=last.queued_s,
+        prompt_logprobs=PromptLogprobs.joined(of_prompt),
+        vector=last.vector,
         beams=last.beams,
     )

@@ -47,8 +47,8 @@ class SamplingParams:
         RequestError: A field is outside its range; names field, rule and value.
     """
 
-    max_tokens: int = _parameter(16, Whole(1))
-    """Most tokens to generate."""
+    max_tokens: int = _parameter(16, Whole(0))
+    """Most tokens to generate; 0: the prompt is computed and nothing follows it."""
     min_tokens: int = _parameter(0, Whole(0))
     """End-of-sequence and stop token ids cannot be sampled before this many tokens; at most `max_tokens`."""
     temperature: float = _parameter(1.0, Real(0.0, 100.0))
@@ -83,6 +83,8 @@ class SamplingParams:
     """Go on past the model's end-of-sequence ids (explicit `stop_token_ids` still end)."""
     logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
     """None: none; n: the chosen token's log-probability and those of the n most likely."""
+    prompt_logprobs: int | None = _parameter(None, Whole(0, MAX_LOGPROBS, optional=True))
+    """None: none; n: the log-probability of every token of the prompt but the first, and those of the n most likely."""
     skip_special_tokens: bool = _parameter(True, Flag())
     """Leave special tokens out of the text."""
     detokenize: bool = _parameter(True, Flag())

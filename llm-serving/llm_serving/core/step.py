@@ -3,6 +3,9 @@
 A step is self-contained. It names, for each row (one request), the tokens to run, how many tokens of context are in the
 cache already and which blocks hold them; the WorkAgent derives positions, slots and context lengths and remembers
 nothing but the key/value cache and the tokens of its latest step.
+
+A step also names the tokens that give a result, and of which kind; all others only fill the cache. The reply has one
+result for each of them, as long as its kind makes it.
 """
 
 from __future__ import annotations
@@ -54,6 +57,27 @@ def no_block_moves() -> Int32Array:
     return np.empty((0, len(Move._fields)), np.int32)
 
 
+class ResultKind(enum.IntEnum):
+    """What a token of a step gives."""
+
+    TOKEN = 0
+    """The token that follows it, chosen as `SamplingInput` says."""
+    LOGPROBS = 1
+    """Log-probabilities of what may follow it, of the tokens that `ScoringInput` names and of the most likely ones."""
+    VECTOR = 2
+    """Its last hidden state, as the head would read it."""
+
+
+class Wanted(NamedTuple):
+    """A result of a step."""
+
+    row: int
+    token: int
+    """Which of the tokens that the row runs in this step, from 0."""
+    kind: int
+    """A `ResultKind`."""
+
+
 def sampled_in_previous_step(sample: int) -> int:
     """The token id that stands for "whatever sample `sample` of the step before this one chose"."""
     return -1 - sample
@@ -98,6 +122,23 @@ SAMPLE_FIELDS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True)
+class ScoringInput:
+    """Of which tokens P results of kind LOGPROBS tell the log-probability: of G named ones and of the most likely."""
+
+    num_logprobs: Int32Array  # [P], so many of the most likely; 0: none
+    offsets: Int32Array  # [P + 1] into token_ids
+    token_ids: Int32Array  # [G]
+
+    @property
+    def num_results(self) -> int:
+        return len(self.num_logprobs)
+
+
+def no_scoring() -> ScoringInput:
+    return ScoringInput(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One forward pass over B rows and T packed tokens, no padding.
 
@@ -112,8 +153,9 @@ class StepInput:
     num_computed: Int32Array  # [B]
     block_tables: Int32Array  # [B, W] block ids; columns past a row's need are 0, those behind its window NO_BLOCK
     block_epochs: Int32Array  # [B, W], for each entry of block_tables the epoch of who wrote that block
-    sample_rows: Int32Array  # [S] ascending; rows whose last token's logits choose the next token
-    sampling: SamplingInput
+    wanted: Int32Array  # [R, 3], each a `Wanted`; by kind, of a kind by row, of a row by token, all ascending
+    sampling: SamplingInput  # of the S results of kind TOKEN
+    scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `Move`, done one after the other before the tokens are computed."""
 
@@ -125,10 +167,35 @@ class StepInput:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_vectors(self) -> int:
+        """Results of kind VECTOR, of a step that does not contradict itself."""
+        return len(self.wanted) - self.sampling.num_samples - self.scoring.num_results
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """P results of kind LOGPROBS: logarithms of the model's own distribution, before temperature and the like."""
+
+    logprobs: Float32Array  # [G], of the tokens that `ScoringInput` names
+    ranks: Int32Array  # [G], of the same: 1 is the most likely token; among equals the lower id comes first
+    top_offsets: Int32Array  # [P + 1] into the two lists below
+    top_token_ids: Int32Array  # most likely first
+    top_logprobs: Float32Array
+
+
+def no_scores() -> Scores:
+    ids, numbers = np.empty(0, np.int32), np.empty(0, np.float32)
+    return Scores(numbers, ids, np.zeros(1, np.int32), ids, numbers)
+
+
+def no_vectors() -> Float32Array:
+    return np.empty((0, 0), np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The tokens chosen by one step, in the order of its `sample_rows`."""
+    """The results of one step, those of a kind in the order of its `wanted`."""
 
     step: int
     token_ids: Int32Array  # [S]
@@ -136,4 +203,9 @@ class StepOutput:
     top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs of the step, most likely first
     top_logprobs: Float32Array  # [S, K]
     row_errors: dict[int, str] = field(default_factory=dict)
-    """Samples that could not be chosen (all logits NaN, say), by index, and why; their token id is -1."""
+    """Results that cannot be given (all logits NaN, say), by index in `wanted`, and why; the token id of one is -1.
+
+    Of results of the same row and kind the first is named alone.
+    """
+    scores: Scores = field(default_factory=no_scores)
+    vectors: Float32Array = field(default_factory=no_vectors)  # [results of kind VECTOR, hidden size]

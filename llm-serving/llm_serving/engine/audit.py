@@ -10,6 +10,7 @@ from zlib import crc32
 from llm_serving.core.clock import Clock
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
+from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.log import get_logger
@@ -35,11 +36,17 @@ class _Answer:
     def tokens(self) -> list[str]:
         """Each token with its log-probabilities, of a search those of all its answers; their texts and ends come last.
 
+        Before them comes what was told of the prompt.
+
         Written down so that they differ wherever a bit does.
         """
         whole = join_pieces(self.pieces)
         parts = whole.beams or (whole,)
         told = [repr(each) for part in parts for each in part.logprobs or part.token_ids]
+        if (of_prompt := whole.prompt_logprobs) is not None:
+            told = [
+                repr(each) for each in zip(of_prompt.tokens(MAX_LOGPROBS), of_prompt.ranks.tolist(), strict=True)
+            ] + told
         return [*told, repr([(crc32(part.text.encode()), part.finish_reason, part.stop_reason) for part in parts])]
 
 

@@ -23,6 +23,7 @@ from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.output_processor import OutputProcessor
+from llm_serving.engine.prompt_replies import prompt_replies
 from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
@@ -314,8 +315,10 @@ class Engine:
         return SwapLoad(blocks.num_swapped_requests, blocks.host_pool.num_used_blocks, blocks.host_pool.num_blocks)
 
     def _deliver(self, schedule: Schedule, updated: list[Request], output: StepOutput) -> None:
-        """Gives the step's tokens to those they were computed for."""
+        """Gives the step's results to those they were computed for."""
         live = set(updated)
+        if schedule.prompt_results:
+            live -= self._deliver_prompts(schedule, output)
         samples = [request for request, _, _, samples, _ in schedule.rows if samples]
         for sample, request in enumerate(samples):
             if request not in live:
@@ -327,6 +330,19 @@ class Engine:
             else:
                 receiver.take(request, sample, output)
         self._processor.report_times()
+
+    def _deliver_prompts(self, schedule: Schedule, output: StepOutput) -> set[Request]:
+        """Returns the requests that end as a result of theirs cannot be given."""
+        ended = set()
+        for request, start, logprobs, vector, error in prompt_replies(schedule, output):
+            receiver = request.receiver
+            assert receiver is not None
+            if error is not None:
+                receiver.end(FinishReason.ERROR, error)
+                ended.add(request)
+            else:
+                receiver.take_prompt(request, start, logprobs, vector)
+        return ended
 
     def _recover(self, error: LLMServingError) -> None:
         """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""

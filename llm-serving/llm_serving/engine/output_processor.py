@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llm_serving.core.clock import Clock
 from llm_serving.core.request import Request
-from llm_serving.core.request_output import RequestOutput, TokenLogprobs
-from llm_serving.core.step import StepOutput
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
+from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.log import get_logger
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
@@ -24,6 +24,10 @@ class _State:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    num_results: int = 0
+    """Tokens of the prompt behind which log-probabilities have come."""
+    vector: Float32Array | None = None
     first_token_time: float | None = None
     last_token_time: float = 0.0
 
@@ -91,6 +95,20 @@ class OutputProcessor:
             state.text += state.detokenizer.add([token_id])
         return state.detokenizer.stop_string
 
+    def take_prompt(
+        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
+    ) -> None:
+        """Takes what a step tells of a prompt, as `Receiver.take_prompt`, but for what an earlier one has told."""
+        state = self._states[request.request_id]
+        if logprobs is not None:
+            assert start <= state.num_results, f"log-probabilities of {request.request_id} are missing"
+            known = state.num_results - start
+            if known < len(logprobs):
+                state.prompt_logprobs.append(logprobs.from_(known))
+                state.num_results = start + len(logprobs)
+        if vector is not None:
+            state.vector = vector
+
     def piece(self, request: Request, error: str | None = None) -> RequestOutput:
         """What has come since the last piece; of a finished request it is the last one."""
         state = self._states[request.request_id]
@@ -112,6 +130,10 @@ class OutputProcessor:
             error=error,
             queued_s=0.0 if first is None else first - request.arrival_time,
         )
+        if state.prompt_logprobs:
+            piece.prompt_logprobs = PromptLogprobs.joined(state.prompt_logprobs)
+            state.prompt_logprobs = []
+        piece.vector = state.vector
         state.text, state.token_ids, state.logprobs = "", (), ()
         return piece
 

@@ -16,8 +16,12 @@ from llm_serving.core.step import (
     SAMPLING_DTYPES,
     Int32Array,
     Move,
+    ResultKind,
     SamplingInput,
+    ScoringInput,
     StepInput,
+    Wanted,
+    no_scoring,
     sampled_in_previous_step,
 )
 from llm_serving.kvcache import BlockManager
@@ -59,6 +63,12 @@ class StepBuilder:
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
         sample_rows = np.flatnonzero([row[3] for row in rows]).astype(np.int32)
+        wanted = np.zeros((len(sample_rows), len(Wanted._fields)), np.int32)
+        wanted[:, 0], wanted[:, 1] = sample_rows, query_lens[sample_rows] - 1
+        scoring = no_scoring()
+        if schedule.prompt_results:
+            of_prompts, scoring = _prompt_results(schedule)
+            wanted = np.concatenate([wanted, of_prompts])
         sampled = [row[0] for row in rows if row[3]]
         step = StepInput(
             step=number,
@@ -67,8 +77,9 @@ class StepBuilder:
             num_computed=num_computed,
             block_tables=_packed([table.ids for table in tables]),
             block_epochs=_packed([table.epochs for table in tables]),
-            sample_rows=sample_rows,
+            wanted=wanted,
             sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows]),
+            scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
         )
         self._previous_samples = {request: index for index, request in enumerate(sampled)}
@@ -104,6 +115,24 @@ class StepBuilder:
         if len(history) < request.num_tokens - 1:
             history.append(sampled_in_previous_step(self._previous_samples[request]))
         return history
+
+
+def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
+    """What a step wants of prompts: each token's log-probability where it follows, and vectors."""
+    scores: list[Wanted] = []
+    vectors: list[Wanted] = []
+    token_ids: list[int] = []
+    num_logprobs: list[int] = []
+    for row, start, end, vector, _ in schedule.prompt_results:
+        request, first, query_len, _, _ = schedule.rows[row]
+        scores += [Wanted(row, token - first, ResultKind.LOGPROBS) for token in range(start, end)]
+        token_ids += request.prompt_token_ids[start + 1 : end + 1]
+        num_logprobs += [request.sampling.prompt_logprobs or 0] * (end - start)
+        if vector:
+            vectors.append(Wanted(row, query_len - 1, ResultKind.VECTOR))
+    wanted = np.array(scores + vectors, np.int32).reshape(-1, len(Wanted._fields))
+    offsets = np.arange(len(token_ids) + 1, dtype=np.int32)
+    return wanted, ScoringInput(np.array(num_logprobs, np.int32), offsets, np.array(token_ids, np.int32))
 
 
 class _SamplingParams:

@@ -142,7 +142,7 @@ class BlockManager:
         it shares none: what others hold as well would not become free.
 
         Returns:
-            How many of its tokens are in those blocks already; at least one of the tokens known is not among them.
+            How many of its tokens are in those blocks already; at most `Request.max_tokens_taken`.
         """
         request_id = request.request_id
         assert request_id not in self._tables, f"request {request_id} has blocks already"
@@ -279,7 +279,8 @@ class BlockManager:
     def _shared_blocks(self, request: Request, parent: Request | None, alone: bool) -> BlockTable:
         """Of the longest beginning that somebody has computed before, full blocks that what follows it sees.
 
-        Never the newest token's. Each as it is where it was found: in the parent's table, or by its name in the pool.
+        No more than the request may take; each as it is where it was found: in the parent's table, or by its name in
+        the pool.
         """
         if alone:
             return BlockTable()
@@ -288,7 +289,7 @@ class BlockManager:
             source = self._tables[parent.request_id]
             num_common = self._num_common_tokens(request, parent) // self.block_size
         if self._prefix_caching:
-            names = self._block_names(request, (request.num_tokens_known - 1) // self.block_size)
+            names = self._block_names(request, request.max_tokens_taken // self.block_size)
         ids, epochs = array("i"), array("i")
         block_size, first_block = self.block_size, self.window.first_block
         count = max(num_common, len(names))
@@ -314,8 +315,8 @@ class BlockManager:
         return BlockTable(ids[start:best], epochs[start:best], start)
 
     def _num_common_tokens(self, request: Request, parent: Request) -> int:
-        """Tokens at the beginning of both that the parent has certainly computed."""
-        most = min(request.num_tokens_known - 1, parent.num_confirmed_tokens)
+        """Tokens at the beginning of both that the request may take, as the parent has certainly computed them."""
+        most = min(request.max_tokens_taken, parent.num_confirmed_tokens)
         if request.known_token_ids(0, most) == parent.known_token_ids(0, most):
             return most
         pairs = zip(request.known_token_ids(0, most), parent.known_token_ids(0, most), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import mindspore as ms
 from mindspore import nn
@@ -16,12 +16,15 @@ from llm_serving.lowering.step import KVCaches
 from llm_serving.network.description import Network, Operation, Value, Weight
 from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
 
+RESULTS: Final = ("output", "states")
+"""Operations whose result is that of the network."""
+
 Registers = Any
 """A tuple of tensors; MindSpore reads the functions that take it, not Python."""
 
 
 class NetworkOfCells(nn.Cell):
-    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> logits, float32 [S, V].
+    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> logits, float32 [S, V], or states, float32 [S, H].
 
     Values live in a few registers: a graph is compiled the faster the less each Cell hands on.
 
@@ -32,6 +35,7 @@ class NetworkOfCells(nn.Cell):
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens: a window of as many is none.
         whole_prompts: For steps of whole prompts only; B is fixed in it, and unused rows have length 0.
+        of_states: What the head would read is the result.
 
     Raises:
         ModelError: The backend has no operation for something the network needs.
@@ -46,12 +50,14 @@ class NetworkOfCells(nn.Cell):
         max_positions: int,
         *,
         whole_prompts: bool = False,
+        of_states: bool = False,
     ) -> None:
         super().__init__()
         lacks = backend.lacking(network, max_positions)
         if lacks is not None:
             raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
-        plan = apply(select_rows(network.operations), (add_in_norm,))
+        operations = network.states() if of_states else network.operations
+        plan = apply(select_rows(operations), (add_in_norm,))
         listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
         self.num_registers = listing.num_registers
@@ -71,6 +77,31 @@ class NetworkOfCells(nn.Cell):
         for step in self.steps:
             registers = step(registers, arguments)
         return registers[0]
+
+
+class HeadOfCells(nn.Cell):
+    """states float32 [P, H], then `lowering.step.arguments_of_rows` -> logits, float32 [P, V]"""
+
+    def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
+        super().__init__()
+        head = network.head
+        (weight,) = parameters[head.weights["weight"]]
+        self.output = cells.Output(backend, weight, head.attributes["scale"], head.attributes["cap"])
+        self.dtype = backend.activation_dtype
+
+    def construct(
+        self,
+        states: ms.Tensor,
+        token_ids: ms.Tensor,
+        positions: ms.Tensor,
+        slot_mapping: ms.Tensor,
+        block_tables: ms.Tensor,
+        query_lens: ms.Tensor,
+        context_lens: ms.Tensor,
+        sample_indices: ms.Tensor,
+    ) -> ms.Tensor:
+        arguments = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        return self.output((states.astype(self.dtype),), arguments)[0]
 
 
 class Step(nn.Cell):
@@ -125,7 +156,7 @@ class _Listing:
                 del taken[value]
             written = {}
             for which, y in enumerate(each.writes):
-                if y in last_read or each.operation.kind == "output":
+                if y in last_read or each.operation.kind in RESULTS:
                     taken[y] = next(i for i in range(len(listed)) if i not in taken.values())
                     written[taken[y]] = which
             for y in each.writes:
@@ -138,7 +169,7 @@ class _Listing:
             for cell, reads, written in steps
         ]
         if 0 not in steps[-1][2]:
-            raise AssertionError("logits are not in register 0")
+            raise AssertionError("the result is not in register 0")
 
     def _cell(self, each: _Listed) -> nn.Cell:
         operation, backend, parameters = each.operation, self._backend, self._parameters
@@ -178,6 +209,8 @@ class _Listing:
                 return cells.Select(backend)
             case "output":
                 return cells.Output(backend, weights["weight"], attributes["scale"], attributes["cap"])
+            case "states":
+                return cells.States()
         raise ModelError(f"no Cell computes the operation {operation.kind}")
 
     def _attend(self, operation: Operation) -> nn.Cell:
@@ -261,8 +294,8 @@ def _listed(operations: Sequence[Operation], whole_prompts: bool) -> list[_Liste
             if whole_prompts:
                 stored = next(s for s in operations if s.kind == "store" and s.attributes["layer"] == layer)
                 reads += [key(stored.inputs[role]) for role in ("k", "v")]
-        elif each.kind == "output":
-            writes = ["logits"]
+        elif each.kind in RESULTS:
+            writes = ["result"]
         result.append(_Listed(each, reads, writes))
         for y in each.outputs.values():
             if y in views:

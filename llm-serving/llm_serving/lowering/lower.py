@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
-from llm_serving.lowering.cells import NetworkOfCells
-from llm_serving.lowering.parameters import parameters_of
-from llm_serving.lowering.program import NetworkOfProgram
-from llm_serving.lowering.step import KVCaches
+from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
+from llm_serving.lowering.parameters import Parameters, parameters_of
+from llm_serving.lowering.program import HeadOfProgram, NetworkOfProgram
+from llm_serving.lowering.step import KVCaches, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.program import program_of
+from llm_serving.network.description import Network
+from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
+
+
+class Lowered(NamedTuple):
+    """A network in two parts, and whole where that is faster; whatever way a row takes, its bits are the same."""
+
+    logits: nn.Cell | None
+    """The arguments of a step (`lowering.step.STEP_INPUTS`) -> float32 [S, V]"""
+    states: nn.Cell
+    """The arguments of a step -> what the head reads of the rows that give a result, float32 [S, H]"""
+    head: nn.Cell
+    """(float32 [P, H], `lowering.step.arguments_of_rows`) -> float32 [P, V]"""
+
+    @staticmethod
+    def head_inputs(hidden: int) -> list[ms.Tensor]:
+        """As `lowering.step.dynamic_inputs`, of `head`."""
+        return [ms.Tensor(shape=[None, hidden], dtype=ms.float32), *dynamic_inputs()]
 
 
 def lower(
@@ -22,7 +42,7 @@ def lower(
     max_positions: int,
     *,
     as_program: bool = True,
-) -> nn.Cell:
+) -> Lowered:
     """Builds the network of a model and takes every weight it needs.
 
     Args:
@@ -39,9 +59,32 @@ def lower(
     """
     network = spec.network
     program = program_of(network, backend.dtype)
-    kinds = "".join("s" if weight.kind == "float32" else "f" for weight in program.weights)
-    operator = backend.program(kinds, len(network.caches)) if as_program else None
+    operator = _operator(program, network, backend) if as_program else None
     parameters = parameters_of(network, backend, reader, max_positions, as_cells=operator is None)
     if operator is None:
-        return NetworkOfCells(network, backend, parameters, kv_caches, max_positions)
+        states = NetworkOfCells(network, backend, parameters, kv_caches, max_positions, of_states=True)
+        return Lowered(None, states, HeadOfCells(network, backend, parameters))
+    return Lowered(
+        NetworkOfProgram(program, operator, parameters, kv_caches),
+        _states(network, backend, parameters, kv_caches),
+        _head(network, backend, parameters),
+    )
+
+
+def _states(network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches) -> nn.Cell:
+    program = program_of_states(network, backend.dtype)
+    operator = _operator(program, network, backend, of_states=True)
+    assert operator is not None
     return NetworkOfProgram(program, operator, parameters, kv_caches)
+
+
+def _head(network: Network, backend: Backend, parameters: Parameters) -> nn.Cell:
+    operator = backend.program("ff", 0)
+    assert operator is not None
+    (weight,) = parameters[network.head.weights["weight"]]
+    return HeadOfProgram(program_of_head(network, backend.dtype), operator, weight, backend)
+
+
+def _operator(program: Program, network: Network, backend: Backend, *, of_states: bool = False) -> nn.Cell | None:
+    kinds = "".join("s" if weight.kind == "float32" else "f" for weight in program.weights)
+    return backend.program(kinds, len(network.caches), of_states=of_states)

@@ -327,3 +327,10 @@ class Output(nn.Cell):
         logits = self.product(read[0], self.weight)
         logits = logits * self.scale if self.scale != 1 else logits
         return (ops.tanh(logits / self.cap) * self.cap if self.cap > 0 else logits,)
+
+
+class States(nn.Cell):
+    """x -> x in float32"""
+
+    def construct(self, read: Tensors, step: Tensors) -> Tensors:
+        return (read[0].astype(ms.float32),)

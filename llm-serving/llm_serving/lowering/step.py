@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import mindspore as ms
+import numpy as np
+from numpy.typing import NDArray
 
 KVCaches = Sequence[tuple[ms.Parameter, ms.Parameter]]
 """Key and value cache of each layer."""
@@ -20,6 +22,13 @@ STEP_INPUTS: Final = (
     ("sample_indices", 1),  # [S]
 )
 """Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size]."""
+
+
+def arguments_of_rows(count: int) -> tuple[NDArray[np.int32], ...]:
+    """A step of one request whose `count` rows all give a result, for a network without attention."""
+    rows, nothing = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
+    whole = np.array([count], np.int32)
+    return rows, nothing, nothing - 1, np.zeros((1, 1), np.int32), whole, whole, rows
 
 
 def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:

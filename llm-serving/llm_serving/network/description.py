@@ -17,6 +17,7 @@ The operations (SIGNATURES has what each reads and writes):
     route       the experts of each row, and their shares
     experts     the sum over a row's experts of share * down(silu(gate) * up)
     output      float32 logits of the rows that give a result
+    states      those rows themselves, in float32
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "output": _signature("", "x", "weight", "scale cap ordered"),
     "select": _signature("y", "x", "", ""),
     "weigh": _signature("y", "x gate", "", ""),
+    "states": _signature("", "x", "", ""),
 }
-"""By kind, in the order of their numbers. No family writes `select`, `added`, `sum`, `ordered`, `reader`, nor what
-`attend` has of keys and rotation: those are for `network.rewriting`."""
+"""By kind, in the order of their numbers. No family writes `select`, `states`, `added`, `sum`, `ordered`, `reader`, nor
+what `attend` has of keys and rotation: those are for `network.rewriting`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +221,15 @@ class Network:
     def weights(self) -> list[Weight]:
         """Each once, in the order of their first use."""
         return list(dict.fromkeys(weight for each in self.operations for weight in each.weights.values()))
+
+    @property
+    def head(self) -> Operation:
+        """What makes logits, the last operation."""
+        return self.operations[-1]
+
+    def states(self) -> list[Operation]:
+        """The operations of a network whose result is what the head would read."""
+        return [*self.operations[:-1], Operation("states", self.head.inputs, {}, {}, {})]
 
     def may_have(self, name: str) -> None:
         """A folder may have this tensor beside those in use."""

@@ -71,10 +71,31 @@ def program_of(network: Network, dtype: str) -> Program:
     return assemble(rewrite(select_rows(network.operations)), len(network.caches), dtype)
 
 
-def assemble(plan: Plan, num_caches: int, dtype: str) -> Program:
-    """Numbers everything that the operations of a plan name."""
+def program_of_states(network: Network, dtype: str) -> Program:
+    """As `program_of`, but what the head would read is the result."""
+    plan = rewrite(select_rows(network.states()))
+    return assemble(plan, len(network.caches), dtype, network.head.weights["weight"])
+
+
+def program_of_head(network: Network, dtype: str) -> Program:
+    """From rows of states, given as its last weight and named by token, to their logits."""
+    rows = Value("rows", network.hidden)
+    states = Weight(("states",), (0, network.hidden))
+    given = Operation("gather", {}, {"table": states}, {"y": rows}, {"scale": 1.0})
+    return assemble(rewrite(select_rows([given, network.head.changed(inputs={"x": rows})])), 0, dtype)
+
+
+def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None) -> Program:
+    """Numbers everything that the operations of a plan name.
+
+    Args:
+        plan: What the program is to do.
+        num_caches: Layers of the network.
+        dtype: The model dtype.
+        head: The weight that makes logits; of an `output` it is known.
+    """
     memory = Memory(plan.operations, ELEMENT_BYTES[dtype])
-    head = plan.operations[-1].weights["weight"]
+    head = head or plan.operations[-1].weights["weight"]
     weights: dict[Weight, int] = {head: 0}
     operands: dict[tuple[int, ...], int] = {}
 

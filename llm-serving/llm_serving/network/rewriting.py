@@ -10,7 +10,7 @@ from llm_serving.network.description import PANEL, Operation, Value, Weight
 
 Operations = list[Operation]
 
-_ROW_BY_ROW: Final = frozenset({"linear", "norm", "activate", "add", "weigh", "route", "experts", "output"})
+_ROW_BY_ROW: Final = frozenset({"linear", "norm", "activate", "add", "weigh", "route", "experts", "output", "states"})
 """What computes a row from that row alone."""
 
 

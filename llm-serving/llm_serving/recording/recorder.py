@@ -71,7 +71,7 @@ class DecisionEncoder:
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
-            return encode(Decided(None, [], [], []))
+            return encode(Decided(None, [], [], [], []))
         shown, tables = self._shown, self._blocks.tables
         rows: list[Row] = []
         for request, num_computed, query_len, samples, _ in schedule.rows:
@@ -87,7 +87,7 @@ class DecisionEncoder:
         if len(shown) > 2 * len(rows) + 256:  # most of them have ended
             self._shown = {row[0]: shown[row[0]] for row in rows}
         preempted = [request.sequence for request in schedule.preempted]
-        return encode(Decided(schedule.step, rows, schedule.block_moves, preempted))
+        return encode(Decided(schedule.step, rows, schedule.block_moves, preempted, schedule.prompt_results))
 
 
 class Recorder:
@@ -200,6 +200,8 @@ class RecordedScheduler(Scheduler):
                 request.fork_of,
                 request.waits_for_reply,
                 request.is_beam,
+                request.num_results_wanted,
+                request.wants_vector,
                 request.arrival_time,
                 request.deadline,
                 request.last_scheduled_step,

@@ -16,9 +16,10 @@ import msgspec
 
 from llm_serving.core.step import Move
 from llm_serving.errors import RecordingError
+from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 5
+FORMAT: Final = 6
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -57,6 +58,8 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     fork_of: str | None
     waits_for_reply: bool
     is_beam: bool
+    num_results_wanted: int
+    wants_vector: bool
     arrival_time: float
     deadline: float | None
     last_scheduled_step: int
@@ -114,6 +117,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     rows: list[Row]
     block_moves: list[Move]
     preempted: list[int]
+    prompt_results: list[PromptResults]
 
 
 Event = Added | Asked | Updated | Paused | Resumed | Reprioritised | Ended | CacheLost

@@ -153,9 +153,7 @@ class Replay:
         expected = entry.record
         if not isinstance(expected, Decided):
             return "\n  recorded: no decision; `schedule` failed\n  replayed: a decision"
-        if (expected.step, expected.rows, expected.block_moves, expected.preempted) == (
-            *(got.step, got.rows, got.block_moves, got.preempted),
-        ):
+        if all(getattr(expected, name) == getattr(got, name) for name in Decided.__struct_fields__):
             return "\n  in its form only: it was written by another version"
         lines = []
         if expected.step != got.step:
@@ -167,6 +165,8 @@ class Replay:
             lines.append(_pair("block moves", expected.block_moves, got.block_moves))
         if expected.preempted != got.preempted:
             lines.append(_pair("preempted", self._names(expected.preempted), self._names(got.preempted)))
+        if expected.prompt_results != got.prompt_results:
+            lines.append(_pair("results of prompts", expected.prompt_results, got.prompt_results))
         return "".join(lines)
 
     def _row(self, row: Row | None) -> str:
@@ -205,6 +205,8 @@ def _request(event: Added) -> Request:
         fork_of=event.fork_of,
         waits_for_reply=event.waits_for_reply,
         is_beam=event.is_beam,
+        num_results_wanted=event.num_results_wanted,
+        wants_vector=event.wants_vector,
         arrival_time=event.arrival_time,
         deadline=event.deadline,
         last_scheduled_step=event.last_scheduled_step,

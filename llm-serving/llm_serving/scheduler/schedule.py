@@ -29,6 +29,20 @@ class ScheduledRow(NamedTuple):
         return self.num_computed + self.query_len
 
 
+class PromptResults(NamedTuple):
+    """What a row tells of its request's prompt."""
+
+    row: int
+    """Its index."""
+    start: int
+    end: int
+    """Log-probabilities are wanted of what may follow the tokens [start, end) of the prompt; none where these meet."""
+    vector: bool
+    """Whether the hidden state of its last token is wanted."""
+    ends: bool
+    """Whether that is all there is of the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What `schedule` decided; `update` takes it back with the tokens that came of it."""
@@ -43,6 +57,8 @@ class Schedule:
     """Requests that lost their place since the schedule before this one, once for each time."""
     preemptions: list[Preemption] = field(default_factory=list)
     """What is to tell of each of `preempted`, in the same order."""
+    prompt_results: list[PromptResults] = field(default_factory=list)
+    """Of the rows that tell something of a prompt, in their order."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
 
@@ -120,5 +136,5 @@ class StepDraft:
         before = self._rows.get(request.request_id)
         self.budget -= query_len - (0 if before is None else before.query_len)
         start = request.num_computed_tokens
-        samples = start + query_len == request.num_tokens
+        samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
         self._rows[request.request_id] = ScheduledRow(request, start, query_len, samples, request.num_preemptions)

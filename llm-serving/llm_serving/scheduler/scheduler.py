@@ -15,6 +15,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Arrival, Order
 from llm_serving.scheduler.places import Places
 from llm_serving.scheduler.policy import Load, Policy, Preference
+from llm_serving.scheduler.prompt_results import prompt_results_of
 from llm_serving.scheduler.queue_keys import QueueKeys
 from llm_serving.scheduler.reprioritise import Reprioritiser
 from llm_serving.scheduler.running import Running
@@ -66,6 +67,8 @@ class Scheduler:
         """Classes that could not take part when admission was last considered."""
         self._num_admissions = 0
         self._num_beams = 0
+        self._num_telling = 0
+        """Requests that tell something of their prompts."""
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
         self._step = 0
@@ -87,6 +90,7 @@ class Scheduler:
         request.queue_key = self._keys.of(request, self._step)
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
+        self._num_telling += request.tells_of_its_prompt
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
             self.waits.hold_back(request, parent)
@@ -115,19 +119,21 @@ class Scheduler:
         if not draft.num_rows:
             return None
         rows = draft.rows
+        results = prompt_results_of(rows) if self._num_telling else []
         started = self._advance(draft, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
         self.waits.follow(self.waits.gate.tick())
         preempted, preemptions = self._giving_way.take()
         moves = self.blocks.take_moves()
-        return Schedule(draft.number, rows, moves, started, preempted, preemptions, violations)
+        return Schedule(draft.number, rows, moves, started, preempted, preemptions, results, violations)
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
 
         Returns:
-            The requests that got a token, in row order; those that ended before the result came are left out.
+            The requests that got a token, in row order, then those whose prompts were all they had; those that ended
+            before the result came are left out.
         """
         self._confirm(schedule.rows)
         sampled = [request for request, _, _, samples, _ in schedule.rows if samples]
@@ -145,7 +151,21 @@ class Scheduler:
             elif len(output) >= request.sampling.max_tokens:
                 self.finish(request, FinishReason.LENGTH)
             updated.append(request)
-        return updated
+        return updated + self._take_prompt_results(schedule) if schedule.prompt_results else updated
+
+    def _take_prompt_results(self, schedule: Schedule) -> list[Request]:
+        """Returns the requests that end with them."""
+        ended = []
+        for row, start, end, _, ends in schedule.prompt_results:
+            request = schedule.rows[row].request
+            if request.status is FINISHED:
+                continue
+            assert start <= request.num_results or start == end, "results came before those in front of them"
+            request.num_results = max(request.num_results, end)
+            if ends:  # even if it has lost its place since: it has no use for one
+                self.finish(request, FinishReason.LENGTH)
+                ended.append(request)
+        return ended
 
     def pause(self, request: Request) -> None:
         """Leaves a request that has run out until `resume`; nothing of it may be on its way.
@@ -192,6 +212,7 @@ class Scheduler:
         self.waits.ended(request)
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
+        self._num_telling -= request.tells_of_its_prompt
         self.waits.release_forks(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -353,8 +374,9 @@ class Scheduler:
             if not draft.has_room_for_prefill and not self.limits.static_batching:
                 draft.blocked = _blocked(request, WaitReason.BUDGET)
                 return
-            # A preempted request whose newest token is still on the device cannot be computed yet.
-            if request.num_tokens_in_flight:
+            # A preempted request whose newest token is still on the device cannot be computed yet, and one whose prompt
+            # was all it had needs nothing but the reply.
+            if request.num_tokens_in_flight or not request.num_uncomputed_tokens:
                 draft.blocked = _blocked(request, WaitReason.IN_FLIGHT)
                 return
             parent = self._parent(request)

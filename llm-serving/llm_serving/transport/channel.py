@@ -11,7 +11,8 @@ import msgspec
 
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
-MAX_FRAME_BYTES = 16 * 2**20
+MAX_FRAME_BYTES = 64 * 2**20
+"""Room for 2,048 vectors of 8,192 numbers, or for 20 log-probabilities of each of 400,000 tokens."""
 _LENGTH = struct.Struct("<I")
 
 Incoming = TypeVar("Incoming")

@@ -8,20 +8,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import Move, SamplingInput, StepInput, StepOutput
+from llm_serving.core.step import (
+    Move,
+    SamplingInput,
+    Scores,
+    ScoringInput,
+    StepInput,
+    StepOutput,
+    Wanted,
+    no_scores,
+    no_vectors,
+)
 from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.transport.messages import StepDone
+from llm_serving.transport.messages import ScoresDone, StepDone
 
-_STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling"))
+_STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring"))
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
+_SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
+_NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS)
+_WANTED_BYTES = len(Wanted._fields) * 4
+_SCORES = {
+    "logprobs": "<f4",
+    "ranks": "<i4",
+    "top_offsets": "<i4",
+    "top_token_ids": "<i4",
+    "top_logprobs": "<f4",
+}
 _MOVE_BYTES = len(Move._fields) * 4
 
 
 def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     """All arrays of a step: its number, then the others in the order of its fields."""
     arrays = [np.array([step.step], np.uint64), *(getattr(step, name) for name in _STEP_ARRAYS)]
-    return arrays + [getattr(step.sampling, name) for name in _SAMPLING_ARRAYS]
+    arrays += [getattr(step.sampling, name) for name in _SAMPLING_ARRAYS]
+    return arrays + [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
 
 
 def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
@@ -30,20 +51,24 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
     Raises:
         ProtocolError: The number of arrays is not that of a step, or they are those of another one.
     """
-    expected = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
-    if len(arrays) != expected:
-        raise ProtocolError(f"a step has {expected} arrays; {len(arrays)} arrived")
+    if len(arrays) != _NUM_ARRAYS:
+        raise ProtocolError(f"a step has {_NUM_ARRAYS} arrays; {len(arrays)} arrived")
     number, *arrays = arrays
     if number.tolist() != [step]:
         raise ProtocolError(f"the arrays announced as those of step {step} say they are of step {number.tolist()}")
-    split = len(_STEP_ARRAYS)
-    sampling = SamplingInput(**dict(zip(_SAMPLING_ARRAYS, arrays[split:], strict=True)))
-    return StepInput(step=step, sampling=sampling, **dict(zip(_STEP_ARRAYS, arrays[:split], strict=True)))
+    given = iter(arrays)
+
+    def take(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: next(given) for name in names}
+
+    of_step = take(_STEP_ARRAYS)
+    sampling = SamplingInput(**take(_SAMPLING_ARRAYS))
+    return StepInput(step=step, sampling=sampling, scoring=ScoringInput(**take(_SCORING_ARRAYS)), **of_step)
 
 
 def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int) -> int:
     """Bytes that the arrays of any step fit in: every row with its whole history, a full bias table and a bit
-    for each token that may be chosen.
+    for each token that may be chosen; every token with a result, and each row with one more of each other kind.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
     tables. There is room for four, as pages of a buffer are taken when first written.
@@ -51,10 +76,13 @@ def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_siz
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
     per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + allowed_bytes + 64
-    return 4 * max_tokens + max_rows * per_row + 64 * (len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS))
+    per_row += 2 * _WANTED_BYTES
+    per_token = 4 + _WANTED_BYTES + 3 * 4
+    return per_token * max_tokens + max_rows * per_row + 64 * _NUM_ARRAYS
 
 
 def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:
+    scores = output.scores
     return StepDone(
         step=output.step,
         token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
@@ -64,7 +92,16 @@ def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:
         num_top=output.top_token_ids.shape[1],
         row_errors=output.row_errors,
         num_compilations=num_compilations,
+        scores=None
+        if len(scores.top_offsets) == 1
+        else ScoresDone(*[_bytes_of(getattr(scores, name), dtype) for name, dtype in _SCORES.items()]),
+        vectors=_bytes_of(output.vectors, "<f4"),
+        num_vectors=len(output.vectors),
     )
+
+
+def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
+    return array.astype(dtype, copy=False).tobytes()
 
 
 def decode_output(message: StepDone) -> StepOutput:
@@ -78,6 +115,10 @@ def decode_output(message: StepDone) -> StepOutput:
         logprobs = np.frombuffer(message.logprobs, "<f4")
         top_token_ids = np.frombuffer(message.top_token_ids, "<i4")
         top_logprobs = np.frombuffer(message.top_logprobs, "<f4")
+        scores = _scores_of(message.scores)
+        vectors = (
+            np.frombuffer(message.vectors, "<f4").reshape(message.num_vectors, -1) if message.vectors else no_vectors()
+        )
     except ValueError as error:
         raise ProtocolError(f"the reply to step {message.step} has an array of broken length: {error}") from None
     count = len(token_ids)
@@ -89,5 +130,25 @@ def decode_output(message: StepDone) -> StepOutput:
         raise ProtocolError(f"the reply to step {message.step} has arrays of different lengths")
     shape = (count, message.num_top)
     return StepOutput(
-        message.step, token_ids, logprobs, top_token_ids.reshape(shape), top_logprobs.reshape(shape), message.row_errors
+        message.step,
+        token_ids,
+        logprobs,
+        top_token_ids.reshape(shape),
+        top_logprobs.reshape(shape),
+        message.row_errors,
+        scores,
+        vectors,
     )
+
+
+def _scores_of(message: ScoresDone | None) -> Scores:
+    """Raises ValueError where lengths do not agree."""
+    if message is None:
+        return no_scores()
+    scores = Scores(**{name: np.frombuffer(getattr(message, name), dtype) for name, dtype in _SCORES.items()})
+    offsets = scores.top_offsets
+    if len(scores.logprobs) != len(scores.ranks) or len(scores.top_token_ids) != len(scores.top_logprobs):
+        raise ValueError("log-probabilities of other tokens than are named")
+    if offsets[0] != 0 or offsets[-1] != len(scores.top_token_ids) or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError("offsets that do not cut their lists")
+    return scores

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -91,6 +91,16 @@ class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
     step: int
 
 
+class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
+    """`core.step.Scores`, each array as raw little-endian bytes."""
+
+    logprobs: bytes
+    ranks: bytes
+    top_offsets: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+
+
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     """Arrays as raw little-endian bytes: they are small, and a reply that owns its data cannot be overwritten."""
 
@@ -103,6 +113,10 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     row_errors: dict[int, str]
     num_compilations: int = 0
     """Graphs the WorkAgent has compiled so far; those of its warm-up serve every step, so the number stays."""
+    scores: ScoresDone | None = None
+    """None where nothing was scored."""
+    vectors: bytes = b""
+    num_vectors: int = 0
 
 
 class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import nn
 from numpy.typing import NDArray
 
-from llm_serving.core.step import Int32Array
+from llm_serving.core.step import Float32Array, Int32Array
 from llm_serving.lowering.step import dynamic_inputs
 
 try:
@@ -25,11 +25,16 @@ except ImportError:  # another release
 
 
 class CompiledNetwork:
-    """One graph for batches of every shape."""
+    """One graph for batches of every shape.
 
-    def __init__(self, network: nn.Cell) -> None:
+    Args:
+        network: The arguments of a step first of all, or what `inputs` says.
+        inputs: Its arguments, as for `Cell.set_inputs`.
+    """
+
+    def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
         network.set_train(False)
-        network.set_inputs(*dynamic_inputs())
+        network.set_inputs(*(dynamic_inputs() if inputs is None else inputs))
         self._network = network
         self._execute: Any = getattr(_cell_graph_executor, "_graph_executor", None)
         self._phase: str | None = None
@@ -38,16 +43,16 @@ class CompiledNetwork:
     def num_compilations(self) -> int:
         return len(self._network.compile_cache)
 
-    def __call__(self, arrays: Sequence[Int32Array]) -> NDArray[Any]:
+    def __call__(self, arrays: Sequence[Int32Array | Float32Array]) -> NDArray[Any]:
         """Runs the graph; the first call compiles it.
 
         Args:
-            arrays: As `lowering.step.STEP_INPUTS`; not copied, so nobody may write them until this returns.
+            arrays: The arguments; not copied, so nobody may write them until this returns.
 
         Returns:
             The result, over the memory of the device tensor where that is a CPU.
         """
-        tensors = [ms.Tensor.from_numpy(np.ascontiguousarray(array, np.int32)) for array in arrays]
+        tensors = [ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         if self._phase is not None:
             result = self._execute(tuple(tensors), self._phase)
         else:

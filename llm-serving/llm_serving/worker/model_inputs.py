@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_serving.core.step import NO_BLOCK, StepInput
+from llm_serving.core.step import NO_BLOCK, ResultKind, StepInput, Wanted
 from llm_serving.errors import WorkerError
 
 Int32Array = NDArray[np.int32]
@@ -44,7 +44,7 @@ class ModelInputs:
     block_tables: Int32Array  # [B, W]; where a step names no block: 0, which is not read
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
-    sample_indices: Int32Array  # [S], the token of each row whose logits are wanted
+    sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.wanted`
 
     def arrays(self) -> tuple[Int32Array, ...]:
         return (
@@ -120,14 +120,14 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         )
 
     if num_tokens == num_rows:  # one token a row: the usual step once the prompts are in
-        rows = last_tokens = np.arange(num_rows, dtype=np.int32)
+        rows = first_tokens = np.arange(num_rows, dtype=np.int32)
         positions = num_computed
     else:
         row_ends = np.cumsum(query_lens, dtype=np.int32)
         rows = np.repeat(np.arange(num_rows, dtype=np.int32), query_lens)
         # Token t of row b stands at num_computed[b] + (t - first token of b).
         positions = np.arange(num_tokens, dtype=np.int32) + (context_lens - row_ends)[rows]
-        last_tokens = row_ends - np.int32(1)
+        first_tokens = row_ends - query_lens
     logical_blocks, offsets = np.divmod(positions, np.int32(block_size))
     slot_mapping = block_tables[rows, logical_blocks] * np.int32(block_size) + offsets
     return ModelInputs(
@@ -137,7 +137,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         block_tables=block_tables,
         query_lens=query_lens,
         context_lens=context_lens,
-        sample_indices=last_tokens[step.sample_rows],
+        sample_indices=first_tokens[step.wanted[:, 0]] + step.wanted[:, 1],
     )
 
 
@@ -179,8 +179,25 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
             f"num_computed must be from 0 to {limits.max_positions}. "
             f"Given: {step.num_computed.min()} to {step.num_computed.max()}"
         )
-    rows = step.sample_rows
-    if rows.size and (rows[0] < 0 or rows[-1] >= num_rows or (rows[1:] <= rows[:-1]).any()):
-        raise WorkerError(f"sample_rows must ascend from 0 to at most {num_rows - 1}. Given: {rows.tolist()[:8]}")
-    if step.sampling.num_samples != rows.size:
-        raise WorkerError(f"sampling must describe {rows.size} samples. Given: {step.sampling.num_samples}")
+    _check_wanted(step)
+
+
+def _check_wanted(step: StepInput) -> None:
+    wanted, num_rows = step.wanted, step.num_rows
+    if wanted.ndim != 2 or wanted.shape[1] != len(Wanted._fields):
+        raise WorkerError(f"wanted must be an array of {', '.join(Wanted._fields)}. Given: the shape {wanted.shape}")
+    rows, tokens, kinds = wanted.T
+    if rows.size:
+        if rows.min() < 0 or rows.max() >= num_rows:
+            raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
+        if tokens.min() < 0 or (tokens >= step.query_lens[rows]).any():
+            raise WorkerError("wanted must be of tokens that their rows run")
+        if kinds.min() < 0 or kinds.max() >= len(ResultKind):
+            raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.max()}")
+        order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens
+        if (order[1:] <= order[:-1]).any():
+            raise WorkerError("wanted must ascend by kind, row and token")
+    counts = np.bincount(kinds, minlength=len(ResultKind)).tolist()
+    given = [step.sampling.num_samples, step.scoring.num_results]
+    if counts[:2] != given:
+        raise WorkerError(f"sampling and scoring must describe {counts[:2]} results. Given: {given}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutpu
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
+from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.block_guard import BlockGuard
@@ -19,6 +21,7 @@ from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
+from llm_serving.worker.scoring import check_scoring, score
 
 
 class ModelRunner:
@@ -61,9 +64,11 @@ class ModelRunner:
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
         max_positions = min(max_model_len, room)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
-        self._network = CompiledNetwork(
-            lower(spec, backend, WeightReader(folder), self.kv_tensors.layers, max_positions, as_program=as_program)
-        )
+        reader = WeightReader(folder)
+        lowered = lower(spec, backend, reader, self.kv_tensors.layers, max_positions, as_program=as_program)
+        self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
+        self._states = CompiledNetwork(lowered.states)
+        self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))
         self._choose_tokens = choose_tokens_for(backend.name)
         self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window)
         self._next_step = 0
@@ -71,32 +76,32 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Graphs compiled so far; 1 after `warm_up`, whatever the batches."""
-        return self._network.num_compilations
+        """Graphs compiled so far; after `warm_up` one for each part of the network, whatever the batches."""
+        return sum(each.num_compilations for each in (self._network, self._states, self._head) if each is not None)
 
     def warm_up(self) -> None:
         """Compiles the network and touches what the first steps need; block 0 is written, so no step may have run."""
         for query_lens in ((1,), (2, 1)):
             lens = np.array(query_lens, np.int32)
             num_rows, num_tokens = len(lens), int(lens.sum())
-            self._forward(
-                ModelInputs(
-                    token_ids=np.zeros(num_tokens, np.int32),
-                    positions=np.zeros(num_tokens, np.int32),
-                    slot_mapping=np.zeros(num_tokens, np.int32),
-                    block_tables=np.zeros((num_rows, 1), np.int32),
-                    query_lens=lens,
-                    context_lens=lens,
-                    sample_indices=np.arange(num_rows, dtype=np.int32),
-                )
+            inputs = ModelInputs(
+                token_ids=np.zeros(num_tokens, np.int32),
+                positions=np.zeros(num_tokens, np.int32),
+                slot_mapping=np.zeros(num_tokens, np.int32),
+                block_tables=np.zeros((num_rows, 1), np.int32),
+                query_lens=lens,
+                context_lens=lens,
+                sample_indices=np.arange(num_rows, dtype=np.int32),
             )
+            self._forward(inputs)
+            self._logits_of(self._states(inputs.arrays()))
 
     def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
         """As `Backend.announce_ending`, for the step that comes next."""
         return self._backend.announce_ending(socket_fd, frame)
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Moves the blocks of one step, runs it and chooses its tokens.
+        """Moves the blocks of one step, runs it and gives its results.
 
         Raises:
             StepMismatchError: The step is not the one after the latest; nothing was moved or computed.
@@ -108,18 +113,41 @@ class ModelRunner:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
         # Until this step's tokens are chosen they count as failed ones: a step that is on its way already may refer to
         # them for requests that this failure ends, and must still compute its other rows.
-        previous, self._previous = self._previous, np.full(len(step.sample_rows), -1, np.int32)
+        previous, self._previous = self._previous, np.full(step.sampling.num_samples, -1, np.int32)
         self._next_step += 1
         check_sampling(step.sampling, self._limits.vocab_size)
+        check_scoring(step.scoring, self._limits.vocab_size)
         inputs = build_model_inputs(step, previous, self._limits)
         check_block_moves(step.block_moves, self.kv_tensors.num_blocks, self.kv_tensors.num_swap_blocks)
         self._guard.move(step.block_moves)
         self._guard.check(step)
         self.kv_tensors.move_blocks(step.block_moves)
-        logits = self._forward(inputs)
-        output = sample(step.step, logits[: len(step.sample_rows)], step.sampling, previous, self._choose_tokens)
+        if len(step.wanted) == step.sampling.num_samples:
+            logits = self._forward(inputs)[: len(step.wanted)]
+            output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
+        else:
+            output = self._results(step, self._states(inputs.arrays()), previous)
         self._previous = output.token_ids
         return output
+
+    def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
+        """The results of a step that wants more than tokens, from the states [R, H] of its `wanted`."""
+        num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
+        vectors = states[num_samples + num_scored :]
+        logits = self._logits_of(states[: max(num_samples, 1)])[:num_samples]
+        output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
+        to_score = states[num_samples : num_samples + num_scored]
+        vocab_size = self._limits.vocab_size
+        scored = score(to_score, step.scoring, self._logits_of, vocab_size, self._choose_tokens)
+        errors = {num_samples + index: error for index, error in scored.errors.items()}
+        for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
+            errors[num_samples + num_scored + index] = "the model's last hidden state is not finite"
+        errors = _first_of_each(errors, step.wanted)
+        return replace(output, row_errors=output.row_errors | errors, scores=scored.scores, vectors=vectors.copy())
+
+    def _logits_of(self, states: Float32Array) -> Float32Array:
+        """[P, H] -> [P, V]"""
+        return self._head((states, *arguments_of_rows(len(states))))
 
     def _forward(self, inputs: ModelInputs) -> Float32Array:
         """Logits [max(S, 1), V]: a step in which no prompt ends asks for one row all the same.
@@ -129,4 +157,13 @@ class ModelRunner:
         arrays = inputs.arrays()
         if not len(inputs.sample_indices):
             arrays = (*arrays[:-1], np.zeros(1, np.int32))
-        return self._network(arrays)
+        return self._logits_of(self._states(arrays)) if self._network is None else self._network(arrays)
+
+
+def _first_of_each(errors: dict[int, str], wanted: Int32Array) -> dict[int, str]:
+    """Those of each row and kind but the first add nothing."""
+    first: dict[tuple[int, int], int] = {}
+    for index in sorted(errors):
+        row, _, kind = wanted[index].tolist()
+        first.setdefault((row, kind), index)
+    return {index: errors[index] for index in first.values()}

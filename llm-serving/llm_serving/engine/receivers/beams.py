@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
-from llm_serving.core.request_output import RequestOutput, TokenLogprobs
-from llm_serving.core.step import StepOutput
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
+from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.beam_search import BeamSearch, FinishedBeam, Hypothesis, LikelyTokens
 from llm_serving.engine.receivers.desk import Desk
 
@@ -56,6 +56,11 @@ class Beams:
         processor = self._desk.processor
         processor.record_time(self.request)
         self._desk.tell(self._last_piece() if self._search.has_ended else processor.piece(self.request))
+
+    def take_prompt(
+        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
+    ) -> None:
+        """Nothing is told of the prompt of a search."""
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         if not self.request.is_finished:
@@ -108,7 +113,9 @@ class Beams:
         beam = Request(
             request_id=f"{root.request_id}/{self._num_forks}",
             prompt_token_ids=root.prompt_token_ids,
-            sampling=replace(root.sampling, logprobs=max(2 * self._params.width, root.sampling.logprobs or 0)),
+            sampling=replace(
+                root.sampling, logprobs=max(2 * self._params.width, root.sampling.logprobs or 0), prompt_logprobs=None
+            ),
             priority=root.priority,
             tenant=root.tenant,
             cache_salt=root.cache_salt,

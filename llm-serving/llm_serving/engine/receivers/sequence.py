@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llm_serving.core.request import FinishReason, Request
-from llm_serving.core.step import StepOutput
+from llm_serving.core.request_output import PromptLogprobs
+from llm_serving.core.step import Float32Array, StepOutput
 from llm_serving.engine.receivers.desk import Desk
 
 
@@ -27,6 +28,16 @@ class OneSequence:
         desk.tell(desk.processor.piece(request))
         if request.is_finished:
             desk.note_length(request)
+
+    def take_prompt(
+        self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None
+    ) -> None:
+        desk = self._desk
+        if not desk.processor.knows(request):
+            return
+        desk.processor.take_prompt(request, start, logprobs, vector)
+        if request.is_finished and request.sampling.max_tokens == 0:  # otherwise its last token is still to be told
+            desk.tell(desk.processor.piece(request))
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         processor = self._desk.processor

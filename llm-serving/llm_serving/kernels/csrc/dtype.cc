@@ -18,7 +18,43 @@ constexpr Name kNames[] = {
     {"complex128", DType::kOther, 16},
 };
 
+float widened(BFloat16 element) {
+  const uint32_t bits = uint32_t{element.bits} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+float widened(Float16 element) {
+  const uint32_t sign = uint32_t{element.bits} >> 15 << 31, exponent = element.bits >> 10 & 31u;
+  const uint32_t fraction = element.bits & 1023u;
+  if (exponent == 0) {  // a multiple of the smallest one, 2^-24
+    const float size = static_cast<float>(fraction) * 0x1p-24f;
+    return sign == 0 ? size : -size;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+template <class T>
+void widen_all(const void* elements, size_t count, float* result) {
+  const T* each = static_cast<const T*>(elements);
+  for (size_t i = 0; i < count; i++) result[i] = widened(each[i]);
+}
+
 }  // namespace
+
+void widen(const void* elements, size_t count, DType dtype, float* result) {
+  if (dtype == DType::kBFloat16) {
+    widen_all<BFloat16>(elements, count, result);
+  } else if (dtype == DType::kFloat16) {
+    widen_all<Float16>(elements, count, result);
+  } else {
+    std::memcpy(result, elements, count * sizeof(float));
+  }
+}
 
 DType parse_dtype(const char* name) {
   if (name == nullptr) return DType::kNone;

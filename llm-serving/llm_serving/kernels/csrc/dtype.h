@@ -26,6 +26,9 @@ DType parse_dtype(const char* name);
 // Bytes of one element; 0 for a type the library does not know.
 size_t element_size(DType dtype, const char* name);
 
+// Elements as float32, which holds each exactly.
+void widen(const void* elements, size_t count, DType dtype, float* result);
+
 LLM_INLINE bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }

@@ -8,7 +8,7 @@ namespace {
 
 // In the order of their numbers.
 const Operation* const kOperations[] = {&kGather, &kLinear, &kNorm,    &kRotate, &kStore,  &kAttend, &kActivate,
-                                        &kAdd,    &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh};
+                                        &kAdd,    &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh,  &kStates};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 const Operation* operation(const Program& program, size_t i) {
@@ -34,15 +34,7 @@ int check_instructions(Program& program) {
   return 0;
 }
 
-}  // namespace
-}  // namespace llm
-
-// instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W], query_lens [B],
-// context_lens [B], sample_indices [S]; weights, of which the first is that of the result [V, H]; key_cache and
-// value_cache of each layer | float32 [S, V] of the rows that sample. A custom operator; the bits of an operation do
-// not depend on which others are part of it.
-LLM_OPERATOR(program) {
-  using namespace llm;
+int run_program(const Call& call) {
   Program program(call);
   if (const int status = program.read()) return status;
   if (const int status = check_instructions(program)) return status;
@@ -53,12 +45,28 @@ LLM_OPERATOR(program) {
     const Operation* op = operation(program, i);
     // A layer is done where the next one attends, and the last one before the result.
     const bool next_layer = op == &kAttend && attended++ > 0;
-    if (next_layer || op == &kOutput) ending.layer_done();
+    if (next_layer || op == &kOutput || op == &kStates) ending.layer_done();
     if (const int status = op->run(Instruction(program, i, op->signature))) return status;
   }
   return 0;
 }
 
+}  // namespace
+}  // namespace llm
+
+// instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W], query_lens [B],
+// context_lens [B], sample_indices [S]; weights, of which the first is that of the logits [V, H]; key_cache and
+// value_cache of each layer | float32 [S, V] of the rows that give a result. A custom operator; the bits of an
+// operation do not depend on which others are part of it.
+LLM_OPERATOR(program) { return llm::run_program(call); }
+
 LLM_EXPORT std::vector<int64_t> programInferShape(int*, int64_t** shapes, void*) {
   return {shapes[llm::kSampleIndices][0], shapes[llm::kWeights][0]};
+}
+
+// As `program`, for programs that end in states | float32 [S, H].
+LLM_OPERATOR(states) { return llm::run_program(call); }
+
+LLM_EXPORT std::vector<int64_t> statesInferShape(int*, int64_t** shapes, void*) {
+  return {shapes[llm::kSampleIndices][0], shapes[llm::kWeights][1]};
 }

@@ -70,6 +70,7 @@ class Program {
   size_t num_layers() const { return num_layers_; }
   const std::vector<Operand>& operands() const { return operands_; }
   int result() const { return call_.count() - 1; }
+  size_t result_width() const { return call_.dim(result(), 1); }
 
   // Null if it is no packed weight of the model's type.
   const Weight* weight(size_t i) const { return weights_[i].has_value() ? &*weights_[i] : nullptr; }
@@ -185,10 +186,10 @@ struct Operation {
 };
 
 // Each operation states its numbers where it is defined.
-extern const Operation kGather, kNorm, kActivate, kAdd, kSelect, kWeigh;  // program_rows.cc
-extern const Operation kLinear, kOutput;                                  // program_products.cc
-extern const Operation kRotate, kStore, kAttend;                          // program_attention.cc
-extern const Operation kRoute, kExperts;                                  // program_experts.cc
+extern const Operation kGather, kNorm, kActivate, kAdd, kSelect, kWeigh, kStates;  // program_rows.cc
+extern const Operation kLinear, kOutput;                                           // program_products.cc
+extern const Operation kRotate, kStore, kAttend;                                   // program_attention.cc
+extern const Operation kRoute, kExperts;                                           // program_experts.cc
 
 // What attribute `function` numbers: 0 none, 1 silu, 2 gelu_tanh.
 inline bool is_gate(int32_t function) { return function == 1 || function == 2; }

@@ -83,8 +83,7 @@ int run_linear(const Instruction& in) {
 int check_output(const Instruction& in) {
   const Operand* x = in.input(0);
   if (const int status = in.check_rows("x", x, true)) return status;
-  const Call& call = in.call();
-  if (const int status = in.check_product("weight", 0, call.dim(in.program().result(), 1), x->width)) return status;
+  if (const int status = in.check_product("weight", 0, in.program().result_width(), x->width)) return status;
   if (!(in.number(1) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(1)));
   return check_ordered(in, *x, 2);
 }

@@ -1,4 +1,4 @@
-// Operations on rows by themselves: gather, norm, activate, add, select, weigh.
+// Operations on rows by themselves: gather, norm, activate, add, select, weigh, states.
 #include <cstring>
 
 #include "program.h"
@@ -165,6 +165,24 @@ int run_weigh(const Instruction& in) {
   return 0;
 }
 
+// states: | x | |. The result: the rows of x, in float32.
+
+int check_states(const Instruction& in) {
+  const Operand* x = in.input(0);
+  if (const int status = in.check_rows("x", x, true)) return status;
+  return in.check_width("x", *x, in.program().result_width());
+}
+
+int run_states(const Instruction& in) {
+  const Rows x = in.rows(in.input(0));
+  auto* result = in.call().data<float>(in.program().result());
+  for (size_t i = 0; i < x.count; i++) {
+    const char* row = x.data + i * x.stride * in.program().element_bytes();
+    widen(row, x.width, in.program().dtype(), result + i * x.width);
+  }
+  return 0;
+}
+
 }  // namespace
 
 const Operation kGather = {{"gather", 1, 0, 1, 1}, check_gather, run_gather};
@@ -173,5 +191,6 @@ const Operation kActivate = {{"activate", 1, 1, 0, 1}, check_activate, run_activ
 const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};
 const Operation kSelect = {{"select", 1, 1, 0, 0}, check_select, run_select};
 const Operation kWeigh = {{"weigh", 1, 2, 0, 0}, check_weigh, run_weigh};
+const Operation kStates = {{"states", 0, 1, 0, 0}, check_states, run_states};
 
 }  // namespace llm

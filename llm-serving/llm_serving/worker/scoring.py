@@ -1,0 +1,127 @@
+"""Log-probabilities of given tokens and of the most likely ones, a bounded number of logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Scores, ScoringInput
+from llm_serving.errors import WorkerError
+from llm_serving.worker.logprobs import log_normalizers, logprobs_of
+from llm_serving.worker.model_inputs import NO_TOKENS
+from llm_serving.worker.token_choice import Choices, Failure
+
+PIECE_BYTES: Final = 2**25
+"""Of logits that are there at once."""
+
+Head = Callable[[Float32Array], Float32Array]
+"""(states [P, H]) -> logits [P, V], C-contiguous"""
+ChooseTokens = Callable[[Float32Array, SamplingInput, Int32Array], Choices]
+
+
+class Scored(NamedTuple):
+    scores: Scores
+    errors: dict[int, str]
+    """Results that cannot be given, by index, and why; what `scores` has of them means nothing."""
+
+
+def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
+    """Refuses what would reach outside the logits, before anything of the step is computed.
+
+    Raises:
+        WorkerError: Offsets do not cut their list, a token id lies outside the vocabulary, or a count is below 0.
+    """
+    offsets, token_ids = scoring.offsets, scoring.token_ids
+    count = scoring.num_results
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids) or (np.diff(offsets) < 0).any():
+        raise WorkerError(f"offsets of scoring must cut {len(token_ids)} ids into {count} parts")
+    if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= vocab_size):
+        raise WorkerError(f"token_ids of scoring must be from 0 to {vocab_size - 1}")
+    if count and scoring.num_logprobs.min() < 0:
+        raise WorkerError(f"num_logprobs of scoring must be at least 0. Given: {scoring.num_logprobs.min()}")
+
+
+def score(
+    states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
+) -> Scored:
+    """Scores each row of states by itself, `PIECE_BYTES` of logits at a time.
+
+    Args:
+        states: [P, H]
+        scoring: Passed `check_scoring`.
+        head: What makes logits of states.
+        vocab_size: V.
+        choose_tokens: From `sampler.choose_tokens_for`: it finds the largest logit, their sum and the most likely
+            tokens of a row in the same way for a token that is chosen.
+    """
+    count = scoring.num_results
+    logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
+    top_lens = np.minimum(scoring.num_logprobs, vocab_size)
+    top_token_ids = np.zeros(int(top_lens.sum()), np.int32)
+    top_logprobs = np.zeros(len(top_token_ids), np.float32)
+    top_offsets = np.concatenate([[0], np.cumsum(top_lens)]).astype(np.int32)
+    errors: dict[int, str] = {}
+    for start, end in _pieces(count, vocab_size):
+        logits = head(states[start:end])
+        choices = choose_tokens(logits, _greedy(top_lens[start:end]), NO_TOKENS)
+        for index in np.flatnonzero(choices.failures != Failure.NONE).tolist():
+            largest = choices.largest[index]
+            errors[start + index] = f"the model's logits allow no log-probabilities: the largest is {largest}"
+        likely = choices.top_token_ids
+        _, of_likely = logprobs_of(logits, choices.token_ids, likely, choices.largest, choices.total_weights)
+        kept = np.arange(likely.shape[1]) < top_lens[start:end, None]
+        tops = slice(top_offsets[start], top_offsets[end])
+        top_token_ids[tops], top_logprobs[tops] = likely[kept], of_likely[kept]
+        given = slice(scoring.offsets[start], scoring.offsets[end])
+        rows = np.repeat(np.arange(end - start), np.diff(scoring.offsets[start : end + 1]))
+        fine = choices.total_weights > 0
+        normalizers = np.zeros(end - start)
+        normalizers[fine] = log_normalizers(choices.largest[fine], choices.total_weights[fine])
+        with np.errstate(over="ignore", invalid="ignore"):  # what float32 does not hold becomes -inf
+            logprobs[given] = logits[rows, scoring.token_ids[given]] - normalizers[rows]
+        ranks[given] = [
+            _rank(logits[row], token_id)
+            for row, token_id in zip(rows.tolist(), scoring.token_ids[given].tolist(), strict=True)
+        ]
+    return Scored(Scores(logprobs, ranks, top_offsets, top_token_ids, top_logprobs), errors)
+
+
+def _pieces(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, PIECE_BYTES // (4 * vocab_size))
+    for start in range(0, count, rows):
+        yield start, min(count, start + rows)
+
+
+def _rank(logits: Float32Array, token_id: int) -> int:
+    """Place of a token among those of one row of logits ([V]), from 1."""
+    value = logits[token_id]
+    return 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token_id] == value))
+
+
+def _greedy(num_logprobs: Int32Array) -> SamplingInput:
+    """How to choose the most likely token of each row and tell so many of the others."""
+    count = len(num_logprobs)
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+    whole, offsets = np.zeros(count, np.int32), np.zeros(count + 1, np.int32)
+    return SamplingInput(
+        temperature=zeros,
+        top_k=whole,
+        top_p=ones,
+        min_p=zeros,
+        repetition_penalty=ones,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        seed=np.zeros(count, np.uint64),
+        position=whole,
+        num_logprobs=num_logprobs,
+        history_offsets=offsets,
+        history_token_ids=NO_TOKENS,
+        history_prompt_lens=whole,
+        bias_offsets=offsets,
+        bias_token_ids=NO_TOKENS,
+        bias_values=np.empty(0, np.float32),
+        allowed_offsets=offsets,
+        allowed_words=NO_TOKENS,
+    )

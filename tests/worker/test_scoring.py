@@ -1,0 +1,152 @@
+"""Log-probabilities of given tokens and vectors, from the runner and from logits by hand."""
+
+import numpy as np
+import pytest
+from graph_model import GraphModel, backend
+from llm_serving.errors import WorkerError
+from llm_serving.worker import scoring, token_choice
+from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.scoring import check_scoring, score
+from model_factories import tiny_spec, write_model
+from step_factories import scoring_input, step_input
+
+pytestmark = pytest.mark.mindspore
+
+SPEC = tiny_spec()
+PROMPT = np.random.default_rng(7).integers(0, 97, 21).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, SPEC)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return GraphModel(SPEC, folder, backend("cpu", "bfloat16"))
+
+
+@pytest.fixture
+def runner(folder):
+    return ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
+
+
+def scores_of_prompt(start=0, end=20, count=2, row=0):
+    """The log-probability of each token of `PROMPT` after those in [start, end), in a row that begins at `start`."""
+    return [(row, token - start, [PROMPT[token + 1]], count) for token in range(start, end)]
+
+
+def expected(logits, token_id):
+    """Its log-probability and rank in float64."""
+    logits = logits.astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    return logprobs[token_id], 1 + int((logits > logits[token_id]).sum())
+
+
+def test_a_prompt_is_scored_as_its_logits_say(runner, model):
+    logits = model.logits((PROMPT, 0, [1, 2]))
+    output = runner.execute(step_input([(PROMPT, 0, [8, 1])], samples=[], scores=scores_of_prompt(count=3)))
+    scores = output.scores
+    assert scores.top_offsets.tolist() == [3 * index for index in range(len(PROMPT))]
+    for index, token_id in enumerate(PROMPT[1:]):
+        logprob, rank = expected(logits[index], token_id)
+        assert scores.logprobs[index] == pytest.approx(logprob, abs=1e-5)
+        assert scores.ranks[index] == rank
+        best = np.argsort(-logits[index], kind="stable")[:3]
+        assert scores.top_token_ids[3 * index : 3 * index + 3].tolist() == best.tolist()
+        assert scores.top_logprobs[3 * index] == pytest.approx(expected(logits[index], best[0])[0], abs=1e-5)
+
+
+def test_results_of_several_kinds_come_from_one_step(runner, folder, model):
+    rows = [(PROMPT, 0, [8, 1]), (PROMPT[:5], 0, [2]), (PROMPT[:9], 0, [3])]
+    step = step_input(rows, samples=[1], scores=[(0, 4, [7, 9], 0), (0, 6, [], 5), (1, 2, [1], 1)], vectors=[(2, 8)])
+    output = runner.execute(step)
+    states = model.states((PROMPT, 0, [1, 2]))
+    logits = model.head(states)
+    assert output.token_ids.tolist() == [int(logits[4].argmax())]
+    assert output.scores.logprobs.tolist() == pytest.approx(
+        [expected(logits[at], token_id)[0] for at, token_id in ((4, 7), (4, 9), (2, 1))], abs=1e-5
+    )
+    assert output.scores.top_offsets.tolist() == [0, 0, 5, 6]
+    assert output.vectors.tobytes() == states[8:9].tobytes()
+    assert output.row_errors == {}
+
+
+def test_the_bits_do_not_depend_on_chunks_and_neighbours(runner, folder):
+    whole = runner.execute(step_input([(PROMPT, 0, [8, 1])], scores=scores_of_prompt()))
+    chunked = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
+    parts = []
+    for step, (start, end) in enumerate([(0, 6), (6, 7), (7, 21)]):
+        rows = [([5, 6], 2 * step, [3]), (PROMPT[start:end], start, [8, 1])]
+        scores = scores_of_prompt(start, min(end, 20), row=1)
+        parts.append(chunked.execute(step_input(rows, step=step, samples=[0, 1] if end == 21 else [0], scores=scores)))
+    for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
+        joined = np.concatenate([getattr(part.scores, name) for part in parts])
+        assert joined.tobytes() == getattr(whole.scores, name).tobytes(), name
+    assert parts[-1].token_ids[1] == whole.token_ids[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_bits_are_those_of_the_whole_network(folder, dtype):
+    model = GraphModel(SPEC, folder, backend("cpu", dtype))
+    logits = model.logits((PROMPT, 0, [1, 2]))
+    states = model.states((PROMPT, 0, [1, 2]))
+    assert states.dtype == np.float32
+    pieces = [model.head(states[start : start + 5]) for start in range(0, len(states), 5)]
+    assert np.concatenate(pieces).tobytes() == logits.tobytes()
+
+
+def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
+    rng = np.random.default_rng(3)
+    table = rng.normal(size=(50, 8)).astype(np.float32)
+    states = rng.normal(size=(23, 8)).astype(np.float32)
+    wanted = scoring_input(*(([int(rng.integers(50))] * int(rng.integers(3)), int(rng.integers(4))) for _ in states))
+    counts = []
+
+    def head(rows):
+        counts.append(len(rows))
+        return np.array([table @ row for row in rows])  # each row by itself: no sum depends on the others
+
+    def scored():
+        return score(states, wanted, head, 50, token_choice.choose_tokens)
+
+    whole = scored()
+    monkeypatch.setattr(scoring, "PIECE_BYTES", 4 * 50 * 7)
+    pieces = scored()
+    assert counts == [23, 7, 7, 7, 2]
+    for name in ("logprobs", "ranks", "top_offsets", "top_token_ids", "top_logprobs"):
+        assert getattr(pieces.scores, name).tobytes() == getattr(whole.scores, name).tobytes(), name
+
+
+def test_ranks_count_equals_of_a_lower_id():
+    logits = np.array([[1, 3, 3, 0, 3]], np.float32)
+    wanted = scoring_input(([0, 1, 2, 3, 4], 9))
+    scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, token_choice.choose_tokens)
+    assert scores.ranks.tolist() == [4, 1, 2, 5, 3]
+    assert scores.top_token_ids.tolist() == [1, 2, 4, 0, 3]  # there are no more
+    assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top_logprobs.tobytes()
+    assert not errors
+
+
+def test_logits_that_are_no_numbers_are_an_error_of_their_result_alone():
+    logits = np.array([[1, 2], [np.nan, 1], [2, 1]], np.float32)
+    wanted = scoring_input(([0], 1), ([0], 1), ([0], 1))
+    scores, errors = score(np.zeros((3, 2), np.float32), wanted, lambda _: logits, 2, token_choice.choose_tokens)
+    assert list(errors) == [1]
+    assert "allow no log-probabilities: the largest is nan" in errors[1]
+    assert np.isfinite(scores.logprobs[[0, 2]]).all()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (scoring_input(([97], 0)), "token_ids of scoring must be from 0 to 96"),
+        (scoring_input(([-1], 0)), "token_ids of scoring must be from 0 to 96"),
+        (scoring_input(([3], -1)), "num_logprobs of scoring must be at least 0. Given: -1"),
+    ],
+)
+def test_what_would_reach_outside_the_logits_is_refused(wanted, message):
+    with pytest.raises(WorkerError, match=message):
+        check_scoring(wanted, 97)
