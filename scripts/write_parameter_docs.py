@@ -39,6 +39,11 @@ The order in which a token is chosen: penalties, `logit_bias` with `bad_words` a
   behind a space; the same text can still come about from other tokens. Such a request is not computed a step ahead.
 - `allowed_token_ids` and `bad_words` that may leave no token to choose are refused.
 - Neither goes with `use_beam_search`, which compares the model's own log-probabilities.
+- `prompt_logprobs: k` tells of each token of the prompt, in the form of vLLM, its log-probability, its rank and the `k`
+  most likely tokens; `echo` with `logprobs` tells the same in the form of OpenAI, before what is generated. The first
+  token has none (null). They are those of the model itself, before temperature, penalties and bias, and are not
+  streamed; all prompts and answers of a request have at most 524,288 of them. Such a prompt is computed even where
+  another request has computed its beginning. With `max_tokens: 0` (completions) nothing follows it.
 - A conversation with `continue_final_message` goes on with its last message; with `echo` the answer begins with it.
 
 The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`" for key in PARAMETERS)} of it are what

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import llm_serving.demo_model
+import numpy as np
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
-from llm_serving.core.request_output import FAILURES, RequestOutput, TokenLogprobs
+from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.health import EngineHealth
@@ -126,11 +127,27 @@ class FakeStream:
             stop_reason=script.stop_reason if last else None,
             error=script.error if failed else None,
             queued_s=0.25,
+            prompt_logprobs=None if index else _of_prompt(self._submitted.prompt_token_ids, sampling.prompt_logprobs),
         )
         search = self._submitted.beam_search
         if search is None or not last or failed:
             return whole
         return replace(whole, beams=tuple(replace(whole, text=f"beam {i}") for i in range(search.num_returned)))
+
+
+def _of_prompt(token_ids: list[int], count: int | None) -> PromptLogprobs | None:
+    """Of token i of a prompt -i; it has rank i, and the likeliest ones are the tokens of the lowest ids."""
+    numbers = np.arange(1, len(token_ids))
+    if count is None or not len(numbers):
+        return None
+    likely = np.broadcast_to(np.arange(count), (len(numbers), count))
+    return PromptLogprobs(
+        np.array(token_ids[1:], np.int32),
+        -numbers.astype(np.float32),
+        numbers.astype(np.int32),
+        likely.astype(np.int32),
+        -0.25 - likely.astype(np.float32),
+    )
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:

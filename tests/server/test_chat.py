@@ -151,3 +151,23 @@ def test_logprobs_of_each_token():
 def test_logprobs_without_top_logprobs_have_none():
     content = post(FakeEngine(), PATH, {"messages": USER, "logprobs": True}).json()["choices"][0]["logprobs"]["content"]
     assert content[0]["top_logprobs"] == []
+
+
+class TestPromptLogprobs:
+    def test_stand_beside_the_choices(self):
+        engine = FakeEngine()
+        body = post(engine, PATH, {"messages": USER, "prompt_logprobs": 1, "n": 2}).json()
+        num_prompt = body["usage"]["prompt_tokens"]
+        assert len(body["prompt_logprobs"]) == num_prompt
+        assert body["prompt_logprobs"][0] is None
+        assert [list(each)[-1] for each in body["prompt_logprobs"][1:]] == ["0"] * (num_prompt - 1)
+        assert [submitted.sampling.prompt_logprobs for submitted in engine.submitted] == [1, None]
+
+    def test_are_not_streamed(self):
+        error = error_of(post(FakeEngine(), PATH, {"messages": USER, "prompt_logprobs": 1, "stream": True}))
+        assert error["message"] == "`stream` must be false with prompt_logprobs. Given: True"
+
+    def test_an_answer_has_at_least_one_token(self):
+        for name in ("max_tokens", "max_completion_tokens"):
+            error = error_of(post(FakeEngine(), PATH, {"messages": USER, name: 0}))
+            assert error["message"] == "`max_tokens` must be an integer from 1 to 2147483647. Given: 0"

@@ -240,16 +240,125 @@ class TestEcho:
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x:", "echo": True, "stream": True}))[:-1]
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["x:Hello", " world", ""]
 
-    def test_with_logprobs_is_refused(self):
-        error = error_of(post(FakeEngine(), PATH, {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 1}))
-        assert error["message"] == "`echo` is not supported together with logprobs"
+    def test_with_logprobs_tells_those_of_the_prompt(self):
+        engine = FakeEngine()
+        ids = DEMO_TOKENIZER.encode("one two three")
+        body = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "return_tokens_as_token_ids": True}
+        logprobs = post(engine, PATH, body).json()["choices"][0]["logprobs"]
+        assert engine.submitted[0].sampling.prompt_logprobs == 1
+        named = [f"token_id:{token_id}" for token_id in (*ids, 500, 501, 502)]
+        told = [*(-index for index in range(1, len(ids))), -0.5, -0.5, -0.5]
+        assert logprobs["tokens"] == named
+        assert logprobs["token_logprobs"] == [None, *told]
+        tops = [{"token_id:0": -0.25}] * (len(ids) - 1) + [{each: -0.5} for each in named[-3:]]
+        assert logprobs["top_logprobs"] == [
+            None, *(top | {name: value} for top, name, value in zip(tops, named[1:], told, strict=True))
+        ]  # fmt: skip
+        lengths = [len(DEMO_TOKENIZER.token_text(token_id)) for token_id in (*ids, 500, 501, 502)]
+        assert logprobs["text_offset"] == [sum(lengths[:index]) for index in range(len(lengths))]
+
+    def test_with_logprobs_and_no_tokens(self):
+        engine = FakeEngine(Script([Piece("", 0)], finish_reason=FinishReason.LENGTH))
+        body = {"prompt": "one two", "echo": True, "logprobs": 0, "max_tokens": 0}
+        choice = post(engine, PATH, body).json()["choices"][0]
+        assert engine.submitted[0].sampling.max_tokens == 0
+        assert (choice["text"], choice["finish_reason"]) == ("one two", "length")
+        num_prompt = len(DEMO_TOKENIZER.encode("one two"))
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i) for i in range(1, num_prompt))]
+        assert [len(each or ()) for each in choice["logprobs"]["top_logprobs"]] == [0] + [1] * (num_prompt - 1)
+
+    def test_of_one_token_with_logprobs(self):
+        engine = FakeEngine(Script([Piece("", 0)]))
+        body = {"prompt": [7], "echo": True, "logprobs": 2, "max_tokens": 0}
+        logprobs = post(engine, PATH, body).json()["choices"][0]["logprobs"]
+        assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([None], [None])
+
+    def test_with_logprobs_of_several_prompts_and_answers(self):
+        body = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "echo": True, "logprobs": 0, "max_tokens": 1}
+        engine = FakeEngine()
+        choices = post(engine, PATH, body).json()["choices"]
+        assert [submitted.sampling.prompt_logprobs for submitted in engine.submitted] == [0, None, 0, None]
+        generated = [-0.5] * 3
+        expected = [[None, -1.0, *generated], [None, -1.0, -2.0, *generated]]
+        assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [
+            expected[0], expected[0], expected[1], expected[1]
+        ]  # fmt: skip
+
+
+class TestPromptLogprobs:
+    def test_are_told_as_vllm_tells_them(self):
+        engine = FakeEngine()
+        body = {"prompt": [5, 1, 0], "max_tokens": 3, "prompt_logprobs": 2}
+        choice = post(engine, PATH, body).json()["choices"][0]
+        text = DEMO_TOKENIZER.token_text
+        assert engine.submitted[0].sampling.prompt_logprobs == 2
+        assert choice["logprobs"] is None
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                "1": {"logprob": -1.0, "rank": 1, "decoded_token": text(1)},
+                "0": {"logprob": -0.25, "rank": 1, "decoded_token": text(0)},
+            },
+            {
+                "0": {"logprob": -2.0, "rank": 2, "decoded_token": text(0)},
+                "1": {"logprob": -1.25, "rank": 2, "decoded_token": text(1)},
+            },
+        ]
+
+    def test_of_0_tell_the_tokens_of_the_prompt_alone(self):
+        body = {"prompt": [5, 6], "prompt_logprobs": 0}
+        choice = post(FakeEngine(), PATH, body).json()["choices"][0]
+        assert [list(each or ()) for each in choice["prompt_logprobs"]] == [[], ["6"]]
+
+    def test_may_be_more_than_an_echo_tells(self):
+        body = {"prompt": [5, 6], "prompt_logprobs": 3, "echo": True, "logprobs": 1, "max_tokens": 1}
+        choice = post(FakeEngine(), PATH, body).json()["choices"][0]
+        assert len(choice["prompt_logprobs"][1]) == 4
+        assert len(choice["logprobs"]["top_logprobs"][1]) == 2
+
+    def test_come_with_the_best_of_several(self):
+        body = {"prompt": [5, 6], "prompt_logprobs": 0, "best_of": 3, "n": 2}
+        choices = post(FakeEngine(), PATH, body).json()["choices"]
+        assert [list(choice["prompt_logprobs"][1]) for choice in choices] == [["6"], ["6"]]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"prompt_logprobs": 21}, "`prompt_logprobs` must be an integer from 0 to 20. Given: 21"),
+            ({"prompt_logprobs": -1}, "`prompt_logprobs` must be an integer from 0 to 20. Given: -1"),
+            ({"prompt_logprobs": 1, "stream": True}, "`stream` must be false with prompt_logprobs. Given: True"),
+            (
+                {"prompt_logprobs": 1, "use_beam_search": True, "temperature": 0},
+                "`prompt_logprobs` is not supported with use_beam_search",
+            ),
+            (
+                {"echo": True, "logprobs": 1, "stream": True},
+                "`stream` must be false with echo and logprobs. Given: True",
+            ),
+            ({"echo": True, "logprobs": 21}, "`logprobs` must be an integer from 0 to 20. Given: 21"),
+            ({"max_tokens": -1}, "`max_tokens` must be an integer from 0 to 2147483647. Given: -1"),
+            (
+                {"max_tokens": 0, "use_beam_search": True, "temperature": 0},
+                "`max_tokens` must be an integer from 1 to 2147483647. Given: 0",
+            ),
+        ],
+    )
+    def test_what_they_do_not_go_with_is_refused(self, changes, message):
+        engine = FakeEngine()
+        assert error_of(post(engine, PATH, {"prompt": "x", **changes}))["message"] == message
+        assert engine.submitted == []
+
+    def test_an_answer_with_too_many_is_refused(self):
+        body = {"prompt": ["a " * 100] * 4, "prompt_logprobs": 20, "n": 128}
+        error = error_of(post(FakeEngine(), PATH, body))
+        rule = "and one, times the tokens of the prompts of all answers, must be at most 524288. Given: 1096704"
+        assert error["message"] == f"`prompt_logprobs` {rule}"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("suffix", "end"),
-        ("prompt_logprobs", 1),
         ("guided_json", {"type": "object"}),
         ("structured_outputs", {"json": {}}),
         ("response_format", {"type": "json_object"}),

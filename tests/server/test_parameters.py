@@ -69,7 +69,7 @@ def test_each_row_is_refused_or_named(path, usual, name, row):
         ("temprature", 0), ("grammar", "root ::= x"), ("regex", "a+"), ("ebnf", "x"), ("json_schema", {"type": "x"}),
         ("structural_tag", "x"), ("documents", [{"text": "x"}]), ("logits_processors", ["x"]), ("lora_request", "x"),
         ("no_repeat_ngram_size", 2), ("typical_p", 0.5), ("max_new_tokens", 5), ("min_new_tokens", 5),
-        ("stop_sequences", ["x"]), ("do_sample", False), ("prompt_logprobs", 0),
+        ("stop_sequences", ["x"]), ("do_sample", False),
         ("spaces_between_special_tokens", False),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from llm_serving.server.generation import Generation, encode_text, start_generat
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity
+from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
 from llm_serving.text.chat_template import NUM_PROCESSES
@@ -56,7 +57,9 @@ async def converse(
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
     decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
     decided["defaults"] = engine.sampling_defaults
-    sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # refuse before there is a text
+    checked = sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # before there is a text
+    if checked.prompt_logprobs is not None:
+        check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request.messages), lambda: _said(request))
     visitor = await knock(
         engine,
@@ -76,6 +79,7 @@ async def converse(
     )
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
+    check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)

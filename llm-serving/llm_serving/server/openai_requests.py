@@ -122,7 +122,11 @@ async def respond(
         )
     result = await complete(http_request.receive, generation, answer.whole(generation))
     headers = identity.headers | generation.headers
-    tells_tokens = request.return_token_ids or getattr(request, "logprobs", None) not in (None, False)
+    tells_tokens = (
+        request.return_token_ids
+        or request.prompt_logprobs is not None
+        or getattr(request, "logprobs", None) not in (None, False)
+    )
     if result.usage.total_tokens > MAX_INLINE_TOKENS and tells_tokens:
         return await large_json_response(result, headers)
     return json_response(result, headers=headers)

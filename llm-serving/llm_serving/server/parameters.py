@@ -98,7 +98,6 @@ _OPENAI: Final[Rows] = {
         _GRAMMAR,
     ),
     "response_format": Refused("must be of type text: answers are not bound to a form", ({"type": "text"},)),
-    "prompt_logprobs": Refused(neutral=_STRICT),
     "logits_processors": Refused(),
     "lora_request": _ADAPTER,
     "lora_path": _ADAPTER,

@@ -33,6 +33,8 @@ def sampling_params(
     request: object,
     names: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    *,
+    least_tokens: int = 1,
     **decided: Any,
 ) -> SamplingParams:
     """Sampling of the first choice.
@@ -44,6 +46,7 @@ def sampling_params(
         request: Struct with the fields.
         names: Parameter -> field, where the protocol calls it something else.
         defaults: In place of those of `SamplingParams`.
+        least_tokens: Least that `max_tokens` may be.
         decided: Parameters that the route has worked out itself.
 
     Raises:
@@ -57,7 +60,9 @@ def sampling_params(
     }
     read = {name: _READERS[name](value) if name in _READERS else value for name, value in given.items()}
     try:
-        return SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
+        params = SamplingParams(**{"seed": secrets.randbits(64), **(defaults or {}), **read, **decided})
+        Whole(least_tokens).checked("max_tokens", params.max_tokens)
+        return params
     except RequestError as error:
         if (field := field_of.get(error.field, error.field)) != error.field:
             raise RequestError(field, error.rule, error.value) from None
@@ -79,11 +84,15 @@ def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, 
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Sampling of choice 0, 1, ... of the same prompt: its own seed, derived from the request's."""
+    """Sampling of choice 0, 1, ... of the same prompt: its own seed, derived from the request's.
+
+    The prompt is told of once, with the first choice.
+    """
     if choice == 0:
         return sampling
     own = copy.copy(sampling)  # all the rest has been checked
     object.__setattr__(own, "seed", (sampling.seed + choice * SEED_STRIDE) & MAX_SEED)
+    object.__setattr__(own, "prompt_logprobs", None)
     return own
 
 

@@ -82,6 +82,8 @@ class GenerationRequest(CallerFields, kw_only=True):
     """Of a beam search: end with the first sequences that finish."""
     detokenize: bool | None = None
     """False: no text; `return_token_ids` tells the tokens."""
+    prompt_logprobs: int | None = None
+    """Also tell the log-probability of each token of the prompt, and of so many of the likeliest ones; not streamed."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Tokens of log-probabilities as "token_id:123" in place of their text."""
@@ -152,10 +154,18 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str
+
+
 class CompletionLogprobs(Long):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -169,6 +179,8 @@ class CompletionChoice(Long, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    """For each token of the prompt: by token id, itself and the most likely ones."""
 
 
 class Completion(Long, kw_only=True):
@@ -219,6 +231,7 @@ class ChatCompletion(Long, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):

@@ -40,9 +40,11 @@ async def select_best(
         means.append(_mean_logprob(whole[-1]))
         await asyncio.sleep(0)  # thousands of pieces each: others are served meanwhile
     for start in range(0, len(whole), choices.best_of):
+        of_prompt = whole[start].prompt_logprobs
         ranked = sorted(range(start, start + choices.best_of), key=lambda index: -means[index])
         for place, output in enumerate([whole[index] for index in ranked[: choices.n]]):
-            answer = output if with_logprobs else replace(output, logprobs=())
+            logprobs = output.logprobs if with_logprobs else ()
+            answer = replace(output, logprobs=logprobs, prompt_logprobs=None if place else of_prompt)
             yield ChoiceOutput(start // choices.best_of * choices.n + place, answer)
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
@@ -35,6 +35,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
+from llm_serving.server.prompt_logprobs import prompt_answer
 from llm_serving.server.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -121,9 +122,11 @@ class _Answer:
             for index in range(self._n)
         ]
         texts = [[self._echo] for _ in choices]
+        told: PromptLogprobs | None = None
         async for index, output in generation.outputs():
             raise_on_error(output)
             choice = choices[index]
+            told = told or output.prompt_logprobs
             texts[index].append(output.text)
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(output.token_ids)
@@ -143,6 +146,9 @@ class _Answer:
             choices=choices,
             usage=self._usage.total(),
             prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
+            prompt_logprobs=UNSET
+            if (count := request.prompt_logprobs) is None
+            else await off_loop(len(self._prompt) > INLINE_TOKENS, lambda: prompt_answer(self._tokenizer, told, count)),
         )
 
     def piece(self, index: int, output: RequestOutput) -> bytes:

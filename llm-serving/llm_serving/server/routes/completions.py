@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.core.request_output import RequestOutput, TokenLogprobs
+from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
+from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import caller_of
@@ -37,6 +38,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
+from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size, prompt_answer
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import DONE, event
@@ -48,16 +50,24 @@ DEFAULT_MAX_TOKENS: Final = 16
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Continues one or several prompts, `n` times each."""
     request = await read_request(engine, http_request, CompletionRequest)
-    if request.echo and request.logprobs is not None:
-        raise RequestError("echo", "is not supported together with logprobs")
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
     identity = identify(engine, http_request, request, "cmpl")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
-    sampling = sampling_params(request, defaults=engine.sampling_defaults, max_tokens=max_tokens, bad_words=words)
+    field, of_prompts = _asked_of_prompts(request)
+    sampling = sampling_params(
+        request,
+        defaults=engine.sampling_defaults,
+        least_tokens=1 if request.use_beam_search else 0,
+        max_tokens=max_tokens,
+        bad_words=words,
+        prompt_logprobs=of_prompts,
+    )
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
+    if of_prompts is not None:
+        check_prompt_logprobs(request, field, choices)
     visitor = await knock(
         engine,
         caller,
@@ -68,6 +78,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     )
     whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
     prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
+    check_size(prompts, sampling, field, choices.n)
     items = [
         item if len(prompt) == len(all_of_it) else prompt
         for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
@@ -83,6 +94,18 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n)
     return await respond(http_request, request, generation, answer, identity)
+
+
+def _asked_of_prompts(request: CompletionRequest) -> tuple[str, int | None]:
+    """The field by which log-probabilities of prompts are asked for, and how many of the most likely tokens.
+
+    An echo comes with those of its tokens, if there are any.
+    """
+    own, echoed = request.prompt_logprobs, request.logprobs if request.echo else None
+    if echoed is None:
+        return "prompt_logprobs", own
+    RULES["logprobs"].checked("logprobs", echoed)
+    return "echo and logprobs", echoed if own is None else max(own, echoed)
 
 
 def prompt_items(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -152,10 +175,13 @@ class _Answer:
             for index in range(len(self._prompts) * self._n)
         ]
         texts = [[self._echo(choice.index)] for choice in choices]
+        told: dict[int, PromptLogprobs] = {}
         async for index, output in generation.outputs():
             raise_on_error(output)
             choice = choices[index]
             texts[index].append(output.text)
+            if output.prompt_logprobs is not None:
+                told[index // self._n] = output.prompt_logprobs
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(output.token_ids)
             if choice.logprobs is not None:
@@ -166,7 +192,33 @@ class _Answer:
             self._usage.add(index, output)
         for choice in choices:
             choice.text = "".join(texts[choice.index])
+        for index, prompt in enumerate(self._prompts):
+            of_prompt = choices[index * self._n : (index + 1) * self._n]
+            tell = partial(self._tell_of_prompt, of_prompt, prompt, told.get(index))
+            await off_loop(len(prompt) > INLINE_TOKENS, tell)
         return self._completion(choices, usage=self._usage.total())
+
+    def _tell_of_prompt(
+        self, choices: Sequence[CompletionChoice], prompt: list[int], told: PromptLogprobs | None
+    ) -> None:
+        """Adds to the choices of a prompt what is to be told of it."""
+        request = self._request
+        if request.prompt_logprobs is not None:
+            answer = prompt_answer(self._tokenizer, told, request.prompt_logprobs)
+            for choice in choices:
+                choice.prompt_logprobs = answer
+        if not request.echo or request.logprobs is None:
+            return
+        text, tokens = self._shown(prompt[0]), [] if told is None else told.tokens(request.logprobs)
+        for choice in choices:
+            echoed, generated = CompletionLogprobs([text], [None], [None], [0]), choice.logprobs
+            assert generated is not None
+            offset = self._extend(echoed, tokens, len(self._tokenizer.token_text(prompt[0])))
+            echoed.tokens += generated.tokens
+            echoed.token_logprobs += generated.token_logprobs
+            echoed.top_logprobs += generated.top_logprobs
+            echoed.text_offset += [offset + each for each in generated.text_offset]
+            choice.logprobs = echoed
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         raise_on_error(output)
@@ -196,10 +248,19 @@ class _Answer:
         identity = self._identity
         return Completion(id=identity.id, created=identity.created, model=identity.model, choices=choices, usage=usage)
 
+    def _shown(self, token_id: int) -> str:
+        """A token, as log-probabilities name it."""
+        return (
+            token_as_id(token_id) if self._request.return_tokens_as_token_ids else self._tokenizer.token_text(token_id)
+        )
+
     def _add_logprobs(self, target: CompletionLogprobs, index: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        text_of = self._tokenizer.token_text
-        shown = token_as_id if self._request.return_tokens_as_token_ids else text_of
-        offset = self._text_offsets.get(index, 0)
+        """Adds tokens of a choice to what has been told of its tokens."""
+        self._text_offsets[index] = self._extend(target, logprobs, self._text_offsets.get(index, 0))
+
+    def _extend(self, target: CompletionLogprobs, logprobs: Sequence[TokenLogprobs], offset: int) -> int:
+        """Adds tokens whose texts begin at an offset; returns where the last one ends."""
+        shown = self._shown
         for token in logprobs:
             text = shown(token.token_id)
             logprob = max(token.logprob, MIN_LOGPROB)
@@ -211,8 +272,8 @@ class _Answer:
             target.token_logprobs.append(logprob)
             target.top_logprobs.append(top | {text: logprob})
             target.text_offset.append(offset)
-            offset += len(text_of(token.token_id))
-        self._text_offsets[index] = offset
+            offset += len(self._tokenizer.token_text(token.token_id))
+        return offset
 
 
 ENDPOINTS: Final = (
