@@ -14,8 +14,8 @@ SLOTS, PLACES, SECONDS = 32, 64, 3.0
 
 
 @cache
-def most() -> float:
-    return capacity(num=300, slots=SLOTS)
+def most(slots: int = SLOTS) -> float:
+    return capacity(num=10 * slots, slots=slots)
 
 
 def at_twice_the_capacity(seed: int = 1, **changes) -> list[Client]:
@@ -52,7 +52,7 @@ def test_what_is_predicted_comes_true() -> None:
 @pytest.mark.parametrize(("max_tokens", "most_error"), [(None, 0.15), (MAX_TOKENS, 0.3)])
 def test_few_slots_are_predicted_from_what_runs_in_them(max_tokens: int | None, most_error: float) -> None:
     slots, places = 8, 32
-    rate = capacity(num=150, slots=slots)
+    rate = most(slots)
     clients = [*warm_up(rate), *shipped_clients(2 * rate, 4.0, 1, start=WARM_S)]
     for client in clients:
         client.max_tokens = max_tokens
