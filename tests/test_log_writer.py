@@ -86,6 +86,25 @@ def test_a_file_goes_on_in_a_new_one_and_the_oldest_is_deleted(tmp_path, monkeyp
     assert len(kept) > 24
 
 
+def test_a_file_that_was_renamed_is_opened_anew_when_that_is_asked_for(tmp_path):
+    path, moved = tmp_path / "a.log", tmp_path / "moved.log"
+    file = RotatingFile(path, max_bytes=10_000, num_files=2)
+    written = threading.Semaphore(0)
+    emit = file.emit
+    file.emit = lambda record: (emit(record), written.release())
+    writer = LogWriter(file, pytest.fail)
+    for line in ("one", "two", "three"):
+        if line == "two":
+            path.rename(moved)
+        if line == "three":
+            writer.reopen()
+        writer.put(line)
+        written.acquire()
+    writer.close()
+    assert moved.read_text().split() == ["one", "two"]
+    assert path.read_text().split() == ["three"]
+
+
 def test_a_full_disk_is_told_once_and_tried_again():
     disk, told = Disk(), Told()
     writer = LogWriter(disk, told.say)

@@ -58,6 +58,8 @@ class LogWriter:
         self._num_lost = 0
         self._fails = False
         self._told = False
+        self._is_stale = False
+        """Whether the file is to be opened anew."""
         self._lock = threading.Lock()
         self._filled = threading.Event()
         self._closing = threading.Event()
@@ -74,6 +76,10 @@ class LogWriter:
             self._num_chars += len(line) + 1
         if not self._filled.is_set():
             self._filled.set()
+
+    def reopen(self) -> None:
+        """What comes from now on goes to a file that is opened anew: somebody has renamed or removed the one before."""
+        self._is_stale = True
 
     def close(self) -> None:
         """Takes no more; what was taken is written unless the disk needs longer than `CLOSE_S`."""
@@ -108,6 +114,9 @@ class LogWriter:
             self._closing.wait(RETRY_S)
         record = logging.makeLogRecord({"msg": "\n".join(lines)})
         try:
+            if self._is_stale:
+                self._is_stale = False
+                self._handler.close()  # it opens its file when there is something to write
             self._handler.emit(record)
         except Exception as error:  # noqa: BLE001  whatever keeps a line from being written, serving goes on
             with self._lock:

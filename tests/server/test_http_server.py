@@ -26,6 +26,7 @@ from llm_serving.server.http_server import MAX_OPEN_FILES, bind, possible_connec
 TESTS = Path(__file__).parents[1]
 SERVE = """
 import asyncio, resource, sys, threading
+from pathlib import Path
 from fakes import FakeEngine, Script
 from llm_serving.log import configure_logging
 from llm_serving.server.app import serve
@@ -44,6 +45,9 @@ configure_logging()
 engine = Engine(Script(hold_after=1))
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+if len(sys.argv) > 1:
+    serving = engine.config.serving
+    object.__setattr__(serving, "access_log", Path(sys.argv[1]))
 code = serve(engine)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536) if hard >= 0 else 65536, hard)
 print(code, engine.num_starts, engine.num_stops, len(engine.aborted))
@@ -195,11 +199,11 @@ class TestBind:
 
 
 @contextmanager
-def server_process():
+def server_process(*arguments):
     """A server whose streams wait after the first piece until a line comes on its standard input."""
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
+        [sys.executable, "-c", SERVE, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -231,6 +235,22 @@ def test_the_first_signal_lets_running_requests_finish():
             assert list(lines)[-2] == "data: [DONE]"
         assert process.wait(30) == 0
         assert process.stdout.read().split() == ["0", "1", "1", "0"]
+
+
+def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
+    path, moved = tmp_path / "access.log", tmp_path / "access.log.moved"
+    with server_process(str(path)) as (process, url), httpx.Client(timeout=30) as client:
+        client.get(f"{url}/version")
+        while not path.read_text():
+            pass
+        path.rename(moved)
+        process.send_signal(signal.SIGHUP)
+        read_until(process, "SIGHUP: logs and certificates are opened again")
+        client.get(f"{url}/v1/models")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert "/version" in moved.read_text(), sorted(tmp_path.iterdir())
+    assert "/v1/models" in path.read_text()
 
 
 def test_the_second_signal_ends_them_and_still_stops_the_engine():

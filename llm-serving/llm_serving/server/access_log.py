@@ -65,12 +65,17 @@ class AccessLog:
     Args:
         put: Takes a line; must not wait.
         wall_clock: The time of day.
+        reopen: Has further lines go to a file that is opened anew.
     """
 
     def __init__(
-        self, put: Callable[[str], None], wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self,
+        put: Callable[[str], None],
+        wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        reopen: Callable[[], None] = lambda: None,
     ) -> None:
         self._put = put
+        self.reopen = reopen
         self._wall_clock = wall_clock
         self._refusals = LineBudget(REFUSED_BURST, REFUSED_PER_SECOND)
 
@@ -121,7 +126,7 @@ def open_access_log(serving: ServerConfig) -> tuple[AccessLog | None, Callable[[
             rule = f"cannot be written: {error.strerror or error}"
             raise ConfigError(f"serving_config.access_log: {path} {rule}") from None
     writer = LogWriter(handler, lambda text: logger.error("serving_config.access_log: %s %s", path, text))
-    return AccessLog(writer.put), writer.close
+    return AccessLog(writer.put, reopen=writer.reopen), writer.close
 
 
 class _StandardOutput(logging.StreamHandler):  # type: ignore[type-arg]

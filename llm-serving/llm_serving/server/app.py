@@ -138,7 +138,8 @@ def serve(engine: AsyncEngine) -> int:
         access_log, close_log = open_access_log(serving)
         try:
             site = build_site(engine, access_log)
-            server = HttpServer(site.outside, listener, serving, site.outside.refused)
+            reopen = (lambda: None) if access_log is None else access_log.reopen
+            server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen)
             engine.on_failure = server.end
             server.run_within(_running(engine, site))
         finally:

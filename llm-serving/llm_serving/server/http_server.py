@@ -8,6 +8,7 @@ import math
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import FrameType
@@ -32,6 +33,7 @@ MAX_OPEN_FILES: Final = 65536
 RESERVED_FILES: Final = 64
 """Of these, those that connections leave for everything else."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+RELOAD_SIGNAL: Final = signal.SIGHUP
 
 
 def raise_open_files_limit() -> None:
@@ -76,6 +78,7 @@ class HttpServer(uvicorn.Server):
         listener: From `bind`.
         limits: What clients may do, the certificate, and how long running requests get after the first signal.
         on_refused: Told of the address and status of what the door refused, before the application saw it.
+        on_reload: Called on the event loop at the signal to read files again, besides the certificate's.
 
     Raises:
         ConfigError: The certificate cannot be used.
@@ -87,6 +90,7 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         limits: ServerConfig,
         on_refused: Callable[[str, int], None] = lambda address, status: None,
+        on_reload: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -106,7 +110,9 @@ class HttpServer(uvicorn.Server):
         if limits.ssl_certfile is not None:
             self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile, limits.ssl_keyfile_password_file)
         self._renewal: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_refused = on_refused
+        self._on_reload = on_reload
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
@@ -138,13 +144,15 @@ class HttpServer(uvicorn.Server):
         """Serves until told to stop by SIGINT or SIGTERM; call it in the main thread.
 
         The first signal lets running requests finish, the second ends them, the third ends the process as it would
-        without us.
+        without us. SIGHUP has files read and opened again; to a server in a terminal it tells the end of both.
 
         Args:
             surroundings: Entered on the event loop before the first request and left after the last one, whichever
                 signal ended it.
         """
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        if not _is_in_terminal():
+            before[RELOAD_SIGNAL] = signal.signal(RELOAD_SIGNAL, self._on_reload_signal)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve_within(surroundings))
@@ -154,6 +162,7 @@ class HttpServer(uvicorn.Server):
 
     async def _serve_within(self, surroundings: AbstractAsyncContextManager[object]) -> None:
         host, port = self._listener.getsockname()[:2]
+        self._loop = asyncio.get_running_loop()
         async with surroundings:
             logger.info("serving on %s://%s:%d", self._limits.scheme, host, port)
             await self.serve(sockets=[self._listener])
@@ -167,6 +176,17 @@ class HttpServer(uvicorn.Server):
         """Ends it as the first signal does; call it on the event loop."""
         self.should_exit = True
 
+    def reload(self) -> None:
+        """Looks at the certificate's files at once, and has the logs opened again; call it on the event loop."""
+        logger.info("%s: logs and certificates are opened again", RELOAD_SIGNAL.name)
+        if self._certificates is not None:
+            self._certificates.reload_if_changed()
+        self._on_reload()
+
+    def _on_reload_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.reload)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             self.should_exit = True  # before the log line: who has read it may send the second signal
@@ -175,6 +195,10 @@ class HttpServer(uvicorn.Server):
         self.force_exit = True
         for stop_signal in STOP_SIGNALS:
             signal.signal(stop_signal, signal.SIG_DFL)
+
+
+def _is_in_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def possible_connections(limits: ServerConfig) -> int:
