@@ -1,4 +1,4 @@
-"""The console command `llm-serving`: serve, start, stop, models, convert, replay, config check, hash-key, version."""
+"""The console command `llm-serving` and its subcommands."""
 
 import argparse
 import contextlib
@@ -87,6 +87,18 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--port", type=int, metavar="N", help="only the server on this port")
     _add_run_dir_argument(stop)
     stop.set_defaults(run=_stop)
+
+    batch = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests without a server; a run that ends early goes on",
+        allow_abbrev=False,
+    )
+    batch.add_argument("source", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
+    batch.add_argument(
+        "target", type=Path, metavar="OUT", help="gets the answers in their order; OUT.errors the others"
+    )
+    _add_config_arguments(batch)
+    batch.set_defaults(run=_run_batch)
 
     models = commands.add_parser(
         "models", help="list the models of the local caches, or what one takes and whether it fits", allow_abbrev=False
@@ -201,6 +213,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     from llm_serving import master
 
     return int(master.run(config))
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_file():
+        raise ConfigError(f"{arguments.source}: no such file")
+    config = _load_servable(arguments)
+    configure_logging(config.serving.log_level, "master")
+    from llm_serving import master
+
+    counts = master.run_batch(config, arguments.source, arguments.target)
+    _say(f"{arguments.target}: {counts.completed} of {counts.total} lines answered, {counts.failed} refused or failed")
+    return EXIT_FAILED if counts.failed else 0
 
 
 def _start(arguments: argparse.Namespace) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
@@ -12,9 +14,11 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.hub.progress import Progress
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
-from llm_serving.server.app import serve
+from llm_serving.server.app import run_file, serve
+from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
 
@@ -30,6 +34,26 @@ def run(config: ServingConfig) -> int:
         WorkerDiedError: No WorkAgent could be started.
         NoWorkAgentsError: All have used up their restarts, and the configuration has the server end then.
     """
+    return serve(build(config))
+
+
+def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
+    """Answers a file of requests; goes on where an earlier run of the same files ended.
+
+    Raises:
+        LLMServingError: As `run`, or the files cannot be used.
+    """
+    with Progress(unit="line") as bar:
+
+        def show(counts: RequestCounts) -> None:
+            bar.total = counts.total or None
+            bar.update(counts.completed + counts.failed - bar.n)
+
+        return asyncio.run(run_file(build(config), source, target, show))
+
+
+def build(config: ServingConfig) -> AsyncEngine:
+    """The engine of a configuration, not started."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
@@ -61,4 +85,4 @@ def run(config: ServingConfig) -> int:
         finally:
             executor.close()
 
-    return serve(AsyncEngine(config, spec, tokenizer, metrics, open_replica))
+    return AsyncEngine(config, spec, tokenizer, metrics, open_replica)

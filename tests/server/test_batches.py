@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fakes import FakeEngine, Script
 from llm_serving.config.schema import ApiKey
-from llm_serving.errors import CapacityError, ConfigError
-from llm_serving.server.app import build_site, open_batches
+from llm_serving.errors import CapacityError, ConfigError, WorkerDiedError
+from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import batches as module
@@ -64,7 +64,7 @@ class Site:
         return (await self.client.get(f"/v1/batches/{batch_id}")).json()
 
     async def ended(self, batch_id):
-        await self.batches.done(batch_id)
+        await asyncio.wait([self.batches.task(batch_id)])
         return await self.show(batch_id)
 
     async def lines(self, file_id):
@@ -334,3 +334,52 @@ def test_without_a_place_to_keep_them_there_are_none():
 def test_a_place_that_cannot_be_used_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"serving_config\.batch_path"):
         BatchStore(tmp_path, 1)
+
+
+class TestFiles:
+    def run(self, engine, folder, seen=None):
+        told = [] if seen is None else seen
+        return asyncio.run(run_file(engine, folder / "in.jsonl", folder / "out.jsonl", told.append))
+
+    def lines(self, path):
+        return [json.loads(each) for each in path.read_text().splitlines()]
+
+    def test_a_file_is_answered_into_another(self, tmp_path):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b", top_p=7), line("c")))
+        seen = []
+        counts = self.run(FakeEngine(), tmp_path, seen)
+        assert (counts.completed, counts.failed, seen[-1]) == (2, 1, counts)
+        assert [each["custom_id"] for each in self.lines(tmp_path / "out.jsonl")] == ["a", "c"]
+        assert [each["custom_id"] for each in self.lines(tmp_path / "out.jsonl.errors")] == ["b"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.errors"]
+
+    def test_a_run_that_ended_early_goes_on(self, tmp_path):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "abc")))
+        first, second = FakeEngine(), FakeEngine()
+        first.script_for = lambda submitted: Script() if len(first.submitted) < 2 else Script(hold_after=0)
+
+        def leave(counts):
+            if counts.completed:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(run_file(first, tmp_path / "in.jsonl", tmp_path / "out.jsonl", leave))
+        assert not (tmp_path / "out.jsonl").exists()
+        assert self.run(second, tmp_path).completed == 3
+        assert len(second.submitted) == 2
+        assert [each["custom_id"] for each in self.lines(tmp_path / "out.jsonl")] == list("abc")
+
+    def test_another_input_is_not_taken_for_the_same(self, tmp_path):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
+        with pytest.raises(WorkerDiedError):
+            self.run(FakeEngine(Script(hold_after=0), failure=WorkerDiedError("gone")), tmp_path)
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("b")))
+        with pytest.raises(ConfigError, match="another input"):
+            self.run(FakeEngine(), tmp_path)
+
+    def test_a_fault_is_told_and_can_be_mended(self, tmp_path):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("a")))
+        with pytest.raises(ConfigError, match=r"in\.jsonl:2: `custom_id` must be"):
+            self.run(FakeEngine(), tmp_path)
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b")))
+        assert self.run(FakeEngine(), tmp_path).completed == 2

@@ -6,11 +6,12 @@ import asyncio
 import functools
 import gc
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Final
 
 from msgspec import json
@@ -27,6 +28,8 @@ from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
 from llm_serving.server.batches import Ask, Batches, BatchStore
+from llm_serving.server.batches.file_run import UNFINISHED, answer_file
+from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
@@ -182,21 +185,49 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
         await engine.stop()
 
 
-def open_batches(config: ServingConfig, ask: Ask) -> Batches | None:
+def open_batches(config: ServingConfig, ask: Ask, path: Path | None = None) -> Batches | None:
     """Those of the configuration; None: it has none.
+
+    Args:
+        config: Says how many lines are asked for at once.
+        ask: Asks a route.
+        path: Of the database, in place of the configuration's.
 
     Raises:
         ConfigError: Their database cannot be used.
     """
     serving = config.serving
-    if serving.batch_path is None:
+    if (path := path or serving.batch_path) is None:
         return None
     return Batches(
-        partial(BatchStore, serving.batch_path, serving.batch_store_bytes),
+        partial(BatchStore, path, serving.batch_store_bytes),
         ask,
         concurrency=serving.batch_concurrency or config.model.decode_batch_size,
         priority_class=config.request_classes[-1].name,
     )
+
+
+async def run_file(
+    engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
+) -> RequestCounts:
+    """Answers a file of requests with an engine that serves nobody else; starts it and stops it.
+
+    Raises:
+        ConfigError: The files cannot be used.
+        LLMServingError: The engine has failed.
+    """
+    unfinished = Path(f"{target}{UNFINISHED}")
+    batches = open_batches(engine.config, build_site(engine).inside, unfinished)
+    assert batches is not None
+    engine.start()
+    try:
+        await batches.start()
+        counts = await answer_file(batches, source, target, on_progress, lambda: engine.failure)
+    finally:
+        await batches.stop()
+        await engine.stop()
+    unfinished.unlink()
+    return counts
 
 
 def _no_such_route(error: HTTPException) -> Response:

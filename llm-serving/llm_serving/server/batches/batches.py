@@ -116,10 +116,13 @@ class Batches:
             self._cancelled[batch.id].set()
         return batch
 
-    async def done(self, batch_id: str) -> None:
-        """Waits until a batch has ended, or the server has."""
+    def task(self, batch_id: str) -> asyncio.Future[None]:
+        """Done when nothing is done for a batch any more."""
         if (task := self._tasks.get(batch_id)) is not None:
-            await asyncio.wait([task])
+            return task
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ended.set_result(None)
+        return ended
 
     def _run(self, batch_id: str, tenant: str) -> None:
         self._cancelled[batch_id] = asyncio.Event()
@@ -229,6 +232,14 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
             if len(errors) == MAX_ERRORS:
                 break
     return errors if num_lines else [LineError("empty_file", "the file has no lines", None)]
+
+
+def first_url(pieces: Iterable[bytes]) -> str:
+    """The route that the first line names; "" where it names none."""
+    try:
+        return next((msgspec.json.decode(text, type=Line).url for _, text in _lines_of(pieces)), "")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _begin(store: BatchStore, batch: Batch, now: float) -> None:

@@ -130,6 +130,10 @@ class BatchStore:
             row = (batch.id, tenant, msgspec.json.encode(batch), now, 0)
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
 
+    def delete_batch(self, batch_id: str) -> None:
+        with self._db:
+            self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+
     def save(self, batch: Batch) -> None:
         with self._db:
             self._save(batch)
