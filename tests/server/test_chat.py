@@ -99,10 +99,10 @@ def test_variables_reach_the_chat_template():
     assert engine.submitted[0].prompt_token_ids == expected
 
 
-@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt", "continue_final_message", "tools"])
 def test_variables_with_a_reserved_name_are_refused(name):
     error = error_of(post(FakeEngine(), PATH, {"messages": USER, "chat_template_kwargs": {name: 1}}))
-    rule = "must not hold any of add_generation_prompt, continue_final_message, messages, self"
+    rule = "must not hold any of add_generation_prompt, continue_final_message, messages, self, tools"
     assert error["message"] == f"`chat_template_kwargs` {rule}. Given: '{name}'"
 
 

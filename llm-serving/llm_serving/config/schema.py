@@ -32,7 +32,7 @@ from llm_serving.config.rules import (
     share,
     text,
 )
-from llm_serving.core.choices import OrderName, PolicyName
+from llm_serving.core.choices import OrderName, PolicyName, ToolFormatName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HUBS, HubModel
@@ -226,6 +226,13 @@ class ServerConfig:
 
     batch_concurrency: int | None = option(None, integer(1, 4096))
     """Lines of batches that are asked for at once. None: `decode_batch_size`."""
+
+    tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
+    """How the model writes calls of tools, where requests have `tools`. `auto`: as its chat template shows; `none`:
+    such requests are refused; otherwise a format of docs/tools.md."""
+    reasoning_parser: str = option("auto", choice(("auto", "none", "think")))
+    """`think`: what a chat answer has between `<think>` and `</think>` becomes its `reasoning_content`. `auto`: where
+    the chat template knows these marks; `none`: it stays text."""
 
     audit_every: int = option(100, integer(0))
     """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""

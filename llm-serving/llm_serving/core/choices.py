@@ -22,3 +22,13 @@ class OrderName(enum.StrEnum):
     ARRIVAL = "arrival"
     SHORTEST = "shortest"
     DEADLINE = "deadline"
+
+
+class ToolFormatName(enum.StrEnum):
+    """How a model writes calls of tools: `text.tools`."""
+
+    MISTRAL = "mistral"
+    GLM = "glm"
+    HERMES = "hermes"
+    LLAMA = "llama"
+    GLM_LINES = "glm_lines"

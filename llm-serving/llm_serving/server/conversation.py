@@ -20,10 +20,11 @@ from llm_serving.server.openai_requests import Identity
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
+from llm_serving.server.tools import OfferedTools, plain_call
 from llm_serving.text.chat_template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
-RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self")
+RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 """What a chat template gets from us, or Jinja takes for itself."""
 _RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
 """Threads that wait for templates: other work beside the loop does not wait with them."""
@@ -37,6 +38,7 @@ async def converse(
     identity: Identity,
     choices: Choices,
     logprobs: int | None,
+    offered: OfferedTools | None = None,
 ) -> tuple[list[int], Generation]:
     """Starts to answer a conversation.
 
@@ -47,6 +49,7 @@ async def converse(
         identity: Of the answer.
         choices: How many answers, and how they are found.
         logprobs: Most likely tokens to tell beside each; None: nothing.
+        offered: Tools that the model may call.
 
     Returns:
         The prompt's token ids, and its generation.
@@ -57,6 +60,8 @@ async def converse(
     words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
     decided: dict[str, Any] = {"logprobs": logprobs, "bad_words": words}
     decided["defaults"] = engine.sampling_defaults
+    if offered is not None and offered.format.special_tokens:
+        decided["skip_special_tokens"] = False
     checked = sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # before there is a text
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
@@ -76,6 +81,7 @@ async def converse(
         _adds_generation_prompt(request),
         request.chat_template_kwargs,
         continue_final_message=bool(request.continue_final_message),
+        tools=None if offered is None else offered.for_template,
     )
     whole = await encode_text(engine, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     prompt = truncated(engine, whole, request.truncate_prompt_tokens, _max_tokens(request, 1))
@@ -102,20 +108,24 @@ async def render_chat(
     variables: dict[str, Any] | None = None,
     *,
     continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """The prompt text of a conversation, rendered off the event loop.
 
-    With `continue_final_message` it ends where the text of the last message does.
+    With `continue_final_message` it ends where the text of the last message does. `tools` are for the template.
 
     Raises:
         RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
-    extra = variables or {}
+    extra = dict(variables or {})
     for name in RESERVED_VARIABLES:
         if name in extra:
             raise RequestError("chat_template_kwargs", f"must not hold any of {', '.join(RESERVED_VARIABLES)}", name)
+
+    if tools is not None:
+        extra["tools"] = tools
 
     def render() -> str:
         plain = [plain_message(i, message) for i, message in enumerate(messages)]
@@ -129,16 +139,27 @@ async def render_chat(
     return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
 
 
-def plain_message(index: int, message: ChatMessage) -> dict[str, str]:
-    """What a chat template gets of a message; raises RequestError where it has a part that is no text."""
+def plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """What a chat template gets of a message.
+
+    Raises:
+        RequestError: It has a part that is no text, or a call without proper arguments.
+    """
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
         content = "\n".join(part.text for part in content if part.text is not None)
-    plain = {"role": message.role, "content": content or ""}
-    return plain if message.name is None else plain | {"name": message.name}
+    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            plain_call(f"messages[{index}].tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
 
 
 def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
@@ -156,7 +177,7 @@ def _says_much(messages: Sequence[ChatMessage]) -> bool:
 
 def _said(request: ChatCompletionRequest) -> str:
     """All that the template is given, as one text."""
-    return msgspec.json.encode((request.messages, request.chat_template_kwargs)).decode()
+    return msgspec.json.encode((request.messages, request.chat_template_kwargs, request.tools)).decode()
 
 
 def _max_tokens(request: ChatCompletionRequest, remaining: int) -> int:

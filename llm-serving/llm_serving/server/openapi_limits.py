@@ -39,6 +39,10 @@ LIMITS: Final[dict[str, str]] = {
     "limit": "1 to 100.",
     "after": "Of the last one that was told.",
     "purpose": "Of the files that are told.",
+    "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
+    "calls of the model can be read.",
+    "tool_choice": "auto or none.",
+    "tool_calls": "Arguments are JSON objects.",
     "tokens": "Ids of the vocabulary.",
     "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",
     "max_completion_tokens": "With the prompt it must fit the context of the model and the cache.",

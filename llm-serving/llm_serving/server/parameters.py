@@ -35,8 +35,12 @@ from llm_serving.server.schemas import (
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
+    Function,
+    FunctionOfMessage,
     PriorityRequest,
     TokenizeRequest,
+    Tool,
+    ToolCallOfMessage,
 )
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 
@@ -79,6 +83,7 @@ class BodyFields:
     """Field -> struct of the object, or of the objects in the list, that it holds."""
 
 
+_IN_ORDER: Final = Ignored("calls come in their order")
 _STRICT: Final = ()
 """Every value but null asks for something."""
 _GRAMMAR: Final = Refused("is not supported: answers are not bound to a form")
@@ -112,15 +117,10 @@ _OPENAI: Final[Rows] = {
     "stop_sequences": _named("stop"),
     "truncate": _named("truncate_prompt_tokens"),
     "top_n_tokens": _named("logprobs"),
-    "tools": _TOOLS,
-    "functions": _TOOLS,
-    "tool_choice": Refused(_TOOLS.why, ("none", "auto")),
-    "function_call": Refused(_TOOLS.why, ("none", "auto")),
     "modalities": Refused("must be text alone", (["text"],)),
     "kv_transfer_params": Refused(),
     "guided_decoding_backend": Ignored("only matters to grammars"),
     "guided_whitespace_pattern": Ignored("only matters to grammars"),
-    "parallel_tool_calls": Ignored("only matters to tools"),
     "prediction": Ignored("only a hint for speed"),
     "store": Ignored("nothing is stored"),
     "metadata": Ignored("only matters to what is stored"),
@@ -206,15 +206,36 @@ _PART: Final[Rows] = {
 _OLDER: Final = Ignored("these routes never refused a field")
 
 BODIES: Final[Mapping[type, BodyFields]] = {
-    CompletionRequest: BodyFields({**_OPENAI, "suffix": Refused()}),
-    ChatCompletionRequest: BodyFields({**_OPENAI, "chat_template": Refused()}, nested={"messages": ChatMessage}),
+    CompletionRequest: BodyFields(
+        {
+            **_OPENAI,
+            **dict.fromkeys(("tools", "functions"), _TOOLS),
+            **dict.fromkeys(("tool_choice", "function_call"), Refused(_TOOLS.why, ("none", "auto"))),
+            "parallel_tool_calls": Ignored("only matters to tools"),
+            "suffix": Refused(),
+        }
+    ),
+    ChatCompletionRequest: BodyFields(
+        {
+            **_OPENAI,
+            "functions": _named("tools"),
+            "function_call": Refused("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
+            "chat_template": Refused(),
+        },
+        nested={"messages": ChatMessage, "tools": Tool},
+    ),
+    Tool: BodyFields(nested={"function": Function}),
+    Function: BodyFields({"strict": Refused("is not supported: calls are not bound to their schema", (False,))}),
+    ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": FunctionOfMessage}),
+    FunctionOfMessage: BodyFields(),
     ChatMessage: BodyFields(
         {
-            **dict.fromkeys(("tool_calls", "tool_call_id", "function_call"), _TOOLS),
+            "function_call": _named("tool_calls"),
             "audio": Refused(),
             "refusal": Refused(),
             "annotations": Refused(),
-        }
+        },
+        nested={"tool_calls": ToolCallOfMessage},
     ),
     MessagesRequest: BodyFields(_ANTHROPIC, nested={"messages": ConversationTurn, "system": ContentBlock}),
     CountTokensRequest: BodyFields(_NOT_COUNTED, nested={"messages": ConversationTurn, "system": ContentBlock}),

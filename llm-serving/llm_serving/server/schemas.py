@@ -107,10 +107,40 @@ class ContentPart(Struct):
     text: str | None = None
 
 
-class ChatMessage(Struct):
+class FunctionOfMessage(Struct, omit_defaults=True):
+    name: str
+    arguments: str | JsonObject
+    """A JSON object, as text or as it is."""
+
+
+class ToolCallOfMessage(Struct, omit_defaults=True):
+    function: FunctionOfMessage
+    id: str | None = None
+    type: str = "function"
+
+
+class ChatMessage(Struct, omit_defaults=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCallOfMessage] | None = None
+    """Of the assistant: the tools it called."""
+    tool_call_id: str | None = None
+    """Of the role `tool`: the call whose result this is."""
+    reasoning_content: str | None = None
+    """Of the assistant: what it thought, for templates that take it."""
+
+
+class Function(Struct, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema of the arguments."""
+
+
+class Tool(Struct, omit_defaults=True):
+    function: Function
+    type: str = "function"
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -124,6 +154,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """The last message is left open, and the answer goes on with it."""
     echo: bool | None = None
     """Begin the answer with the text of the last message, if that is the assistant's."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | JsonObject | None = None
+    """`auto` or `none`; nothing else is enforced."""
+    parallel_tool_calls: bool | None = None
+    """False: of several calls only the first is told."""
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -208,10 +244,29 @@ class ChatLogprobs(Long):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall, kw_only=True):
+    index: int
+    """Among the calls of its choice."""
+
+
 class ChatAnswer(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Long, kw_only=True):
@@ -237,6 +292,8 @@ class ChatCompletion(Long, kw_only=True):
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

@@ -48,7 +48,8 @@ class ChatTemplate:
             sandbox().parse(source)  # to compile it is to compute what is constant in it: that is for the process
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"chat_template cannot be compiled: {str(error)[:200]}") from None
-        self._source = source
+        self.source = source
+        """The text."""
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         for _ in range(NUM_PROCESSES):
             self._free.put(None)
@@ -63,7 +64,7 @@ class ChatTemplate:
         try:
             question = Render([dict(message) for message in messages], variables)
             try:
-                process = process if process is not None and process.lives else _Process(self._source)
+                process = process if process is not None and process.lives else _Process(self.source)
                 answer = process.ask(question)
             except TransportError as error:
                 logger.warning("a chat template used up its time or memory, its process ends: %s", error)

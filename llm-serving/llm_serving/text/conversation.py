@@ -63,6 +63,11 @@ class Conversations:
         keeps_spaces = text.startswith(" ", end + len(mark))
         return text[:end] if keeps_spaces else text[:end].rstrip()
 
+    def source(self, *, with_tools: bool) -> str:
+        """The text of the template that such a conversation gets; empty: there is none."""
+        names = (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,)
+        return next((self._templates[name].source for name in names if name in self._templates), "")
+
     def _choose(self, with_tools: bool) -> ChatTemplate:
         for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
             if name in self._templates:

@@ -160,6 +160,10 @@ class Tokenizer:
         """
         return self._conversations.render(messages, **given)
 
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The text of the template that conversations get; empty: there is none."""
+        return self._conversations.source(with_tools=with_tools)
+
     def _special_id(self, name: str) -> int | None:
         if (text := self._special_texts.get(name)) is None:
             return None

@@ -14,6 +14,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
 from llm_serving.server.conversation import converse, plain_message
@@ -23,7 +24,7 @@ from llm_serving.server.generation import (
     Generation,
     raise_on_error,
 )
-from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
+from llm_serving.server.off_loop import INLINE_BYTES, INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -50,6 +51,7 @@ from llm_serving.server.schemas import (
     Usage,
 )
 from llm_serving.server.streaming import DONE, event
+from llm_serving.server.tools import answer_parser, offered_tools
 from llm_serving.text.tokenizer import Tokenizer
 
 
@@ -61,10 +63,13 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     identity = identify(engine, http_request, request, "chatcmpl")
     choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
+    offered = offered_tools(engine, request)
     prompt, generation = await converse(
-        engine, request, caller=caller, identity=identity, choices=choices, logprobs=logprobs
+        engine, request, caller=caller, identity=identity, choices=choices, logprobs=logprobs, offered=offered
     )
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, choices.n)
+    parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
+    messages = [AnsweredMessage(each, offered) for each in parsers]
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages)
     return await respond(http_request, request, generation, answer, identity)
 
 
@@ -95,18 +100,18 @@ class _Answer:
         identity: Identity,
         streamed_usage: StreamedUsage,
         prompt: list[int],
-        n: int,
+        messages: Sequence[AnsweredMessage],
     ) -> None:
         self._tokenizer = tokenizer
         self._request = request
         self._identity = identity
         self._prompt = prompt
-        self._n = n
+        self._messages = messages
         self._echo = _echo(request)
         self._streamed_usage = streamed_usage
         self._silent_pieces = bool(request.logprobs or request.return_token_ids or streamed_usage.in_every_piece)
         """Whether pieces without a text tell something."""
-        self._usage = UsageCounter(n)
+        self._usage = UsageCounter(len(messages))
         self._started: set[int] = set()
         """Choices of which something has been sent."""
 
@@ -119,25 +124,25 @@ class _Answer:
                 logprobs=ChatLogprobs([]) if request.logprobs else None,
                 token_ids=[] if request.return_token_ids else UNSET,
             )
-            for index in range(self._n)
+            for index in range(len(self._messages))
         ]
-        texts = [[self._echo] for _ in choices]
         told: PromptLogprobs | None = None
         async for index, output in generation.outputs():
             raise_on_error(output)
             choice = choices[index]
             told = told or output.prompt_logprobs
-            texts[index].append(output.text)
+            message = self._messages[index]
+            await off_loop(len(output.text) > INLINE_BYTES, partial(message.add, output))
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(output.token_ids)
             if choice.logprobs is not None:
                 read = partial(self._logprobs, output.logprobs)
                 choice.logprobs.content.extend(await off_loop(len(output.logprobs) > INLINE_TOKENS, read))
             if output.finished:
-                choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+                choice.finish_reason, choice.stop_reason = message.finish_reason(output), output.stop_reason
             self._usage.add(index, output)
-        for choice in choices:
-            choice.message.content = "".join(texts[choice.index])
+        for choice, message in zip(choices, self._messages, strict=True):
+            choice.message = message.whole(self._echo)
         identity = self._identity
         return ChatCompletion(
             id=identity.id,
@@ -166,12 +171,14 @@ class _Answer:
             if self._echo:
                 choice = ChatChunkChoice(index=index, delta=ChatDelta(content=self._echo))
                 opening += event(self._chunk([choice], usage))
-        if not (output.text or self._silent_pieces or output.finished):
+        message = self._messages[index]
+        delta = message.add(output)
+        if delta is None and not (self._silent_pieces or output.finished):
             return opening
         choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content=output.text),
-            finish_reason=output.finish_reason,
+            delta=ChatDelta(content="") if delta is None else delta,
+            finish_reason=message.finish_reason(output),
             stop_reason=output.stop_reason,
         )
         if request.logprobs:

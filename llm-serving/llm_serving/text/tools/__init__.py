@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from llm_serving.core.choices import ToolFormatName
 from llm_serving.text.tools import glm, glm_lines, hermes, llama, mistral
 from llm_serving.text.tools.calls import Call, Part, ToolParser
 
@@ -26,11 +27,11 @@ class ToolFormat:
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    "mistral": ToolFormat(mistral.create, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""),
-    "glm": ToolFormat(glm.create, "<arg_key>"),
-    "hermes": ToolFormat(hermes.create, "<tool_call>"),
-    "llama": ToolFormat(llama.create, "<|python_tag|>", special_tokens=True),
-    "glm_lines": ToolFormat(glm_lines.create, "<|observation|>"),
+    ToolFormatName.MISTRAL: ToolFormat(mistral.create, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""),
+    ToolFormatName.GLM: ToolFormat(glm.create, "<arg_key>"),
+    ToolFormatName.HERMES: ToolFormat(hermes.create, "<tool_call>"),
+    ToolFormatName.LLAMA: ToolFormat(llama.create, "<|python_tag|>", special_tokens=True),
+    ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, "<|observation|>"),
 }
 
 

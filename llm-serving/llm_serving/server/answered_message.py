@@ -1,0 +1,66 @@
+"""One choice of a chat answer, as what takes its text apart finds it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import UNSET
+
+from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.server.schemas import CalledFunction, ChatAnswer, ChatDelta, ToolCall, ToolCallDelta
+from llm_serving.server.tools import OfferedTools
+from llm_serving.text.answer_parts import AnswerParser, AnswerParts
+from llm_serving.text.tools import Call
+
+CALLED: Final = "tool_calls"
+"""Why an answer ended that calls tools."""
+
+
+class AnsweredMessage:
+    """What one choice says.
+
+    Args:
+        parser: Takes its text apart; None: all of it is said.
+        offered: The tools it may call.
+    """
+
+    def __init__(self, parser: AnswerParser | None, offered: OfferedTools | None) -> None:
+        self._parser = parser
+        self._offered = offered
+        self._said: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+
+    def add(self, output: RequestOutput) -> ChatDelta | None:
+        """What has become certain by a piece; None: nothing."""
+        if self._parser is None:
+            parts = AnswerParts(said=output.text)
+        else:
+            parts = self._parser.add(output.text, ended=output.finished)
+        self._said.append(parts.said)
+        self._reasoning.append(parts.reasoning)
+        calls = [self._call(call) for call in parts.calls]
+        if not (parts.said or parts.reasoning or calls):
+            return None
+        return ChatDelta(
+            content=parts.said or UNSET, reasoning_content=parts.reasoning or UNSET, tool_calls=calls or UNSET
+        )
+
+    def whole(self, echo: str) -> ChatAnswer:
+        said, reasoning = echo + "".join(self._said), "".join(self._reasoning)
+        calls = [ToolCall(id=each.id, function=each.function) for each in self._calls]
+        return ChatAnswer(
+            content=None if calls and not said else said,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+
+    def finish_reason(self, output: RequestOutput) -> str | None:
+        return CALLED if self._calls and output.finish_reason is FinishReason.STOP else output.finish_reason
+
+    def _call(self, call: Call) -> ToolCallDelta:
+        assert self._offered is not None
+        function = CalledFunction(call.name, call.arguments)
+        self._calls.append(ToolCallDelta(id=self._offered.new_id(), function=function, index=len(self._calls)))
+        return self._calls[-1]

@@ -1,0 +1,175 @@
+"""Tools of chat: what the template is given, calls and reasoning in answers and streams, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from fakes import DEMO_FOLDER, FakeEngine, Piece, Script
+from llm_serving.core.request import FinishReason
+from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
+from llm_serving.text.tokenizer import Tokenizer
+from server_client import error_of, events, post
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zurich"}}\n</tool_call>'
+ARGUMENTS = '{"city": "Zurich"}'
+
+
+def tokenizer_with(template: str) -> Tokenizer:
+    vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
+    return Tokenizer(vocabulary, {}, chat_templates={"default": template})
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Tokenizer:
+    """Its template shows all it is given, and that the model writes calls as Qwen does and thinks before it answers."""
+    return tokenizer_with("{{ messages | tojson }}{{ tools | tojson }}{# <tool_call> <think></think> #}")
+
+
+def ask(
+    tokenizer: Tokenizer, *pieces: str, limits: dict[str, Any] | None = None, **body: Any
+) -> tuple[Any, FakeEngine]:
+    """The answer to a request, whose model says these pieces."""
+    script = Script(tuple(Piece(text) for text in pieces), body.pop("ends", FinishReason.STOP))
+    engine = FakeEngine(script, limits=limits or {}, max_body_bytes=2**16)
+    engine.tokenizer = tokenizer
+    return post(engine, PATH, {"messages": USER, "tools": [WEATHER], **body}), engine
+
+
+def prompt_of(engine: FakeEngine) -> Any:
+    """Messages and tools, as the template got them."""
+    text = engine.tokenizer.decode(engine.submitted[0].prompt_token_ids)
+    messages, end = json.JSONDecoder().raw_decode(text)
+    return messages, json.loads(text[end:])
+
+
+def test_a_call_is_told(hermes: Tokenizer) -> None:
+    response, engine = ask(hermes, "I look.\n", CALL[:30], CALL[30:])
+    [choice] = response.json()["choices"]
+    [call] = choice["message"].pop("tool_calls")
+    assert re.fullmatch(r"call_[A-Za-z0-9]{24}", call.pop("id"))
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    assert choice["message"] == {"role": "assistant", "content": "I look.", "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert prompt_of(engine) == (USER, [WEATHER])
+
+
+def test_an_answer_of_calls_alone_has_no_content(hermes: Tokenizer) -> None:
+    response, _ = ask(hermes, CALL, CALL)
+    message = response.json()["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == (None, 2)
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_of_several_calls_the_first_is_told_where_one_is_wanted(hermes: Tokenizer) -> None:
+    response, _ = ask(hermes, CALL, CALL, parallel_tool_calls=False)
+    assert len(response.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_an_answer_that_is_cut_off_says_so(hermes: Tokenizer) -> None:
+    response, _ = ask(hermes, CALL, CALL[:20], ends=FinishReason.LENGTH)
+    [choice] = response.json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == CALL[:20]
+
+
+def test_a_stream_tells_calls_and_reasoning(hermes: Tokenizer) -> None:
+    pieces = ["<thi", "nk>\nHm", "m.\n</think>", "\n\nI look.\n<tool", "_call>", CALL[11:], CALL, ""]
+    response, _ = ask(hermes, *pieces, stream=True)
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["index"], call["function"]["arguments"]) for call in calls] == [(0, ARGUMENTS), (1, ARGUMENTS)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hmm."
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "tool_calls"]
+
+
+def test_reasoning_is_told_apart_without_tools_too(hermes: Tokenizer) -> None:
+    response, _ = ask(hermes, "<think>\nHmm.\n</think>\n\nYes.", tools=None)
+    message = response.json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "Hmm."}
+
+
+def test_reasoning_that_the_prompt_opens() -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content }}<think>\n")
+    response, _ = ask(tokenizer, "Hmm.</think>Yes.", tools=None, limits={"reasoning_parser": "think"})
+    assert response.json()["choices"][0]["message"]["reasoning_content"] == "Hmm."
+
+
+def test_parsers_can_be_turned_off(hermes: Tokenizer) -> None:
+    response, _ = ask(hermes, "<think>a</think>b", tools=None, limits={"reasoning_parser": "none"})
+    assert response.json()["choices"][0]["message"]["content"] == "<think>a</think>b"
+    response, _ = ask(hermes, CALL, limits={"tool_call_parser": "none"})
+    assert error_of(response)["param"] == "tools"
+
+
+def test_without_a_choice_of_tools_calls_are_text(hermes: Tokenizer) -> None:
+    response, engine = ask(hermes, CALL, tool_choice="none")
+    assert response.json()["choices"][0]["message"]["content"] == CALL
+    assert prompt_of(engine) == (USER, None)
+
+
+def test_special_tokens_are_shown_where_calls_begin_with_one() -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content }}{# [TOOL_CALLS] #}")
+    response, engine = ask(tokenizer, "[TOOL_CALLS]get_weather", "{}")
+    [call] = response.json()["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch(r"[A-Za-z0-9]{9}", call["id"])
+    assert not engine.submitted[0].sampling.skip_special_tokens
+
+
+def test_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    _, engine = ask(hermes, "Sunny.", messages=messages)
+    given, _ = prompt_of(engine)
+    assert given[1]["tool_calls"] == [call | {"function": {"name": "get_weather", "arguments": {"city": "Zurich"}}}]
+    assert given[2] == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", '"x"', "{" * 2000])
+def test_calls_in_messages_have_proper_arguments(hermes: Tokenizer, arguments: str) -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    response, _ = ask(hermes, "x", messages=[*USER, message])
+    assert error_of(response)["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", {"type": "function", "function": {"name": "get_weather"}}, "tool_choice"),
+        ("tools", [named("no spaces")], "tools[0].function.name"),
+        ("tools", [named("a"), named("a")], "tools[1].function.name"),
+        ("tools", [{"type": "web_search", "function": {"name": "a"}}], "tools[0].type"),
+        ("tools", [named("a", strict=True)], "tools[0].function.strict"),
+        ("tools", [named(f"f{i}") for i in range(129)], "tools"),
+        ("functions", [{"name": "a"}], "functions"),
+    ],
+)
+def test_what_is_not_served_is_refused(hermes: Tokenizer, field: str, value: Any, param: str) -> None:
+    response, engine = ask(hermes, "x", **{field: value})
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert engine.submitted == []
+
+
+def test_tools_of_a_model_whose_calls_nobody_can_read_are_refused() -> None:
+    response, _ = ask(tokenizer_with("{{ messages[0].content }}"), "x")
+    assert "serving_config.tool_call_parser" in error_of(response)["message"]
