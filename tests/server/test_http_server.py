@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 from fakes import FakeEngine, Script
-from http_serving import serving
+from http_serving import connect, get, read_all, serving
 from llm_serving.config.schema import ApiKey, ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
@@ -251,6 +251,20 @@ def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
         assert process.wait(30) == 0
     assert "/version" in moved.read_text(), sorted(tmp_path.iterdir())
     assert "/v1/models" in path.read_text()
+
+
+def test_without_file_descriptors_connections_wait_and_are_served_when_there_are_some():
+    with server_process() as (process, url):
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay so
+        with connect(url) as client:
+            client.sendall(get("/health", "Connection: close"))
+            read_until(process, "connections cannot be accepted: Too many open files")
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+            read_until(process, "connections are accepted again")
+            assert read_all(client).startswith(b"HTTP/1.1 200 ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_the_second_signal_ends_them_and_still_stops_the_engine():

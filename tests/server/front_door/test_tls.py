@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 
@@ -11,7 +12,7 @@ import trustme
 from fakes import FakeEngine, Piece, Script
 from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.errors import ConfigError
-from llm_serving.server.front_door import Certificates, certificates
+from llm_serving.server.front_door import Certificates, acceptor, certificates, parting
 from llm_serving.server.front_door.connection import Connection
 
 STREAM = b'{"prompt": "x", "stream": true}'
@@ -91,6 +92,19 @@ def test_a_long_answer_arrives_whole_before_the_end(authority, tmp_path):
     with serving(engine) as url, secured(authority, url) as client:
         client.sendall(post("/v1/completions", b'{"prompt": "x"}', "Connection: close"))
         assert len(read_all(client)) > len(long)
+
+
+def test_an_end_needs_no_answer(authority, tmp_path, monkeypatch):
+    """Neither a connection's place nor the end of the server waits for a client that takes no leave."""
+    monkeypatch.setattr(parting, "TLS_LEAVE_S", 0.0)
+    monkeypatch.setattr(acceptor, "TLS_SHUTDOWN_S", 60.0)
+    with serving(FakeEngine(limits=issue(authority, tmp_path))) as url:
+        client = secured(authority, url)
+        client.sendall(get("/health", "Connection: close"))
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
+        with socket.socket(fileno=client.detach()) as bare:
+            bare.settimeout(30)
+            assert bare.recv(1) == b""
 
 
 def test_new_files_are_shown_without_a_restart(authority, tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ LINGER_LEAST_BYTES: Final = 64 * 1024
 """Whoever sends as much meanwhile gets as long again ..."""
 LINGER_BYTES: Final = 4 * 2**20
 """... up to so many bytes, which are read and dropped."""
+TLS_LEAVE_S: Final = 0.2
+"""Seconds a client that has taken everything gets to take leave of TLS: nobody needs its word."""
 PIECE_BYTES: Final = 64 * 1024
 """Most bytes that are handed to TLS at once."""
 
@@ -85,6 +87,8 @@ class PartingTransport:
         if self._transport.get_write_buffer_size():
             self._reader.watch()
             self._ends_when_taken = self._is_tls and self._is_paused
+        elif self._is_tls:
+            self._timer = self._loop.call_later(TLS_LEAVE_S, self._transport.abort)
         if not self._ends_when_taken:
             self._transport.close()
 
