@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from engine_harness import Harness
 from fake_runner import FakeRunner, expected_output
@@ -18,7 +19,7 @@ class FragileExecutor(LocalExecutor):
 
     max_steps_in_flight = 2
 
-    def __init__(self, new_runner: Callable[[], FakeRunner], max_restarts: int = 1000) -> None:
+    def __init__(self, new_runner: Callable[[], Any], max_restarts: int = 1000) -> None:
         super().__init__(new_runner())
         self._new_runner = new_runner
         self._max_restarts = max_restarts
@@ -47,13 +48,14 @@ class FragileExecutor(LocalExecutor):
 
 
 class FragileHarness(Harness):
-    def __init__(self, max_restarts: int = 1000, **scheduler: object) -> None:
+    def __init__(
+        self, max_restarts: int = 1000, new_runner: Callable[[], Any] | None = None, **scheduler: object
+    ) -> None:
+        """`new_runner`: of each WorkAgent; None: the fake model."""
         super().__init__(**scheduler)
         blocks = self.scheduler.blocks
-        self.executor = FragileExecutor(
-            lambda: FakeRunner(blocks.pool.num_blocks, blocks.block_size, num_swap_blocks=blocks.host_pool.num_blocks),
-            max_restarts,
-        )
+        sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
+        self.executor = FragileExecutor(new_runner or (lambda: FakeRunner(*sizes)), max_restarts)
         self.engine._executor = self.executor
         self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics, self.engine._while_away)
         self.engine._max_steps_in_flight = 2

@@ -4,6 +4,7 @@ Importing this module loads the operator library: MindSpore looks for it once, b
 """
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,15 @@ def backend(name: str, dtype: str) -> Backend:
     return create_backend(name, dtype)
 
 
+def poison(kv_tensors: KVTensors, block_ids: Iterable[int]) -> None:
+    """Leaves NaN in these blocks of every layer."""
+    for cache in (cache for layer in kv_tensors.layers for cache in layer):
+        cache.storage.view(np.uint8)[list(block_ids)] = 0xFF  # NaN in every type
+
+
 class GraphModel:
+    """Its cache begins with NaN, so that nothing is read that was not written."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -43,6 +52,7 @@ class GraphModel:
     ) -> None:
         kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
         self.kv_tensors = kv_tensors
+        poison(kv_tensors, range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder)
         lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)

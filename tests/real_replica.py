@@ -12,6 +12,7 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
@@ -22,9 +23,9 @@ MAX_STEPS = 5000
 class RealReplica:
     """Only the HTTP server is missing; must be closed."""
 
-    def __init__(self, *settings: str) -> None:
+    def __init__(self, *settings: str, model: Path = Path("demo")) -> None:
         """`settings` are overrides such as "pa_config.num_blocks=36"."""
-        self.config = load_config(None, ["serving_config.audit_every=0", *settings], Path("demo"))
+        self.config = load_config(None, ["serving_config.audit_every=0", *settings], model)
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
         self.agents: list[WorkAgentProcess] = []
         """All that were started, the living one last."""
@@ -40,6 +41,7 @@ class RealReplica:
             Metrics(),
             self._publish,
             num_swap_blocks=loaded.num_swap_blocks,
+            window=ModelSpec.from_folder(self.config.model.model_path).window,
         )
 
     @property

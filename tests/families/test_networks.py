@@ -76,17 +76,3 @@ def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
         assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
     else:
         assert logits.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3-moe", "deepseek-v2"])
-def test_a_row_has_the_same_bits_however_a_prompt_is_cut_and_whoever_is_beside_it(tmp_path, name):
-    model, golden, _ = served(name, tmp_path, "program", "bfloat16")
-    token_ids = golden.prompts[200].token_ids.tolist()[:90]
-    other = golden.prompts[5].token_ids.tolist()
-    whole = model.logits((token_ids, 0, [0, 1, 2, 3, 4, 5]))
-    parts = [model.logits((token_ids[:31], 0, [9, 8, 7, 6, 5, 4]), (other, 0, [1]))[:31]]
-    parts.append(model.logits((other, 0, [1]), (token_ids[31:77], 31, [9, 8, 7, 6, 5, 4]))[len(other) :])
-    for position in range(77, 90):
-        beside = [([token_ids[position]], position, [9, 8, 7, 6, 5, 4]), (other[:1], 0, [2])]
-        parts.append(model.logits(*beside)[:1])
-    assert np.concatenate(parts).tobytes() == whole.tobytes()

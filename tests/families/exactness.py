@@ -1,0 +1,215 @@
+"""Whether an answer of any family depends on more than the request: as a table, a row for each model.
+
+    PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program primitives plain]
+
+Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
+after hits of their beginnings, brought back from host memory or computed again after they lost their places, and after
+the death of the WorkAgent. Tokens and log-probabilities must be the same bytes. What a dead WorkAgent held is NaN, and
+so is whatever no request holds, so that nothing stale can be read unnoticed. Needs no device and no torch; minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from engine_harness import bytes_of
+from families import models
+from fragile_harness import FragileHarness
+from graph_model import backend, poison
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import StepInput
+from llm_serving.errors import ModelError, WorkerDiedError
+from llm_serving.models.spec import ModelSpec
+from llm_serving.worker.model_runner import ModelRunner
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
+NEW_TOKENS = 10
+KERNELS: Final = ("program", "primitives", "plain")
+
+
+class Served:
+    """A small model, and engines around the one runner of it."""
+
+    def __init__(self, name: str, folder: Path, kernels: str = "program", dtype: str = "bfloat16") -> None:
+        """Raises ModelError where the kernels lack something that the model needs."""
+        models.write(name, folder)
+        golden = models.golden(name)
+        longest = golden.served_length or max(golden.prompts) + models.NEW_TOKENS
+        spec = replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
+        self.window = spec.window
+        made = backend("plain" if kernels == "plain" else "cpu", dtype)
+        self._runner = ModelRunner(
+            spec,
+            folder,
+            made,
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            longest,
+            num_swap_blocks=NUM_SWAP_BLOCKS,
+            as_program=kernels == "program",
+        )
+        long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
+        sampled = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=11, logprobs=3)
+        greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=3)
+        self._requests = {
+            "long": (long[:100], greedy),
+            "alike": (long[:70] + short, greedy),
+            "short": (short, greedy),
+            "sampled": (long[100:140], sampled),
+        }
+        self.alone = {name: self._answer(self.harness(slides=False), name)[name] for name in self._requests}
+
+    def request(self, name: str, request_id: str | None = None, priority: int = 0) -> Request:
+        prompt, sampling = self._requests[name]
+        return Request(request_id or name, list(prompt), sampling, priority=priority)
+
+    def harness(self, *, slides: bool = True, **scheduler: Any) -> FragileHarness:
+        """An engine over a cache that holds NaN."""
+        options: dict[str, Any] = {
+            "num_blocks": NUM_BLOCKS,
+            "block_size": BLOCK_SIZE,
+            "max_num_batched_tokens": 128,
+            "max_model_len": NUM_BLOCKS * BLOCK_SIZE,
+            "window": self.window if slides else None,
+        }
+        harness = FragileHarness(new_runner=self._new_runner, **options | scheduler)
+        harness.executor.spoil = partial(self._poison_free_blocks, harness)
+        return harness
+
+    # --- what may happen to a request -------------------------------------------------------------------------------
+
+    def in_chunks(self) -> dict[str, str]:
+        found = {}
+        for name in self._requests:
+            found |= self._answer(self.harness(max_num_batched_tokens=7, max_num_seqs=1), name)
+        return found
+
+    def beside_others(self) -> dict[str, str]:
+        return self._answer(self.harness(max_num_batched_tokens=48), *self._requests)
+
+    def after_hits(self) -> dict[str, str]:
+        harness = self.harness(prefix_caching=True)
+        first = self._answer(harness, "long")
+        found = self._answer(harness, *self._requests, times=2)
+        assert harness.metrics._counts["vllm:prefix_cache_hits_total"] >= 64
+        return first | found
+
+    def computed_again(self) -> dict[str, str]:
+        return self._displaced(preemption_mode="recompute")
+
+    def swapped(self) -> dict[str, str]:
+        return self._displaced(preemption_mode="swap", num_swap_blocks=NUM_SWAP_BLOCKS)
+
+    def after_deaths(self) -> dict[str, str]:
+        """The WorkAgent dies in a step with prompts, and twice among those that decode."""
+        harness = self.harness(max_num_batched_tokens=32)
+        steps = iter(range(10**6))
+        poison = harness.executor.spoil
+
+        def die(step: StepInput) -> None:
+            poison(step)
+            if next(steps) in (2, 9, 18):
+                raise WorkerDiedError("killed")
+
+        harness.executor.spoil = die
+        found = self._answer(harness, *self._requests)
+        assert harness.executor.num_restarts == 3
+        return found
+
+    def _displaced(self, **scheduler: Any) -> dict[str, str]:
+        """Requests of a higher class take the only place."""
+        found = {}
+        for name in ("long", "sampled"):
+            harness = self.harness(max_num_seqs=1, max_num_batched_tokens=40, max_preemptions=3, **scheduler)
+            low = self.request(name, priority=1)
+            harness.engine.submit(low)
+            for number in range(4):
+                for _ in range(3):
+                    harness.engine.step()
+                harness.engine.submit(self.request("short", f"high {number}", priority=-1))
+            harness.run()
+            assert low.num_preemptions > 0
+            found[name] = bytes_of(harness.answer(name))
+        return found
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, harness: FragileHarness, *names: str, times: int = 1) -> dict[str, str]:
+        ids = [(name, name if number == 0 else f"{name} {number}") for name in names for number in range(times)]
+        for name, request_id in ids:
+            harness.pieces.pop(request_id, None)
+            harness.engine.submit(self.request(name, request_id))
+        harness.run()
+        return {request_id: bytes_of(harness.answer(request_id)) for _, request_id in ids}
+
+    def _new_runner(self) -> ModelRunner:
+        """What a new WorkAgent begins with, but for the cache: it knows nothing."""
+        self._poison(range(NUM_BLOCKS))
+        self._runner._next_step = 0
+        return self._runner
+
+    def _poison_free_blocks(self, harness: FragileHarness, step: StepInput) -> None:
+        """Those that neither a request nor a name holds, nor a step that has been submitted."""
+        pool = harness.scheduler.blocks.pool
+        used = {each for each in range(NUM_BLOCKS) if pool.ref_count(each) or pool._names[each] is not None}
+        for submitted in (step, *harness.executor._submitted):
+            used.update(submitted.block_tables.ravel().tolist(), submitted.block_moves[:, 1:3].ravel().tolist())
+        self._poison(set(range(NUM_BLOCKS)) - used)
+
+    def _poison(self, block_ids: Iterable[int]) -> None:
+        poison(self._runner.kv_tensors, block_ids)
+
+
+SCENARIOS: Final[dict[str, Callable[[Served], dict[str, str]]]] = {
+    "chunks": Served.in_chunks,
+    "neighbours": Served.beside_others,
+    "prefix hits": Served.after_hits,
+    "recompute": Served.computed_again,
+    "swap": Served.swapped,
+    "deaths": Served.after_deaths,
+}
+
+
+def differing(served: Served) -> list[str]:
+    """What changes an answer: `scenario (requests)`."""
+    found = []
+    for name, scenario in SCENARIOS.items():
+        answers = scenario(served)
+        wrong = sorted(each for each, answer in answers.items() if answer != served.alone[each.split()[0]])
+        if wrong:
+            found.append(f"{name} ({', '.join(wrong)})")
+    return found
+
+
+def cell(name: str, kernels: str, dtype: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            served = Served(name, Path(folder), kernels, dtype)
+        except ModelError as refusal:
+            return f"refused: {refusal}"
+        return "; ".join(differing(served)) or "same bytes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    arguments = parser.parse_args()
+    sys.stdout.write(f"| model | {' | '.join(arguments.kernels)} |\n| --- |{' --- |' * len(arguments.kernels)}\n")
+    for name in arguments.names or models.names():
+        cells = [cell(name, kernels, arguments.dtype) for kernels in arguments.kernels]
+        sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

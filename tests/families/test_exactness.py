@@ -1,0 +1,59 @@
+"""Families of each kind answer the same bytes whatever happens; `families.exactness` asks all of them, more slowly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from engine_harness import bytes_of
+from families import models
+from families.exactness import Served, differing
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from real_replica import RealReplica
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+
+pytestmark = pytest.mark.mindspore
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3-moe", "deepseek-v2"])
+def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str) -> None:
+    assert not differing(Served(name, tmp_path))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Token i is the word "<i>"."""
+    words = {f"<{number}>": number for number in range(vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-moe"])
+def test_an_answer_survives_the_death_of_its_work_agent(tmp_path: Path, name: str) -> None:
+    models.write(name, tmp_path)
+    write_tokenizer(tmp_path, models.model(name).config["vocab_size"])
+    prompt = models.golden(name).prompts[max(models.golden(name).prompts)].token_ids.tolist()[:150]
+    greedy = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2)
+
+    def requests() -> list[Request]:
+        return [Request(f"{length}", prompt[:length], greedy) for length in (150, 40)]
+
+    settings = ("pa_config.num_blocks=24", "scheduler_config.max_prefill_tokens=64", "model_config.decode_batch_size=4")
+    replica = RealReplica(*settings, model=tmp_path)
+    try:
+        alone = [bytes_of(replica.answer([each])[0]) for each in requests()]
+        for request in requests():
+            replica.engine.submit(request)
+        for _ in range(8):  # both prompts, and some tokens
+            assert replica.engine.step()
+        os.kill(replica.agents[-1].process.pid, signal.SIGKILL)
+        while replica.engine.step():
+            pass
+        assert [bytes_of(replica.take_answer(each.request_id)) for each in requests()] == alone
+        assert replica.num_restarts == 1
+    finally:
+        replica.close()
