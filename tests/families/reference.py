@@ -33,9 +33,7 @@ try:
     import transformers
     from safetensors.torch import load_file
 except ImportError as error:
-    raise ImportError(
-        "References need torch and transformers: pip install torch==2.13.0 transformers==5.23.0"
-    ) from error
+    raise ImportError("References need torch and transformers: pip install -e 'llm-serving[reference]'") from error
 
 from families import published
 
