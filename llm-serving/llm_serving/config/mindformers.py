@@ -63,8 +63,15 @@ def read_mindformers(path: Path) -> MindFormersFile:
     shape = model.get("model_config") if model else None
     spec = None
     if shape is not None and shape.get("hidden_size") is not None:
-        spec = ModelSpec.from_mindformers(plain(shape), shape.where)
+        spec = ModelSpec.from_mindformers(plain(shape), shape.where, network_of(model))
     return MindFormersFile(path, values, spec, checkpoint, tuple(notices))
+
+
+def network_of(model: Located | None) -> str:
+    """`arch.type` of the section `model`: the class of the network there; empty where it says nothing."""
+    arch = model.get("arch") if model is not None else None
+    named = arch.get("type") if arch is not None else None
+    return named.value if named is not None and isinstance(named.value, str) else ""
 
 
 def _flatten(root: Located) -> Iterator[tuple[str, Located]]:

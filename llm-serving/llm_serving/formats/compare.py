@@ -11,7 +11,7 @@ from llm_serving.errors import ModelError
 MOST_LISTED: Final = 5
 """Tensors of one kind of difference that an error names."""
 
-DERIVED: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
+DERIVED: Final = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
 """Tables that some exporters write beside the weights."""
 
 Shape = tuple[int, ...]

@@ -31,6 +31,8 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
     "BaichuanForCausalLM": ("baichuan", "baichuan2"),
     "GlmForCausalLM": ("glm", "glm"),
     "Glm4ForCausalLM": ("glm", "glm4"),
+    "ChatGLMModel": ("chatglm", "chatglm"),
+    "ChatGLMForConditionalGeneration": ("chatglm", "chatglm"),
     "Gemma2ForCausalLM": ("gemma", "gemma2"),
     "Gemma3ForCausalLM": ("gemma", "gemma3"),
     "GraniteForCausalLM": ("granite", "granite"),

@@ -13,7 +13,9 @@ from typing import Any, Final
 from llm_serving.core.files import read_regular
 from llm_serving.core.quantisation import describe_quantisation
 from llm_serving.errors import ModelError, shorten
+from llm_serving.models import chatglm
 from llm_serving.models.facts import Facts
+from llm_serving.models.mindformers import hugging_face_config
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.description import CacheShape, Network, Weight
 
@@ -141,6 +143,8 @@ class ModelSpec:
     def from_hugging_face(cls, config: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelSpec:
         """The spec of a parsed `config.json`; `where` names it in errors."""
         architecture = architecture_of(config, where)
+        if architecture in chatglm.ARCHITECTURES:
+            config = chatglm.facts_of(Facts(config, where))
         facts = Facts(config, where)
         if (quantised := describe_quantisation(config)) is not None:
             raise ModelError(
@@ -165,40 +169,12 @@ class ModelSpec:
         return spec
 
     @classmethod
-    def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config") -> ModelSpec:
+    def from_mindformers(cls, config: Mapping[str, Any], where: str = "model_config", network: str = "") -> ModelSpec:
         """The spec of `model.model_config` in a MindFormers YAML; `where` names it in errors.
 
-        MindFormers leaves `intermediate_size` out for the first Llama models: it follows from the rule of their
-        reference code, two thirds of four times the width, times `ffn_dim_multiplier`, rounded up to `multiple_of`.
+        `network` is `model.arch.type` there, which tells families apart that share a configuration.
         """
-        facts = Facts(config, where)
-        heads = facts.integer("num_heads")
-        hidden = facts.integer("hidden_size")
-        intermediate = facts.integer("intermediate_size", 0)
-        if not intermediate:
-            multiple = facts.integer("multiple_of", 256)
-            width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
-            intermediate = multiple * math.ceil(width / multiple)
-        plain = {
-            "architectures": ["Qwen2ForCausalLM" if facts.boolean("qkv_has_bias") else "LlamaForCausalLM"],
-            "vocab_size": facts.integer("vocab_size"),
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": facts.integer("num_layers"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": facts.integer("n_kv_heads", heads),
-            "rms_norm_eps": facts.number("rms_norm_eps", 1e-6),
-            "rope_theta": facts.number("theta", 10000.0),
-            "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
-            "max_position_embeddings": facts.integer("max_position_embedding", facts.integer("seq_length", 2048)),
-            **{
-                key: config[key]
-                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if config.get(key) is not None
-            },
-            **({"head_dim": facts.integer("head_dim")} if facts.has("head_dim") else {}),
-        }
-        return cls.from_hugging_face(plain, where)
+        return cls.from_hugging_face(hugging_face_config(config, network, where), where)
 
 
 def _factors(kind: str, weights: Mapping[str, Weight]) -> list[Weight]:

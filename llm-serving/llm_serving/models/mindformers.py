@@ -1,0 +1,87 @@
+"""What `model.model_config` of a MindFormers YAML says, in the words of a Hugging Face configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from llm_serving.models import chatglm
+from llm_serving.models.facts import Facts
+
+_FAMILIES: Final[Mapping[str, str]] = {
+    "ChatGLM": chatglm.ARCHITECTURE,
+    "Baichuan": "BaichuanForCausalLM",
+    "InternLM3": "InternLM3ForCausalLM",
+    "InternLM2": "InternLM2ForCausalLM",
+    "Qwen3Moe": "Qwen3MoeForCausalLM",
+    "Qwen3": "Qwen3ForCausalLM",
+    "Qwen2": "Qwen2ForCausalLM",
+}
+"""How the class of a network there begins -> what serves it; any other is a Llama."""
+
+_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def hugging_face_config(config: Mapping[str, Any], network: str, where: str) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Args:
+        config: `model.model_config`.
+        network: `model.arch.type`, or an empty text.
+        where: Names the file in errors.
+
+    Raises:
+        ModelError: A fact is missing or out of its range.
+    """
+    facts = Facts(config, where)
+    architecture = _architecture(facts, network)
+    if architecture == chatglm.ARCHITECTURE:
+        return {**config, "architectures": [architecture]}
+    if facts.has("num_hidden_layers"):  # newer releases have the facts as Hugging Face names them
+        activation = {"hidden_act": "silu"} if config.get("hidden_act") == "swiglu" else {}
+        return {**config, **activation, "architectures": [architecture]}
+    return _of_llama(facts, architecture, network)
+
+
+def _architecture(facts: Facts, network: str) -> str:
+    listed = facts.config.get("architectures")
+    names = (network, *(listed if isinstance(listed, list) else ()), facts.config.get("type"))
+    for name in names:
+        for beginning, architecture in _FAMILIES.items():
+            if isinstance(name, str) and name.removeprefix("Parallel").removeprefix("Inference").startswith(beginning):
+                return architecture
+    return "Qwen2ForCausalLM" if facts.boolean("qkv_has_bias") else "LlamaForCausalLM"
+
+
+def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
+    """Facts of the kind that MindFormers' Llama has, and the networks made from it.
+
+    It leaves `intermediate_size` out for the first Llama models: it follows from the rule of their reference code, two
+    thirds of four times the width, times `ffn_dim_multiplier`, rounded up to `multiple_of`.
+    """
+    heads = facts.integer("num_heads")
+    hidden = facts.integer("hidden_size")
+    intermediate = facts.integer("intermediate_size", 0)
+    if not intermediate:
+        multiple = facts.integer("multiple_of", 256)
+        width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
+        intermediate = multiple * math.ceil(width / multiple)
+    positions = "model_max_length" if network.startswith("Baichuan13B") else "max_position_embeddings"
+    return {
+        "architectures": [architecture],
+        "vocab_size": facts.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": facts.integer("num_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.integer("n_kv_heads", heads),
+        "rms_norm_eps": facts.number("rms_norm_eps", 1e-6),
+        "rope_theta": facts.number("theta", 10000.0),
+        "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
+        positions: facts.integer("max_position_embedding", facts.integer("seq_length", 2048)),
+        **{key: facts.config[key] for key in _TOKENS if facts.has(key)},
+        **({"head_dim": facts.integer("head_dim")} if facts.has("head_dim") else {}),
+        # The first InternLM is a Llama with biases in attention.
+        **({"attention_bias": True} if network.startswith("InternLMFor") else {}),
+    }

@@ -1,0 +1,71 @@
+"""`model_config` of MindFormers' YAML files: each family is known by what its file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from llm_serving.config.mindformers import read_mindformers
+from llm_serving.models.spec import ModelSpec
+
+LLAMA = {
+    "type": "LlamaConfig", "seq_length": 2048, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 200,
+    "multiple_of": 16, "rms_norm_eps": "1.0e-5", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+QWEN3 = {
+    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "swiglu", "max_position_embeddings": 4096,
+    "rms_norm_eps": "1.e-6", "rope_theta": 1000000.0, "attention_bias": False, "eos_token_id": 3, "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+}  # fmt: skip
+GLM4 = {
+    "type": "ChatGLM2Config", "num_layers": 2, "padded_vocab_size": 200, "hidden_size": 64, "ffn_hidden_size": 96,
+    "kv_channels": 16, "num_attention_heads": 4, "seq_length": 8192, "layernorm_epsilon": 1.5625e-07, "rope_ratio": 500,
+    "rmsnorm": True, "add_bias_linear": False, "add_qkv_bias": True, "multi_query_attention": True,
+    "multi_query_group_num": 2, "eos_token_id": [3, 4, 5], "pad_token_id": 3, "post_layer_norm": True,
+}  # fmt: skip
+QWEN2 = {"qkv_has_bias": True, "n_kv_heads": 2, "intermediate_size": 96, "theta": 1000000.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "network", "architecture"),
+    [
+        (LLAMA, "LlamaForCausalLM", "LlamaForCausalLM"),
+        (LLAMA, "", "LlamaForCausalLM"),
+        (LLAMA | QWEN2, "LlamaForCausalLM", "Qwen2ForCausalLM"),
+        (LLAMA | QWEN2 | {"type": "Qwen2Config"}, "ParallelQwenForCausalLM", "Qwen2ForCausalLM"),
+        (QWEN3, "", "Qwen3ForCausalLM"),
+        ({**QWEN3, "type": "Qwen3Config", "architectures": None}, "", "Qwen3ForCausalLM"),
+        (LLAMA | {"type": "InternLM2Config", "n_kv_heads": 2}, "InternLM2ForCausalLM", "InternLM2ForCausalLM"),
+        (LLAMA, "InternLMForCausalLM", "LlamaForCausalLM"),
+        (LLAMA, "Baichuan7BV2ForCausalLM", "BaichuanForCausalLM"),
+        (LLAMA, "Baichuan13BV2ForCausalLM", "BaichuanForCausalLM"),
+        (GLM4, "ChatGLM2ForConditionalGeneration", "ChatGLMModel"),
+    ],
+)
+def test_each_family_is_found(config: dict[str, Any], network: str, architecture: str) -> None:
+    spec = ModelSpec.from_mindformers(config, network=network)
+    assert spec.architecture == architecture
+    assert (spec.vocab_size, len(spec.caches), spec.network.hidden) == (200, 2, 64)
+    assert spec.max_position_embeddings == {"ChatGLMModel": 8192, "Qwen3ForCausalLM": 4096}.get(architecture, 2048)
+    assert spec.num_parameters > 0
+
+
+def test_baichuan_13b_has_slopes_in_place_of_rotation() -> None:
+    small, large = (ModelSpec.from_mindformers(LLAMA, network=f"Baichuan{size}BV2ForCausalLM") for size in (7, 13))
+    assert small.network.rotaries and not large.network.rotaries
+
+
+def test_the_first_internlm_has_biases_in_attention() -> None:
+    tensors = ModelSpec.from_mindformers(LLAMA, network="InternLMForCausalLM").tensors
+    assert "model.layers.0.self_attn.o_proj.bias" in tensors
+
+
+def test_the_class_of_the_network_is_read_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "predict.yaml"
+    model = {"model_config": LLAMA, "arch": {"type": "Baichuan7BV2ForCausalLM"}}
+    path.write_text(yaml.safe_dump({"model": model}))
+    spec = read_mindformers(path).spec
+    assert spec is not None and spec.architecture == "BaichuanForCausalLM"
