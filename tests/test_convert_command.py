@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from llm_serving import convert_command
 from llm_serving.cli import main
+from llm_serving.errors import ModelError
 from llm_serving.formats import writing
 from llm_serving.formats.folder import read_tensors
 from llm_serving.models.contents import check_folder
@@ -74,6 +75,34 @@ def join(tensors, order):
             qkv, both = np.concatenate([q, k, v]), np.concatenate([gate, up])
         joined |= {f"{at}.attention.w_qkv.weight": qkv, f"{at}.feed_forward.w_gate_hidden.weight": both}
     return joined
+
+
+CORE = {
+    "model.embed_tokens.": "embedding.word_embeddings.",
+    "model.layers.": "decoder.layers.",
+    "model.norm.": "decoder.final_layernorm.",
+    "lm_head.": "output_layer.",
+    ".self_attn.o_proj.": ".self_attention.linear_proj.",
+    ".mlp.down_proj.": ".mlp.linear_fc2.",
+    ".post_attention_layernorm.": ".pre_mlp_layernorm.",
+    ".attention.w_qkv.": ".self_attention.linear_qkv.",
+    ".feed_forward.w_gate_hidden.": ".mlp.linear_fc1.",
+}
+
+
+def test_newer_networks_are_taken_apart_without_being_told_how(source, tmp_path, capsys):
+    tensors = {}
+    for name, array in join(arrays_of(source), "grouped").items():
+        for ours, theirs in CORE.items():
+            name = name.replace(ours, theirs)
+        tensors[name] = array
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "config.json").write_bytes((source / "config.json").read_bytes())
+    write_safetensors(tmp_path / "core" / "model.safetensors", tensors)
+    with pytest.raises(ModelError, match=r"holds several projections: `llm-serving convert .* OUT --to hf` takes"):
+        WeightReader(tmp_path / "core")
+    assert main(["convert", str(tmp_path / "core"), str(tmp_path / "out"), "--to", "hf"]) == 0
+    assert equal(arrays_of(tmp_path / "out"), arrays_of(source))
 
 
 @pytest.mark.parametrize("order", ["grouped", "stacked"])

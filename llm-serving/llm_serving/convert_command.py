@@ -12,11 +12,20 @@ from typing import Any, Final
 
 import numpy as np
 
+from llm_serving.config.mindformers import network_of
 from llm_serving.config.yaml_reader import plain, read_yaml
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compare import DERIVED, check_tensors
 from llm_serving.formats.folder import read_tensors
-from llm_serving.formats.mindformers import ORDERS, Order, hugging_face_name, is_joined, mindformers_name, split
+from llm_serving.formats.mindformers import (
+    ORDERS,
+    Order,
+    hugging_face_name,
+    is_joined,
+    mindformers_name,
+    order_of,
+    split,
+)
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writing import Tensor, write_checkpoint, write_safetensors
 from llm_serving.hub.contents import small_files
@@ -79,7 +88,7 @@ def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
         shape = model.get("model_config") if model else None
         if shape is None:
             raise ConfigError(f"{yaml}: must be a MindFormers YAML with model.model_config")
-        return dict(ModelSpec.from_mindformers(plain(shape), shape.where).config)
+        return dict(ModelSpec.from_mindformers(plain(shape), shape.where, network_of(model)).config)
     folder = source if source.is_dir() else source.parent
     if not (folder / CONFIG_NAME).exists():
         raise ConfigError(f"{folder} has no {CONFIG_NAME}: name the MindFormers YAML of the model with --config")
@@ -95,14 +104,15 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
         if not is_joined(name):
             yield Tensor(hugging_face_name(name), dtype, tensor.shape, tensor.read)
             continue
-        if order is None:
+        known = order_of(name) or order
+        if known is None:
             raise ModelError(
                 f"{tensor.file}: {name} holds several projections in an order that no file tells: add --joined "
                 f"{'|'.join(ORDERS)}. Releases 1.4 and newer of MindFormers write `grouped`, older ones `stacked`"
             )
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        read = _reader(name, tensor, order, heads, kv_heads)
+        read = _reader(name, tensor, known, heads, kv_heads)
         try:
             shapes = {part: array.shape for part, array in read().items()}
         except ValueError:

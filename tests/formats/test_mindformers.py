@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from llm_serving.formats.mindformers import hugging_face_name, is_joined, mindformers_name, split
+from llm_serving.formats.mindformers import are_of_mindformers, hugging_face_name, is_joined, mindformers_name, split
 from small_model import small_tensors
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 4, 2, 3, 5
@@ -51,3 +51,15 @@ def test_names_both_ways():
     assert "model.layers.1.feed_forward.w2.weight" in theirs
     assert "model.norm_out.weight" in theirs
     assert not any(is_joined(name) for name in theirs)
+
+
+def test_names_of_newer_networks():
+    names = ("linear_q", "linear_k", "linear_v", "linear_proj", "q_layernorm", "k_layernorm")
+    found = [hugging_face_name(f"decoder.layers.3.self_attention.{name}.weight") for name in names]
+    ours = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    assert found == [f"model.layers.3.self_attn.{name}.weight" for name in ours]
+    assert hugging_face_name("decoder.layers.0.mlp.gating.weight") == "model.layers.0.mlp.gate_proj.weight"
+    assert hugging_face_name("decoder.layers.0.mlp.hidden.weight") == "model.layers.0.mlp.up_proj.weight"
+    assert are_of_mindformers(["embedding.word_embeddings.weight"])
+    older_glm = ["transformer.embedding.word_embeddings.weight", "transformer.output_layer.weight"]
+    assert not are_of_mindformers([*older_glm, "transformer.encoder.layers.0.self_attention.dense.weight"])

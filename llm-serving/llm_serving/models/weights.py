@@ -13,7 +13,7 @@ from typing import Final
 from llm_serving.errors import ModelError
 from llm_serving.formats.compare import DERIVED
 from llm_serving.formats.folder import INDEX_NAME, read_tensors
-from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_face_name, is_joined
+from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_face_name, is_joined, order_of
 from llm_serving.formats.stored import Array, StoredTensor
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
@@ -41,9 +41,11 @@ class WeightReader:
         theirs = are_of_mindformers(stored)
         for stored_name, tensor in stored.items():
             if theirs and is_joined(stored_name):
+                order = "" if order_of(stored_name) else f" --joined {'|'.join(ORDERS)}"
+                why = " in an order that no file tells" if order else ""
                 raise ModelError(
-                    f"{tensor.file}: {stored_name} holds several projections in an order that no file tells: "
-                    f"`llm-serving convert {folder} OUT --to hf --joined {'|'.join(ORDERS)}` takes them apart"
+                    f"{tensor.file}: {stored_name} holds several projections{why}: "
+                    f"`llm-serving convert {folder} OUT --to hf{order}` takes them apart"
                 )
             name = hugging_face_name(stored_name) if theirs else stored_name
             if name in self._tensors:
