@@ -309,7 +309,7 @@ class BlockManager:
                     block_id, epoch = found, self.pool.epoch(found)
             ids.append(block_id)
             epochs.append(epoch)
-            if missing < first_block((index + 1) * block_size, block_size):
+            if missing < 0 or missing < first_block((index + 1) * block_size, block_size):
                 best = index + 1
         start = first_block(best * block_size, block_size)
         return BlockTable(ids[start:best], epochs[start:best], start)
