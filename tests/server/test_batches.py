@@ -214,6 +214,18 @@ def test_a_line_waits_while_there_is_no_room(tmp_path, monkeypatch):
     assert len(asked) == 3
 
 
+def test_nothing_is_asked_of_an_engine_that_loads(tmp_path, monkeypatch):
+    engine = FakeEngine(ready=False)
+
+    async def look(seconds):
+        assert engine.submitted == []
+        engine.ready = True
+
+    monkeypatch.setattr("llm_serving.server.inside.asyncio.sleep", look)
+    ask = build_site(engine).inside
+    assert asyncio.run(ask("/v1/completions", b'{"prompt": "hello"}', "")).status == 200
+
+
 def _without_waiting(ask):
     async def asks(*arguments):
         return replace(await ask(*arguments), retry_after_s=None)

@@ -91,7 +91,7 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
-    return Site(outside, Inside(inside, {key.name: key for key in keys}, quotas), routes)
+    return Site(outside, Inside(inside, {key.name: key for key in keys}, quotas, lambda: engine.health().ready), routes)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from starlette.types import ASGIApp, Message
 
@@ -15,6 +16,9 @@ from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.quota import SCOPE_KEY as QUOTA_SCOPE_KEY
 from llm_serving.server.quota import Quota
 
+READY_EVERY_S: Final = 0.5
+"""Seconds between two looks at an engine that loads."""
+
 
 class Inside:
     """A client within the process; keys and what they may ask for hold as for those outside.
@@ -23,10 +27,14 @@ class Inside:
         app: The application behind the check of keys.
         keys: Tenant -> its key; none: keys are not needed.
         quotas: Tenant -> what its key may ask for.
+        ready: Whether anything can be computed at this moment; until then nothing is asked.
     """
 
-    def __init__(self, app: ASGIApp, keys: Mapping[str, ApiKey], quotas: Mapping[str, Quota]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Mapping[str, ApiKey], quotas: Mapping[str, Quota], ready: Callable[[], bool]
+    ) -> None:
         self._app = app
+        self._ready = ready
         self._keys = keys
         self._quotas = quotas
 
@@ -36,6 +44,8 @@ class Inside:
         if self._keys and key is None:
             gone = openai_error_response(AuthenticationError("the API key of who asked is not known any more"))
             return Answered(gone.status_code, bytes(gone.body))
+        while not self._ready():
+            await asyncio.sleep(READY_EVERY_S)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
