@@ -154,6 +154,29 @@ class Attack:
                 waiting.append(request)
 
 
+SHAPES = ((LONGEST - 1, 1), (LONGEST // 2, 1), (LONGEST // 2, LONGEST // 2), (1, LONGEST - 1))
+"""Tokens of prompts and answers that others send: whole prompts, one token; half of each; long answers."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Liars of the victim's own class, which go first as often as may be, and others that never stop contending."""
+
+    own: tuple[int, int]
+    """Tokens of their prompts and answers."""
+    others: tuple[tuple[int, int], ...] = ()
+    """The same for each other class, by rank."""
+    num_others: int = MANY
+    """That wait, of each class."""
+
+    def strategy(self, classes: tuple[RequestClass, ...], victim: RequestClass) -> Strategy:
+        ranks = [each.rank for each in classes if each is not victim]
+        others = [
+            Liar(rank, False, *shape, False, self.num_others) for rank, shape in zip(ranks, self.others, strict=True)
+        ]
+        return Strategy((Liar(victim.rank, True, *self.own, True, 12), *others), 150, 1)
+
+
 def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strategy]:
     """What the derivation of the bounds reckons with, one move for each of its terms.
 
@@ -161,15 +184,12 @@ def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strat
     never stop contending, since always some of theirs have aged, and that fill the places, the steps (whole prompts,
     one token) or the cache (long answers that lose their places and are computed again).
     """
-    whole, half = LONGEST - 1, LONGEST // 2
-    shapes = ((whole, 1), (half, 1), (half, half), (1, whole))
-    found = []
-    for own_shape in ((1, whole), (half, half), (whole, 1)):
-        own = Liar(victim.rank, True, *own_shape, True, 12)
-        for shape, num_others in itertools.product(shapes, (MANY, 6)):
-            others = [Liar(each.rank, False, *shape, False, num_others) for each in classes if each is not victim]
-            found.append(Strategy((own, *others), 150, 1))
-    return found
+    owns = ((1, LONGEST - 1), (LONGEST // 2, LONGEST // 2), (LONGEST - 1, 1))
+    found = [
+        Move(own, (shape,) * (len(classes) - 1), num_others).strategy(classes, victim)
+        for own, shape, num_others in itertools.product(owns, SHAPES, (MANY, 6))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def draw_liar(rng: random.Random, classes: tuple[RequestClass, ...]) -> Liar:
@@ -240,11 +260,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100, help="strategies tried for each class (default: 100)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--setting", action="append", choices=SETTINGS, help="only this scheduler; may come again")
     parser.add_argument("--show", action="store_true", help="print the worst strategy of each")
     args = parser.parse_args()
     write = sys.stdout.write
     write("| scheduler | class | worst wait met, steps | its bound, steps | ratio |\n| --- | --- | --- | --- | --- |\n")
-    for name, options in SETTINGS.items():
+    for name in args.setting or SETTINGS:
+        options = SETTINGS[name]
         for victim in options["classes"]:
             worst = search(options, victim, args.rounds, args.seed)
             write(f"| {name} | {victim.name} | {worst.waited} | {worst.bound} | {worst.ratio:.1f} |\n")

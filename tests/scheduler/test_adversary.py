@@ -8,20 +8,48 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Strategy, create_attacked, search
+from adversary import CLASSES, SETTINGS, SPREAD, Attack, Liar, Move, Strategy, create_attacked, moves, search
 from factories import create_request, run_step
 from llm_serving.core.request import RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
 
+LONG, HALF, WHOLE = (1, 15), (8, 8), (15, 1)
+WORST = [
+    ("one class, 1 place", "standard", Move(LONG), 1.4),
+    ("one class, 4 places", "standard", Move(LONG), 2.1),
+    ("three classes, 1 place", "interactive", Move(LONG, (LONG, WHOLE)), 1.3),
+    ("three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
+    ("three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 5.3),
+    ("three classes, 8 places", "interactive", Move(LONG, (LONG, LONG), 6), 3.5),
+    ("three classes, 8 places", "standard", Move(LONG, (WHOLE, WHOLE)), 3.7),
+    ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 6.4),
+    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, WHOLE)), 9.4),
+    ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
+    ("mixed, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.4),
+    ("mixed, three classes, 4 places", "batch", Move(LONG, (HALF, HALF)), 3.4),
+    ("shortest, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
+    ("shortest, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 5.3),
+]
+"""Setting, class of the victim, the worst move that is soon played, and how far the bound may be from what it reaches.
 
-@pytest.mark.parametrize(
-    ("setting", "victim"),
-    [("one class, 1 place", 0), ("one class, 4 places", 0), ("three classes, 4 places", 0)],
-)
-def test_a_bound_is_at_most_five_times_what_liars_reach(setting: str, victim: int) -> None:
+The search climbs on from there, and comes nearer."""
+
+
+@pytest.mark.parametrize(("setting", "victim", "move", "most"), WORST)
+def test_a_bound_is_not_far_from_what_liars_reach(setting: str, victim: str, move: Move, most: float) -> None:
     options: dict[str, Any] = SETTINGS[setting]
-    worst = search(options, options["classes"][victim], num_rounds=0, seed=1)
-    assert 1.0 <= worst.ratio <= 5.0
+    victim_class = next(each for each in options["classes"] if each.name == victim)
+    strategy = move.strategy(options["classes"], victim_class)
+    waited, bound = Attack(create_attacked(**options), strategy, victim_class).run()
+    assert waited <= bound <= most * waited
+
+
+def test_the_search_begins_with_a_move_for_each_term_and_keeps_the_worst() -> None:
+    options: dict[str, Any] = SETTINGS["one class, 4 places"]
+    (victim,) = options["classes"]
+    first = moves(options["classes"], victim)
+    assert first == [Move(own).strategy(options["classes"], victim) for own in (LONG, HALF, WHOLE)]
+    assert search(options, victim, num_rounds=0, seed=1).strategy == first[0]
 
 
 def test_prompts_that_leave_out_what_decodes_are_reckoned_with() -> None:
