@@ -11,6 +11,7 @@ import os
 import resource
 import selectors
 import socket
+import ssl
 import sys
 import time
 from collections import Counter
@@ -37,6 +38,15 @@ STREAM = post(
 )
 
 
+def client_hello() -> bytes:
+    """How a handshake begins; the server computes a signature for whoever sends it."""
+    context = ssl.create_default_context()
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="127.0.0.1").do_handshake()
+    return sent.read()
+
+
 @dataclass(frozen=True)
 class Attack:
     """What each connection of an attack does: `begin`, then `unit` again and again, or `drip` now and then."""
@@ -53,8 +63,11 @@ class Attack:
     reads: bool = False
     returns: bool = False
     """Whether a connection that ended is opened again."""
+    tls: bool = False
+    """Whether the server has a certificate."""
 
 
+HELLO = client_hello()
 HEADER, TRAILERS = b"X-Aaaaaa: bbbbbb\r\n", CHUNKED + b"1\r\na\r\n0\r\n"
 ATTACKS = {
     "none": Attack(count=1),
@@ -83,6 +96,12 @@ ATTACKS = {
     "1,000 idle connections": Attack(get(), count=1000, num_addresses=4, seconds=12.0, reads=True),
     "300 streams unread": Attack(STREAM * 3, count=300, num_addresses=4, seconds=14.0),
     "300 x 200 large answers unread": Attack(get("/openapi.json") * 200, count=300, num_addresses=4, seconds=14.0),
+    "TLS: 1,000 silent handshakes": Attack(HELLO[:50], count=1000, num_addresses=4, seconds=12.0, tls=True),
+    "TLS: 1,000 handshakes not gone on with": Attack(HELLO, count=1000, num_addresses=4, seconds=12.0, tls=True),
+    "TLS: handshakes without end": Attack(
+        HELLO, count=500, num_addresses=10, seconds=6.0, reads=True, returns=True, tls=True
+    ),
+    "TLS: no handshake": Attack(b"\x16\x03\x01\x40\x00", b"\x00" * 65536, tls=True),
 }
 """Name -> attack."""
 
@@ -145,7 +164,7 @@ class Attacker:
 
     @property
     def _status(self) -> str:
-        return self._heard[9:12].decode("latin-1")
+        return self._heard[9:12].decode("latin-1") if self._heard.startswith(b"HTTP/") else ""
 
     def _hear(self, size: int) -> None:
         """Reads; with size 0 it only looks whether the server has ended the connection."""

@@ -1,11 +1,12 @@
 """A server under attack, before any key is checked: its memory, and what `/health` does meanwhile. Prints a table.
 
-    python tests/attacks.py                         # all of them: about five minutes
+    python tests/attacks.py                         # all of them: about six minutes
     python tests/attacks.py --only "endless URL"    # some
 
 The server is the real one with the shipped model, started by the real script, its limits the default ones but for the
 times, which are shorter. An attack comes from other addresses of the loopback network than the probe, and from another
-process. Exits with 1 where memory grew by more than 150 MB or `/health` took longer than 100 ms.
+process. Those of TLS go to a second server, whose probe makes a handshake each time. Exits with 1 where memory grew by
+more than 150 MB or `/health` took longer than 100 ms.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import psutil
+import trustme
 from attackers import ATTACKS, MEBI
 from server_process import Server, start_server
 
@@ -42,6 +46,8 @@ class Watch:
 
     port: int
     master: psutil.Process
+    trust: ssl.SSLContext | None = None
+    """With which the probe asks; None: without TLS."""
     sizes: list[int] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
     num_not_ok: int = 0
@@ -70,9 +76,13 @@ class Watch:
             self.num_not_ok += not self._is_ok()
             self.health.append(time.perf_counter() - begin)
 
+    def _connect(self) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), 10.0)
+        return client if self.trust is None else self.trust.wrap_socket(client, server_hostname="127.0.0.1")
+
     def _is_ok(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), 10.0) as client:
+            with self._connect() as client:
                 client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
                 return client.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
@@ -106,11 +116,11 @@ HEAD = """| attack | sent, MiB | memory, MB | `/health`: worst, answered with 20
 | --- | --- | --- | --- | --- |"""
 
 
-def measure(name: str, server: Server) -> Row:
+def measure(name: str, server: Server, trust: ssl.SSLContext | None = None) -> Row:
     """Runs an attack against a server and watches it."""
     master = server.processes[0]
     before = master.memory_info().rss
-    with Watch(server.port, master) as watch:
+    with Watch(server.port, master, trust) as watch:
         command = [sys.executable, str(Path(__file__).with_name("attackers.py")), name, str(server.port)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         time.sleep(AFTERMATH_S)
@@ -119,29 +129,44 @@ def measure(name: str, server: Server) -> Row:
     return Row(name, outcome["sent"], outcome["ends"], growth, max(watch.health), len(watch.health), watch.num_not_ok)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ATTACKS, metavar="NAME")
-    names = parser.parse_args().only or list(ATTACKS)
-    limits = [text for key, value in TIMES.items() for text in ("--set", f"serving_config.{key}={value}")]
+def measure_all(names: list[str], settings: list[str], trust: ssl.SSLContext | None) -> bool:
+    """Prints a row for each attack on one server; whether all are good."""
+    limits = [text for each in settings for text in ("--set", f"serving_config.{each}")]
     server = start_server("--model", "demo", *limits)
     try:
-        with Watch(server.port, server.processes[0]):
+        with Watch(server.port, server.processes[0], trust):
             time.sleep(2.0)  # the first requests take memory that stays
         begin = server.processes[0].memory_info().rss
         sys.stdout.write(HEAD + "\n")
         good = True
         for name in names:
-            row = measure(name, server)
+            row = measure(name, server, trust)
             good &= row.is_good
             sys.stdout.write(f"{row}\n")
             sys.stdout.flush()
         end = server.processes[0].memory_info().rss
         sys.stdout.write(f"\nmaster: {begin / 1e6:.0f} MB before the first, {end / 1e6:.0f} MB after the last\n")
         log = [line for line in server.log.splitlines() if "serving on" not in line]
-        sys.stdout.write(f"log: {len(server.log.splitlines())} lines; the last: {log[-1] if log else 'none'}\n")
+        sys.stdout.write(f"log: {len(server.log.splitlines())} lines; the last: {log[-1] if log else 'none'}\n\n")
+        return good
     finally:
         server.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, metavar="NAME")
+    names = parser.parse_args().only or list(ATTACKS)
+    settings, good = [f"{key}={value}" for key, value in TIMES.items()], True
+    if plain := [name for name in names if not ATTACKS[name].tls]:
+        good &= measure_all(plain, settings, None)
+    if secured := [name for name in names if ATTACKS[name].tls]:
+        with tempfile.TemporaryDirectory() as folder:
+            authority, trust = trustme.CA(), ssl.create_default_context()
+            authority.configure_trust(trust)
+            file = Path(folder) / "certificate.pem"
+            authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(file)
+            good &= measure_all(secured, [*settings, f"ssl_certfile={file}"], trust)
     return 0 if good else 1
 
 

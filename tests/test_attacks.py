@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import trustme
 from attackers import ATTACKS, run, smaller
 from attacks import Row
 from fakes import FakeEngine
@@ -14,6 +15,14 @@ from http_serving import connect, get, read_until, serving
 @pytest.fixture(scope="module")
 def url():
     with serving(FakeEngine()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def secure_url(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(file)
+    with serving(FakeEngine(limits={"ssl_certfile": file})) as url:
         yield url
 
 
@@ -40,6 +49,22 @@ def test_an_attack_ends_as_it_should(url, name, ends):
     with connect(url) as client:
         client.sendall(get())
         assert read_until(client, b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("TLS: 1,000 handshakes not gone on with", "left open"),
+        ("TLS: handshakes without end", "left open"),
+        ("TLS: no handshake", "ended"),
+    ],
+)
+def test_an_attack_on_tls_ends_as_it_should(secure_url, name, end):
+    attack = smaller(ATTACKS[name])
+    if end == "ended":
+        attack = replace(attack, seconds=30.0)
+    outcome = run(attack, int(secure_url.rsplit(":", 1)[1]))
+    assert set(outcome.ends) == {end}
 
 
 @pytest.mark.parametrize(
