@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
@@ -97,6 +99,20 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def make_model(folder):
+    """(backend name, dtype) -> a model, compiled once, whose blocks are all zero."""
+    compiled = functools.cache(lambda *kind: GraphModel(SPEC, folder, backend(*kind), num_swap_blocks=4))
+
+    def make(name, dtype):
+        model = compiled(name, dtype)
+        for cache, host in memories(model.kv_tensors):
+            cache.storage[...] = host[...] = 0
+        return model
+
+    return make
+
+
 BACKENDS = pytest.mark.parametrize(("name", "dtype"), [("cpu", "bfloat16"), ("cpu", "float32"), ("plain", "bfloat16")])
 PROMPT, OTHER = (np.random.default_rng(seed).integers(0, 97, 41).tolist() for seed in (1, 2))
 
@@ -107,12 +123,12 @@ def decode(model, computed, blocks, count=8):
 
 
 @BACKENDS
-def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(folder, name, dtype):
-    undisturbed = GraphModel(SPEC, folder, backend(name, dtype))
+def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(make_model, name, dtype):
+    undisturbed = make_model(name, dtype)
     undisturbed.logits((PROMPT, 0, [3, 1, 7]))
     expected = decode(undisturbed, 41, [3, 1, 7, 0])
 
-    model = GraphModel(SPEC, folder, backend(name, dtype), num_swap_blocks=4)
+    model = make_model(name, dtype)
     move = model.kv_tensors.move_blocks
     model.logits((PROMPT, 0, [3, 1, 7]))
     move(block_moves(*((BlockMove.SWAP_OUT, source, target) for source, target in ((3, 2), (1, 0), (7, 3)))))
@@ -123,17 +139,17 @@ def test_a_request_swapped_out_and_in_continues_as_if_undisturbed(folder, name, 
 
 
 @BACKENDS
-def test_two_sequences_continue_from_a_copied_partial_block(folder, name, dtype):
+def test_two_sequences_continue_from_a_copied_partial_block(make_model, name, dtype):
     def alone(tokens):
-        model = GraphModel(SPEC, folder, backend(name, dtype))
+        model = make_model(name, dtype)
         model.logits((PROMPT, 0, [3, 1, 7]))
         return [model.logits(([token], 41 + index, [3, 1, 7])) for index, token in enumerate(tokens)]
 
     first, second = [5, 6, 7, 8], [90, 80, 70, 60]
-    model = GraphModel(SPEC, folder, backend(name, dtype))
+    expected = zip(alone(first), alone(second), strict=True)
+    model = make_model(name, dtype)
     model.logits((PROMPT, 0, [3, 1, 7]))
     model.kv_tensors.move_blocks(block_moves((BlockMove.COPY, 7, 2)))
-    expected = zip(alone(first), alone(second), strict=True)
     for index, tokens in enumerate(zip(first, second, strict=True)):
         # One after the other, so that the products of stock operations have the shape they have alone.
         for token, blocks, logits in zip(tokens, ([3, 1, 7], [3, 1, 2]), next(expected), strict=True):
