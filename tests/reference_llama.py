@@ -14,6 +14,13 @@ DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": 
 
 def reference_logits(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids: list[int]) -> np.ndarray:
     """Logits [len(token_ids), vocab_size] of every position of one sequence."""
+    tied = (DEFAULTS | spec.config)["tie_word_embeddings"]
+    head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"].astype(np.float64)
+    return reference_states(spec, weights, token_ids) @ head.T
+
+
+def reference_states(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids: list[int]) -> np.ndarray:
+    """What the head reads [len(token_ids), hidden_size] of every position of one sequence."""
     spec = SimpleNamespace(**{**DEFAULTS, **spec.config})
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     num_tokens, dim = len(token_ids), spec.head_dim
@@ -50,8 +57,7 @@ def reference_logits(spec: ModelSpec, weights: dict[str, np.ndarray], token_ids:
         hidden = hidden + project(
             gate / (1 + np.exp(-gate)) * project(x, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj"
         )
-    head = w["model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"]
-    return norm(hidden, "model.norm") @ head.T
+    return norm(hidden, "model.norm")
 
 
 def rotary_frequency(spec: SimpleNamespace, pair: int) -> float:

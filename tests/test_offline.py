@@ -55,6 +55,26 @@ def alone(model: LLM) -> list[Answer]:
     return [answer(model.generate([prompt], sampling)[0]) for prompt, sampling in REQUESTS]
 
 
+def test_what_is_told_of_a_prompt_is_what_was_told_when_it_was_chosen(model: LLM) -> None:
+    """The log-probabilities of an answer are those of the same tokens in a prompt, bit for bit."""
+    prompt = model.tokenizer.encode(PROMPTS[1])
+    given = model.generate([prompt], GREEDY)[0]
+    whole = [*prompt, *given.token_ids]
+    for _ in range(2):
+        told = model.generate([whole, PROMPTS[0]], replace(GREEDY, max_tokens=0, prompt_logprobs=3))[0]
+        assert told.prompt_logprobs is not None
+        assert (told.token_ids, told.num_cached_tokens) == ((), 0)
+        assert tuple(told.prompt_logprobs.tokens(3)[len(prompt) - 1 :]) == given.logprobs
+
+
+def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> None:
+    together = model.embed(PROMPTS)
+    alone = [model.embed([prompt])[0] for prompt in PROMPTS]
+    assert [vector.shape for vector in alone] == [(model.model_spec.network.hidden,)] * len(PROMPTS)
+    assert [vector.tobytes() for vector in together] == [vector.tobytes() for vector in alone]
+    assert len({vector.tobytes() for vector in alone}) == len(PROMPTS)
+
+
 def test_a_batch_gives_the_answers_given_alone(model: LLM, alone: list[Answer]) -> None:
     assert together(model) == alone
 

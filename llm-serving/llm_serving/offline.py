@@ -12,7 +12,9 @@ from llm_serving.core.clock import monotonic
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.step import Float32Array
 from llm_serving.engine.replica import build_engine
+from llm_serving.errors import WorkerError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
@@ -106,6 +108,29 @@ class LLM:
             priorities = [0] * len(prompts)
         yield from self._run([self._request(*each) for each in zip(prompts, sampling, priorities, strict=True)])
 
+    def embed(self, prompts: Sequence[Prompt]) -> list[Float32Array]:
+        """The last hidden state of each prompt, behind the final norm, as the head would read it.
+
+        Args:
+            prompts: Texts or token ids.
+
+        Returns:
+            [hidden size] for each prompt, float32.
+
+        Raises:
+            RequestError: A prompt can never be computed; none has been started then.
+            WorkerError: One could not be.
+        """
+        requests = [self._request(prompt, SamplingParams(max_tokens=0), 0) for prompt in prompts]
+        for request in requests:
+            request.wants_vector = True
+        vectors: dict[int, Float32Array] = {}
+        for index, piece in self._run(requests):
+            if piece.failed or piece.vector is None:
+                raise WorkerError(piece.error or "the prompt could not be computed")
+            vectors[index] = piece.vector
+        return [vectors[index] for index in range(len(prompts))]
+
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams
     ) -> list[list[RequestOutput]]:
@@ -119,7 +144,7 @@ class LLM:
         Raises:
             RequestError: A request can never be served; none has been started then.
         """
-        check_beam_search(self.config.model)
+        check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, 0) for prompt in prompts]
         for request in requests:
             request.form = search

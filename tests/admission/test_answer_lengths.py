@@ -31,6 +31,13 @@ def test_what_an_answer_may_still_get_is_what_longer_ones_got() -> None:
     assert beyond == 5
 
 
+def test_what_asks_for_no_tokens_gets_none() -> None:
+    nothing = asked(max_tokens=0)
+    answers = seen(*[0] * MIN_ENDS, asked=nothing)
+    assert answers.remaining(0, nothing, 0.5) == 0
+    assert answers.remaining(0, ASKED, 0.5) is None
+
+
 def test_lengths_are_shares_of_the_most() -> None:
     """A size that nobody has asked for yet is reckoned by the others."""
     answers, larger = seen(*[50] * MIN_ENDS), asked(max_tokens=1000)

@@ -7,7 +7,8 @@ from llm_serving.errors import WorkerError
 from llm_serving.worker import scoring, token_choice
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.scoring import check_scoring, score
-from model_factories import tiny_spec, write_model
+from model_factories import random_weights, tiny_spec, write_model
+from reference_llama import reference_logits, reference_states
 from step_factories import scoring_input, step_input
 
 pytestmark = pytest.mark.mindspore
@@ -72,6 +73,18 @@ def test_results_of_several_kinds_come_from_one_step(runner, folder, model):
     assert output.scores.top_offsets.tolist() == [0, 0, 5, 6]
     assert output.vectors.tobytes() == states[8:9].tobytes()
     assert output.row_errors == {}
+
+
+def test_vectors_and_log_probabilities_are_those_of_the_reference(folder):
+    runner = ModelRunner(SPEC, folder, backend("cpu", "float32"), num_blocks=16, block_size=16, max_model_len=64)
+    step = step_input([(PROMPT, 0, [8, 1])], samples=[], scores=scores_of_prompt(count=0), vectors=[(0, 20)])
+    output = runner.execute(step)
+    weights = random_weights(SPEC)
+    np.testing.assert_allclose(output.vectors[0], reference_states(SPEC, weights, PROMPT)[-1], atol=2e-5)
+    logits = reference_logits(SPEC, weights, PROMPT)
+    told = [expected(logits[index], token_id)[0] for index, token_id in enumerate(PROMPT[1:])]
+    np.testing.assert_allclose(output.scores.logprobs, told, atol=2e-5)
+    assert output.vectors.dtype == output.scores.logprobs.dtype == np.float32
 
 
 def test_the_bits_do_not_depend_on_chunks_and_neighbours(runner, folder):

@@ -51,8 +51,13 @@ def check_priority(priority: int) -> None:
         raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
 
 
-def check_beam_search(limits: ModelConfig) -> None:
-    """Raises RequestError where beam searches are not served: their beams need places that a static batch has not."""
+def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
+    """Raises RequestError for a beam search that tells of its prompt or generates nothing, and where none are served:
+    their beams need places that a static batch has not."""
+    if sampling.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
+    if sampling.max_tokens == 0:
+        raise RequestError("max_tokens", "must be at least 1 with use_beam_search", 0)
     if limits.batching_strategy == "static":
         raise RequestError("use_beam_search", "is not served with model_config.batching_strategy: static", True)
 

@@ -118,7 +118,8 @@ class AnswerLengths:
 
 def is_certain(sampling: SamplingParams) -> bool:
     """Whether an answer ends by its length alone."""
-    return sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
+    endless = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
+    return endless or sampling.max_tokens == 0
 
 
 def asked_of(request: Request) -> Asked:

@@ -175,7 +175,7 @@ class AsyncEngine:
             admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
-            check_beam_search(self.config.model)
+            check_beam_search(self.config.model, sampling)
         request = Request(
             # A client may send the same id twice; inside, every request has its own, which tells nothing of the others.
             request_id=f"{request_id}-{secrets.token_hex(ID_BYTES)}",
