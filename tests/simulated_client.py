@@ -97,6 +97,7 @@ class Client:
             alone = self._alone[: len(given)] if broken_off else self._alone
             assert given == alone, f"{whole.request_id} was answered {given} and not {alone}"
             self._check_logprobs(whole)
+            self._check_prompt(whole, broken_off)
         elif broken_off:
             assert not given and not whole.beams, f"{whole.request_id} was told beams of an unfinished search"
         else:
@@ -108,6 +109,23 @@ class Client:
         assert self.beam_search is not None
         asked = self.prompt_token_ids, self.beam_search, self.sampling.max_tokens, self.stop_token_ids
         return expected_beams(*asked, self.window)
+
+    def _check_prompt(self, whole: RequestOutput, broken_off: bool) -> None:
+        """It was told of every token of its prompt but the first, once, or of the beginning of that."""
+        prompt, count, told = self.prompt_token_ids, self.sampling.prompt_logprobs, whole.prompt_logprobs
+        if count is None:
+            assert told is None, f"{whole.request_id} was told of its prompt"
+            return
+        num_told = 0 if told is None else len(told)
+        assert broken_off or num_told == len(prompt) - 1, f"{whole.request_id} was told of {num_told} tokens"
+        for place, token in enumerate([] if told is None else told.tokens(count)):
+            context = seen(prompt[: place + 1], self.window)
+            logprobs, top = next_logprobs(context), most_likely(context)[:count]
+            token_id = prompt[place + 1]
+            alone = TokenLogprobs(
+                token_id, float(logprobs[token_id]), tuple(top.tolist()), tuple(logprobs[top].tolist())
+            )
+            assert token == alone, f"{whole.request_id} was told {token} of its prompt and not {alone}"
 
     def _check_logprobs(self, whole: RequestOutput) -> None:
         count = self.sampling.logprobs
@@ -161,6 +179,14 @@ def _lie(client: Client, rng: random.Random, number: int) -> None:
         client.sampling = replace(client.sampling, max_tokens=longest, ignore_eos=True)
 
 
+def _ask_of_prompt(client: Client, rng: random.Random) -> None:
+    """Some want to be told of their prompts, some of these of nothing else; numbers of their own leave others alone."""
+    if rng.random() < 0.15:
+        client.sampling = replace(client.sampling, prompt_logprobs=rng.choice((0, 2)))
+    if rng.random() < 0.05:
+        client.sampling = replace(client.sampling, max_tokens=0)
+
+
 def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) -> list[Client]:
     """The clients of one seed, in the order in which they come; liars among them in some seeds.
 
@@ -202,6 +228,8 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
             client.beam_search = BeamSearchParams(
                 width=width, num_returned=rng.randint(1, width), early_stopping=rng.random() < 0.3
             )
+        if client.beam_search is None:
+            _ask_of_prompt(client, random.Random(f"{number} {num_prompt} {client.at_round}"))
         if rng.random() < 0.3:
             client.leaves_in = rng.choice((ANYWHERE, *STATES))
             client.leaves_from_round = client.at_round + rng.randint(0, 20)
