@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -36,7 +37,7 @@ class FakeRunner:
         self._previous: list[int] = []
         self._offsets = np.arange(block_size)
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
 
     def execute(self, step: StepInput) -> StepOutput:

@@ -17,6 +17,7 @@ Imports are read from the source, so those inside functions and under TYPE_CHECK
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_nothing_imports_a_format_that_runs_code():
         if found.module.split(".")[0] in UNSAFE
     ]
     assert unsafe == []
+
+
+def test_what_computes_knows_no_socket():
+    """Who must be told of something gives a function."""
+    parts = {"network", "models", "kernels", "backends", "lowering", "worker"}
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".cc", ".h"}]
+    computing = [path for path in files if path.relative_to(PACKAGE).parts[0] in parts]
+    assert len(computing) > 100
+    assert [str(path) for path in computing if re.search(r"\bsockets?\b", path.read_text(), re.IGNORECASE)] == []
 
 
 def test_load_tests_are_clients_and_import_nothing_of_the_package():

@@ -59,14 +59,13 @@ class Runner(FakeRunner):
             self.steps.append(step)
             raise RuntimeError("x" * 5000)
         if self._announcement is not None:
-            write, frame = self._announcement
-            os.write(write, frame)
+            self._announcement()
             self._announcement = None
         return super().execute(step)
 
-    def announce_ending(self, socket_fd, frame):
+    def announce_ending(self, tell):
         if self._tells_the_end:
-            self._announcement = (socket_fd, frame) if frame else None
+            self._announcement = tell
         return self._tells_the_end
 
 

@@ -6,6 +6,7 @@ Started by the master with `python -m llm_serving.work_agent`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
@@ -87,10 +88,13 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
 
 def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step: RunStep) -> None:
     """Has the end of the step announced if it was asked for; at once where nothing tells when."""
-    ending = StepEnding(step.step)
-    frame = channel.frame(ending) if step.announce_ending else b""
-    if not runner.announce_ending(channel.fileno(), frame) and step.announce_ending:
-        channel.send(ending)
+
+    def tell() -> None:
+        with contextlib.suppress(ChannelClosedError):  # whoever is gone forms no step
+            channel.send(StepEnding(step.step))
+
+    if not runner.announce_ending(tell if step.announce_ending else None) and step.announce_ending:
+        tell()
 
 
 def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:

@@ -1,6 +1,5 @@
 """A Llama by the operator `program`: the bits of the operators it stands for."""
 
-import socket
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from decoder_calls import (
 )
 from kernel_calls import FIXED_POINT_ISA, FLOAT_TYPES, packed, typed
 from llm_serving.kernels import library
+from llm_serving.kernels.ending import announce_ending
 from program_calls import llama_of, run
 
 
@@ -115,10 +115,13 @@ def test_a_step_without_rows_writes_nothing(isa: str) -> None:
 def test_the_end_of_a_step_is_announced_once(isa: str) -> None:
     runnable = llama_of(create_decoder("bfloat16", 16, attention_bias=False, mlp_bias=False))
     step, caches = mixed_step("bfloat16", 16)
-    master, agent = socket.socketpair()
-    with master, agent:
-        library.load().llm_announce_ending(agent.fileno(), b"ending\0soon", 11)
-        for _ in range(2):
-            run(runnable, step, caches)
-        agent.shutdown(socket.SHUT_WR)
-        assert master.makefile("rb").read() == b"ending\0soon"
+    told: list[str] = []
+    announce_ending(lambda: told.append("before"))
+    announce_ending(lambda: told.append("ending"))
+    for _ in range(2):
+        run(runnable, step, caches)
+    assert told == ["ending"]
+    announce_ending(lambda: told.append("again"))
+    announce_ending(None)
+    run(runnable, step, caches)
+    assert told == ["ending"]

@@ -6,7 +6,7 @@ to MINDIR on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -127,7 +127,7 @@ class AscendBackend:
             else:
                 target[batch[:, 1]] = blocks.asnumpy().view(target.dtype)
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
 
     def _read_blocks(self, source: BlockMemory, block_ids: Int32Array) -> ms.Tensor:

@@ -7,7 +7,7 @@ in the widest block table. First dimensions may be dynamic; nothing is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -169,13 +169,13 @@ class Backend(Protocol):
             pairs: [n, 2] of source block and target block, inside `source` and `target`: nothing checks them again.
         """
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
-        """Has `frame` written to the stream socket when the next step nears its end, in place of what was given before.
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
+        """Has `tell` called, once, when the next step nears its end, in place of what was given before.
 
-        An empty frame is none.
+        It is called in another thread while the step is computed, which goes on when it returns.
 
         Returns:
-            False where nothing tells when a step ends; then nothing is written.
+            False where nothing tells when a step ends; then nobody is told.
         """
 
 

@@ -10,6 +10,7 @@ import functools
 import os
 import weakref
 import zlib
+from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
@@ -24,6 +25,7 @@ from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
+from llm_serving.kernels.ending import announce_ending
 from llm_serving.network.description import CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
@@ -102,8 +104,8 @@ class CpuBackend(AscendBackend):
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
-        library.load().llm_announce_ending(socket_fd, frame, len(frame))
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
+        announce_ending(tell)
         return True
 
 

@@ -7,7 +7,7 @@ in its last bits from the same answer computed alone; the CPU backend guarantees
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -113,7 +113,7 @@ class PlainBackend:
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:

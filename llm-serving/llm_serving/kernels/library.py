@@ -39,6 +39,9 @@ from llm_serving.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 
+Callback = ctypes.CFUNCTYPE(None)
+"""A function that the library calls."""
+
 _SOURCES = Path(__file__).parent / "csrc"
 _ISA_SOURCE = "kernels_isa.cc"
 _FLAGS = (
@@ -172,7 +175,7 @@ def load() -> ctypes.CDLL:
     library.llm_num_calls.restype = ctypes.c_int64
     library.llm_num_weight_bytes.restype = ctypes.c_int64
     library.llm_last_error.restype = ctypes.c_char_p
-    library.llm_announce_ending.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+    library.llm_announce_ending.argtypes = [Callback]
     library.llm_announce_ending.restype = None
     library.llm_set_profiling.argtypes = [ctypes.c_int]
     library.llm_set_profiling.restype = None

@@ -41,29 +41,21 @@ class Channel(Generic[Incoming]):
         return self._socket.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends one frame; returns when the kernel has taken it.
+        """Sends one frame; returns when the kernel has taken it. One thread at a time may send.
 
         Raises:
             ProtocolError: The message is longer than a frame may be.
             ChannelClosedError: The other side is gone.
         """
-        frame = self.frame(message)
+        payload = self._encoder.encode(message)
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        frame = _LENGTH.pack(len(payload)) + payload
         try:
             self._socket.settimeout(None)
             self._socket.sendall(frame)
         except OSError as error:
             raise ChannelClosedError(f"the other side is gone: {error}") from error
-
-    def frame(self, message: msgspec.Struct) -> bytes:
-        """What `send` writes.
-
-        Raises:
-            ProtocolError: The message is longer than a frame may be.
-        """
-        payload = self._encoder.encode(message)
-        if len(payload) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-        return _LENGTH.pack(len(payload)) + payload
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Returns the next message.

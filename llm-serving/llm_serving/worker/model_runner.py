@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,9 +97,9 @@ class ModelRunner:
             self._forward(inputs)
             self._logits_of(self._states(inputs.arrays()))
 
-    def announce_ending(self, socket_fd: int, frame: bytes) -> bool:
+    def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         """As `Backend.announce_ending`, for the step that comes next."""
-        return self._backend.announce_ending(socket_fd, frame)
+        return self._backend.announce_ending(tell)
 
     def execute(self, step: StepInput) -> StepOutput:
         """Moves the blocks of one step, runs it and gives its results.

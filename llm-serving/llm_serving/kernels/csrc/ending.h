@@ -1,4 +1,4 @@
-// Tells the master that a step is about to end: it forms the next one as late as it can, and yet nothing waits for it.
+// Tells that a step is about to end, so that the next one is formed as late as it can and yet nothing waits for it.
 #pragma once
 
 #include <chrono>
@@ -6,10 +6,10 @@
 
 namespace llm {
 
-// Once the layers of the next step are nearly done, `frame` is written to the socket; `frame` is copied.
-void announce_ending(int socket, const char* frame, size_t bytes);
+// Once the layers of the next step are nearly done, `tell` is called, once; null: nobody is told.
+void announce_ending(void (*tell)());
 
-// Follows the layers of one step, and writes what `announce_ending` was given when it is time.
+// Follows the layers of one step, and calls what `announce_ending` was given when it is time.
 class Ending {
  public:
   explicit Ending(size_t num_layers) : num_layers_(num_layers) {}

@@ -60,8 +60,6 @@ LLM_EXPORT const char* llm_profile(int64_t i, int64_t* calls, int64_t* nanosecon
   *nanoseconds = clock->nanoseconds.load();
   return clock->name;
 }
-// Has `frame` written to the socket when the layers of the next step are nearly done.
-LLM_EXPORT void llm_announce_ending(int socket, const char* frame, int64_t bytes) {
-  llm::announce_ending(socket, frame, static_cast<size_t>(bytes));
-}
+// Has `tell` called, once, when the layers of the next step are nearly done; null: nobody is told.
+LLM_EXPORT void llm_announce_ending(void (*tell)()) { llm::announce_ending(tell); }
 LLM_EXPORT const char* llm_last_error() { return llm::last_error(); }
