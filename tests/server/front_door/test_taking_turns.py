@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from door_harness import GET, door, settle
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES
+from llm_serving.server.front_door.turns import RIDES
 
 
 def test_a_chunked_body_is_parsed_a_slice_a_turn():
@@ -119,6 +120,25 @@ def test_a_probe_waits_for_one_turn_and_others_for_more(path):
             probe = await turns_until_answered(*first, b"GET /" + path + b" HTTP/1.1\r\n\r\n")
             assert probe == 1
             assert await turns_until_answered(*second, GET % 1) > probe
+
+    asyncio.run(run())
+
+
+def test_of_many_who_speak_at_once_only_a_few_pass():
+    """A thousand may have been silent until now."""
+
+    async def run():
+        async with door() as (house, connection, transport):
+            others = [house.connect() for _ in range(40)]
+            for each, _ in others:
+                each._turns, each.app = connection._turns, empty
+            await turns_until_answered(house, connection, transport, GET % 1)
+            for each, _ in others:
+                each.data_received(b"GET /health HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0)
+            assert 0 < sum(len(theirs.statuses) for _, theirs in others) <= RIDES
+            for each, _ in others:
+                each.connection_lost(None)
 
     asyncio.run(run())
 

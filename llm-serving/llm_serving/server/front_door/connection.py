@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._parting is not None
-        has_time = self._has_turn or self._turns.has_time
+        has_time = self._turns.has_time or (self._has_turn and self._turns.take_ride())
         if len(data) >= READ_BYTES:
             self._take_turns()
         if self._parting.is_closing():
@@ -200,6 +200,7 @@ class Connection(HttpToolsProtocol):
                 self._advance()
                 self._has_turn = False
         else:
+            self._has_turn = False
             self._take_turns()
             self._hold_back()
 

@@ -17,6 +17,8 @@ TURN_S: Final = 0.002
 begins in a turn has consequences of the same length in those that follow, and a request passes half a dozen turns."""
 RELEASED_AT_ONCE: Final = 8
 """Tasks that waited and go on in one turn, at most."""
+RIDES: Final = 8
+"""Connections whose first bytes are looked at in one turn although its time is used up, at most."""
 FORGETS: Final = 0.125
 """How much less each step that was short counts those before it that were long."""
 
@@ -48,6 +50,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
         self._spent_s = 0.0
         self._num_released = 0
+        self._num_rides = 0
         self._step_s = budget_s / 2
         """What a step that has waited is expected to take."""
         self._is_scheduled = False
@@ -57,6 +60,12 @@ class Turns:
     def has_time(self) -> bool:
         """Whether work may be done at once."""
         return self._spent_s < self._budget_s and not self._waiting
+
+    def take_ride(self) -> bool:
+        """Whether somebody who has waited for a turn may go on in this one; only a few may."""
+        self._schedule()
+        self._num_rides += 1
+        return self._num_rides <= RIDES
 
     def do(self, address: str, work: Callable[[], None]) -> None:
         """Does it in this turn, or when it is the address's turn."""
@@ -128,7 +137,7 @@ class Turns:
 
     def _begin_turn(self) -> None:
         self._is_scheduled = False
-        self._spent_s, self._num_released = 0.0, 0
+        self._spent_s, self._num_released, self._num_rides = 0.0, 0, 0
         while self._waiting and self._spent_s < self._budget_s and self._num_released < RELEASED_AT_ONCE:
             address, queue = self._waiting.popitem(last=False)
             work = queue.popleft()
