@@ -145,11 +145,12 @@ def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, contex
     queries, scale = np.full(batch, query_len, np.int32), np.float32(shape.head_dim**-0.5)
     tables = np.random.default_rng(2).permutation(cache_shape[0]).astype(np.int32).reshape(layers, batch, blocks)
     heads, kv_heads, mode = np.int64(shape.num_heads), np.int64(shape.num_kv_heads), np.int64(0)
+    trapezoidal = np.int64(1)  # causal without a mask, as the kernels themselves compute it
 
     def operator(table: Array) -> Callable[[], None]:
         return _operator(
             *("PagedAttention", q, keys, values, table, contexts, None, None, None, queries, None),
-            *(heads, scale, kv_heads, mode, mode, mode, y),
+            *(heads, scale, kv_heads, mode, trapezoidal, mode, y),
         )
 
     run = _in_turn([operator(table) for table in tables])

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-from kernel_calls import Typed, call, empty, integers, scalar, status_of, typed
+from kernel_calls import Array, Typed, call, empty, integers, scalar, status_of, typed
 from llm_serving.kernels import library, reference
 
 SCALE = 0.2
+TRAPEZOIDAL = 1
+"""Mode in which PagedAttention is causal without a mask."""
 
 
 @dataclass
@@ -31,22 +33,47 @@ class Cache:
         call("ReshapeAndCache", k, v, self.key, self.value, integers(slots), empty(k.array.shape, self.dtype))
         reference.store_kv(k.values, v.values, self.expected_key, self.expected_value, np.array(slots, dtype=np.int64))
 
-    def attend(self, q: Typed, tables: list[list[int]], query_lens: list[int], context_lens: list[int]) -> Typed:
+    def attend(
+        self,
+        q: Typed,
+        tables: list[list[int]],
+        query_lens: list[int],
+        context_lens: list[int],
+        mask: Typed | None = None,
+    ) -> Typed:
+        """Under a mask; a causal one unless another is given."""
         y = empty(q.array.shape, self.dtype)
-        assert self.status(q, tables, query_lens, context_lens, y) == 0, library.last_error()
+        if mask is None:
+            mask = typed(causal_mask(query_lens, context_lens, max(context_lens)), self.dtype)
+        assert self.status(q, tables, query_lens, context_lens, y, mask=mask) == 0, library.last_error()
         return y
 
     def status(
-        self, q: Typed, tables: list[list[int]], query_lens: list[int] | None, context_lens: list[int], y: Typed
+        self,
+        q: Typed,
+        tables: list[list[int]],
+        query_lens: list[int] | None,
+        context_lens: list[int],
+        y: Typed,
+        *,
+        mask: Typed | None = None,
+        mode: int = 0,
     ) -> int:
         num_heads = q.array.shape[1] // self.head_dim
-        modes = [scalar(0, "int64")] * 3
+        modes = [scalar(value, "int64") for value in (0, mode, 0)]
         return status_of(
             "PagedAttention",
-            *(q, self.key, self.value, padded(tables), integers(context_lens), None, None, None),
+            *(q, self.key, self.value, padded(tables), integers(context_lens), None, None, mask),
             *(None if query_lens is None else integers(query_lens), None),
             *(scalar(num_heads, "int64"), scalar(SCALE, "float32"), scalar(self.num_kv_heads, "int64"), *modes, y),
         )
+
+
+def causal_mask(query_lens: list[int], context_lens: list[int], width: int) -> Array:
+    """[rows, width]: -10,000 for keys behind a row's own."""
+    lens = zip(query_lens, context_lens, strict=True)
+    positions = np.concatenate([np.arange(context - queries, context) for queries, context in lens])
+    return np.where(np.arange(width) > positions[:, None], -10000.0, 0.0)
 
 
 def padded(tables: list[list[int]]) -> Typed:

@@ -184,12 +184,17 @@ class Attention(nn.Cell):
         self.split = backend.split((NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM))
         self.rotary, self.store = backend.rotary(HEAD_DIM), backend.store_kv()
         self.attention = backend.paged_attention(shape)
+        self.lengths, self.seen = backend.lengths(), backend.seen(48, 16)
 
-    def construct(self, qkv: Any, cos: Any, sin: Any, slots: Any, tables: Any, query_lens: Any, contexts: Any) -> Any:
+    def construct(
+        self, qkv: Any, cos: Any, sin: Any, slots: Any, positions: Any, tables: Any, query_lens: Any, contexts: Any
+    ) -> Any:
         q, k, v = self.split(qkv)
-        q, k = self.rotary(q, k, cos, sin)
+        q, k = self.rotary(q, k, cos, sin, contexts)
         q = ops.depend(q, self.store(k, v, self.key_cache, self.value_cache, slots))
-        return self.attention(q, self.key_cache, self.value_cache, tables, query_lens, contexts)
+        lengths = self.lengths(query_lens), self.lengths(contexts)
+        seen = self.seen(positions, tables)
+        return self.attention(q, self.key_cache, self.value_cache, tables, lengths[0], lengths[1], seen)
 
 
 def test_attention_over_mixed_steps(backend: Backend) -> None:
@@ -206,9 +211,10 @@ def test_attention_over_mixed_steps(backend: Backend) -> None:
         qkv = values(backend, 10 + step, total, q_size + 2 * kv_size)
         angles = np.tile(np.random.default_rng(step).uniform(0, 6, (total, HEAD_DIM // 2)), 2)
         cos, sin = (typed(f(angles), backend.dtype).values.astype(np.float32) for f in (np.cos, np.sin))
-        slots = []
+        slots, positions = [], []
         for request, count in counts.items():
             for position in range(computed[request], computed[request] + count):
+                positions.append(position)
                 slots.append(blocks[request][position // 16] * 16 + position % 16)
             computed[request] += count
         width = max(len(blocks[request]) for request in counts)
@@ -220,7 +226,7 @@ def test_attention_over_mixed_steps(backend: Backend) -> None:
         reference.store_kv(k, v, key_cache, value_cache, np.array(slots))
         expected = reference.attention(q, key_cache, value_cache, tables, *lens, 0.25)
         floats = (tensor(backend, array) for array in (qkv, cos, sin))
-        result = graph(*floats, integers(slots), integers(tables), *map(integers, lens))[0]
+        result = graph(*floats, *map(integers, (slots, positions, tables, *lens)))[0]
         assert_near(backend, result, expected, 4.0)
 
 
@@ -231,4 +237,4 @@ def test_slot_outside_the_cache_raises(dtype: str) -> None:
     ones = tensor(backend, np.ones((1, HEAD_DIM)))
     attention = Attention(backend, 2)
     with pytest.raises(RuntimeError):
-        attention(qkv, ones, ones, integers([32]), integers([[0]]), integers([1]), integers([1])).asnumpy()
+        attention(qkv, ones, ones, *map(integers, ([32], [0], [[0]], [1], [1]))).asnumpy()

@@ -35,7 +35,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "pa_config.num_swap_blocks": 64,
         **TIGHT,
     },
-    "throughput, separate steps": {
+    "throughput, separate steps, the graphs of Ascend": {
+        "device_config.kernels": "primitives",
+        "device_config.prompt_attention": "flash",
         "scheduler_config.policy": "throughput",
         "scheduler_config.composition": "separate",
         "scheduler_config.max_prefill_tokens": 128,

@@ -1,38 +1,51 @@
-"""The network out of Ascend's primitives exports on a machine without the device."""
+"""The graphs out of Ascend's primitives: what a device reads in them, and that they run as they were exported."""
 
-import mindspore as ms
 import pytest
-from graph_model import backend
-from llm_serving.lowering.cells import NetworkOfCells
-from llm_serving.lowering.parameters import parameters_of
-from llm_serving.lowering.step import dynamic_inputs
-from llm_serving.models.weights import WeightReader
-from llm_serving.worker.kv_tensors import KVTensors
-from model_factories import tiny_spec, write_model
+from families.exported import ROWS, differences, export_all, networks_of
+from llm_serving.lowering.step import STEP_INPUTS
 
 pytestmark = pytest.mark.mindspore
 
+ATTENTION = {"states": "PagedAttention", "of_prompts": "FlashAttentionScore"}
+LENGTHS = {"PagedAttention": {4: "batch_valid_length", 8: "q_seq_lens"}}
+"""Input of an attention -> the length it is. Ascend's kernels look lengths up by these names of parameters as well."""
 
-def export(network, path, num_rows=None):
-    """Names of the primitives in the exported graph, as far as they are attention."""
-    inputs = dynamic_inputs(num_rows)
-    network.set_inputs(*inputs)
-    ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
-    content = path.read_bytes()
-    assert b"ReshapeAndCache" in content
-    return {name for name in ("PagedAttention", "FlashAttentionScore") if name.encode() in content}
+MASK = {"PagedAttention": 7, "FlashAttentionScore": 6}
+"""Input that is the mask; the one before it is absent."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "changes"), [("bfloat16", {"tie_word_embeddings": True, "attention_bias": True}), ("float16", {})]
-)
-def test_both_graphs_of_one_network_export(tmp_path, dtype, changes):
-    spec = tiny_spec(**changes)
-    write_model(tmp_path, spec)
-    ascend = backend("ascend", dtype)
-    kv_tensors = KVTensors.allocate(spec, ascend, num_blocks=8, block_size=16)
-    parameters = parameters_of(spec.network, ascend, WeightReader(tmp_path), 128, as_cells=True)
-    for prompts, name in ((False, "PagedAttention"), (True, "FlashAttentionScore")):
-        made = NetworkOfCells(spec.network, ascend, parameters, kv_tensors.layers, 128, whole_prompts=prompts)
-        made.set_train(False)
-        assert export(made, tmp_path / f"{name}.mindir", num_rows=8 if prompts else None) == {name}
+@pytest.fixture(scope="module", params=[("qwen3", "bfloat16")], ids="-".join)
+def exported(request, tmp_path_factory):
+    """(spec, networks, folder, graph -> what was written)"""
+    folder = tmp_path_factory.mktemp("model")
+    spec, networks = networks_of(request.param[0], folder, request.param[1])
+    return spec, networks, folder, export_all(spec, networks, folder)
+
+
+def kind(node):
+    return node.op_type.split(":")[2] if node.op_type.startswith("REF") else node.op_type
+
+
+@pytest.mark.parametrize("graph", ROWS)
+def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(exported, graph):
+    written = exported[3][graph].graph
+    assert [each.name.split(":")[-1] for each in written.input] == [name for name, _ in STEP_INPUTS]
+    nodes = {node.output[0]: node for node in written.node if node.output}
+    found = {kind(node) for node in nodes.values()}
+    assert {"ReshapeAndCache", "ApplyRotaryPosEmb", "AddRmsNorm", "Swiglu", ATTENTION[graph]} <= found
+    assert not (set(ATTENTION.values()) - {ATTENTION[graph]}) & found
+    of_attention = [node for node in nodes.values() if kind(node) == ATTENTION[graph]]
+    assert len(of_attention) == len(exported[0].caches)
+    for node in of_attention:
+        for index, name in LENGTHS.get(kind(node), {}).items():
+            moved = nodes[node.input[index]]
+            assert (kind(moved), moved.input[0].split(":")[-1]) == ("MoveTo", name), "a length is not on the host"
+    # One mask for all layers.
+    (mask,) = {node.input[MASK[ATTENTION[graph]]] for node in of_attention}
+    assert mask not in {node.input[MASK[ATTENTION[graph]] - 1] for node in of_attention}, "the mask is None"
+    rotated = [node for node in nodes.values() if kind(node) == "ApplyRotaryPosEmb"]
+    assert {node.input[4].split(":")[-1] for node in rotated} == {"batch_valid_length"}
+
+
+def test_a_graph_that_is_read_again_gives_the_same_bits(exported):
+    assert differences(*exported[:3]) == []

@@ -48,6 +48,18 @@ def test_every_array_is_int32_and_contiguous():
             assert array.flags.c_contiguous
 
 
+def test_a_step_with_further_rows_has_none_of_their_tokens():
+    inputs = build(step_input([([11, 12, 13], 0, [7]), ([21], 0, [1])]))
+    assert inputs.are_whole_prompts
+    padded = inputs.with_rows(4)
+    assert padded.query_lens.tolist() == padded.context_lens.tolist() == [3, 1, 0, 0]
+    assert padded.block_tables.tolist() == [[7], [1], [0], [0]]
+    for name in ("token_ids", "positions", "slot_mapping", "sample_indices"):
+        assert np.array_equal(getattr(padded, name), getattr(inputs, name))
+    assert all(array.dtype == np.int32 for array in padded.arrays())
+    assert not build(step_input([([11, 12, 13], 0, [7]), ([21], 1, [1])])).are_whole_prompts
+
+
 def test_references_take_the_tokens_of_the_previous_step():
     inputs = build(step_input([([-2], 3, [1]), ([5], 0, [2]), ([-1], 0, [3])]), previous=np.array([40, 41], np.int32))
     assert inputs.token_ids.tolist() == [41, 5, 40]

@@ -3,6 +3,7 @@ import pytest
 from graph_model import GraphModel, backend
 from llm_serving.core.step import BlockMove, StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
+from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
 from model_factories import tiny_spec, write_model
 from step_factories import sampling_input, step_input
@@ -70,6 +71,22 @@ def test_warm_up_compiles_and_changes_no_answer(runner, greedy_tokens):
     output = runner.execute(step_input([(PROMPT, 0, [0, 1, 3])]))
     assert output.token_ids.tolist() == greedy_tokens[:1]
     runner.execute(step_input([(PROMPT, 0, [0, 1])], step=1, scores=[(0, 3, [5], 2)], vectors=[(0, 20)]))
+    assert runner.num_compilations == 3
+
+
+def test_whole_prompts_have_a_graph_of_their_own_as_far_as_its_rows_go(folder, greedy_tokens):
+    settings = {"num_blocks": 16, "block_size": 16, "max_model_len": 64}
+    runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), **settings, as_program=False, num_prompt_rows=2)
+    runner.warm_up()
+    assert runner.num_compilations == 3  # states of whole prompts, of any step, the head
+    prompts = [(PROMPT, 0, [0, 1, 3]), (PROMPT[:7], 0, [2]), (PROMPT, 0, [5, 6])]
+    beside_a_decode = [(PROMPT, 0, [7, 8]), (PROMPT[:1], 21, [0, 1, 3])]
+    with library.profiling():
+        for step, rows in enumerate((prompts[:2], prompts, beside_a_decode)):
+            assert runner.execute(step_input(rows, step=step)).token_ids[0] == greedy_tokens[0]
+    calls = {time.name: time.calls for time in library.operator_times()}
+    assert calls["FlashAttentionScore"] == len(SPEC.caches)
+    assert calls["PagedAttention"] == 2 * len(SPEC.caches)
     assert runner.num_compilations == 3
 
 

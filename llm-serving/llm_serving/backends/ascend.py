@@ -31,9 +31,8 @@ from llm_serving.network.elements import rounded_to
 from llm_serving.network.primitives import lacking
 
 _ROTATE_HALF = 2
-_CAUSAL_MASK_MODE = "TRAPEZOIDAL"
 _MASK_SIZE = 128
-_FLOAT16_MASKED = -10000.0
+_MASKED = -10000.0
 
 
 class AscendBackend:
@@ -74,6 +73,12 @@ class AscendBackend:
 
     def store_kv(self) -> nn.Cell:
         return StoreKV()
+
+    def lengths(self) -> nn.Cell:
+        return HostLengths()
+
+    def seen(self, max_positions: int, block_size: int) -> nn.Cell:
+        return CausalMask(max_positions, block_size, self.activation_dtype)
 
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return PagedAttention(shape.num_heads, shape.num_kv_heads, shape.scale)
@@ -217,10 +222,36 @@ class Rotary(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.rotate = gen_ops_prim.ApplyRotaryPosEmb(_ROTATE_HALF)
-        self.lengths = ms.Tensor(np.ones(1, dtype=np.int32))
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> Any:
-        return self.rotate(q, k, cos, sin, self.lengths)
+    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor, context_lens: ms.Tensor) -> Any:
+        return self.rotate(q, k, cos, sin, context_lens)
+
+
+class HostLengths(nn.Cell):
+    """The device's attention plans its work on the host, which reads the lengths there."""
+
+    def construct(self, lengths: ms.Tensor) -> ms.Tensor:
+        return ops.move_to(lengths, "CPU")
+
+
+class CausalMask(nn.Cell):
+    """[T, keys], added to scores: 0 up to a row's own position, -10,000 behind it.
+
+    It has a column for every token of the widest block table. Where it is made, not gathered from a table of all
+    positions, no memory grows with the square of the context.
+    """
+
+    def __init__(self, max_positions: int, block_size: int, dtype: Any) -> None:
+        super().__init__()
+        num_keys = -(-max_positions // block_size) * block_size
+        self.keys = ms.Tensor(np.arange(num_keys, dtype=np.int32).reshape(1, -1))
+        self.block_size = block_size
+        self.dtype = dtype
+
+    def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
+        keys = self.keys[:, : block_tables.shape[1] * self.block_size]
+        hidden = keys > positions.reshape(-1, 1)
+        return (hidden.astype(ms.float32) * _MASKED).astype(self.dtype)
 
 
 class StoreKV(nn.Cell):
@@ -237,7 +268,7 @@ class StoreKV(nn.Cell):
 class PagedAttention(nn.Cell):
     def __init__(self, num_heads: int, num_kv_heads: int, scale: float) -> None:
         super().__init__()
-        self.paged_attention = gen_ops_prim.PagedAttention(num_heads, scale, num_kv_heads, "DEFAULT", _CAUSAL_MASK_MODE)
+        self.paged_attention = gen_ops_prim.PagedAttention(num_heads, scale, num_kv_heads)
 
     def construct(
         self,
@@ -247,9 +278,10 @@ class PagedAttention(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        mask: ms.Tensor,
     ) -> ms.Tensor:
         return self.paged_attention(
-            q, key_cache, value_cache, block_tables, context_lens, None, None, None, query_lens, None
+            q, key_cache, value_cache, block_tables, context_lens, None, None, mask, query_lens, None
         )
 
 
@@ -259,9 +291,11 @@ class PromptAttention(nn.Cell):
         self.flash = gen_ops_prim.FlashAttentionScore(num_heads, scale_value=scale, input_layout="TH", sparse_mode=0)
         self.mask = mask
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, v: ms.Tensor, query_lens: ms.Tensor) -> ms.Tensor:
-        lens = ops.cast(query_lens, ms.int64)
-        return self.flash(q, k, v, None, None, None, self.mask, None, lens, lens)[3]
+    def construct(
+        self, q: ms.Tensor, k: ms.Tensor, v: ms.Tensor, query_lens: ms.Tensor, context_lens: ms.Tensor
+    ) -> ms.Tensor:
+        lens = ops.cast(query_lens, ms.int64), ops.cast(context_lens, ms.int64)
+        return self.flash(q, k, v, None, None, None, self.mask, None, lens[0], lens[1])[3]
 
 
 def prompt_mask(dtype: Any) -> ms.Tensor:
@@ -270,7 +304,7 @@ def prompt_mask(dtype: Any) -> ms.Tensor:
     The device multiplies a bfloat16 mask by a large negative number itself and adds a float16 mask as it is.
     """
     above = np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1)
-    return ms.Tensor(above if dtype == ms.bfloat16 else above * _FLOAT16_MASKED).astype(dtype)
+    return ms.Tensor(above if dtype == ms.bfloat16 else above * _MASKED).astype(dtype)
 
 
 class Swiglu(nn.Cell):

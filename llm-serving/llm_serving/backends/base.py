@@ -83,7 +83,7 @@ class Backend(Protocol):
         """(x [T, sum of widths]) -> its columns, one range after another"""
 
     def rotary(self, head_dim: int) -> nn.Cell:
-        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D]) -> (q, k) turned
+        """(q [T, heads*D], k [T, kv_heads*D], cos [T, D], sin [T, D], context_lens int32[B]) -> (q, k) turned
 
         Element i of a head turns with element i + D/2 (rotate half) by row t of cos and sin, both of two equal halves.
         """
@@ -95,12 +95,25 @@ class Backend(Protocol):
         row; any other slot outside the cache raises.
         """
 
-    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
-        """(q, key_cache, value_cache, block_tables, query_lens, context_lens) -> [T, num_heads*D], causal attention
+    def lengths(self) -> nn.Cell:
+        """(int32[B]) -> the same, in the memory from which attention reads lengths"""
 
-        block_tables int32[B, W]; query_lens and context_lens int32[B]. Request b owns `query_lens[b]` rows; its
-        context, these rows included, is `context_lens[b]` tokens; its row i sees the first
-        `context_lens[b] - query_lens[b] + i + 1` of them. Decode rows, chunks and whole prompts mix freely.
+    def seen(self, max_positions: int, block_size: int) -> nn.Cell:
+        """(positions int32[T], block_tables int32[B, W]) -> what tells attention which keys each row sees
+
+        A row sees the keys of its request up to its own position. Computed once for all layers.
+
+        Args:
+            max_positions: Longest context of a row, in tokens.
+            block_size: Tokens of a block.
+        """
+
+    def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
+        """(q, key_cache, value_cache, block_tables, query_lens, context_lens, seen) -> [T, num_heads*D]
+
+        block_tables int32[B, W]; query_lens and context_lens int32[B], from `lengths`. Request b owns `query_lens[b]`
+        rows, the last of its context of `context_lens[b]` tokens; `seen` says how much of it each row sees. Decode
+        rows, chunks and whole prompts mix freely.
 
         Args:
             shape: Of the attention.
@@ -108,10 +121,11 @@ class Backend(Protocol):
         """
 
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
-        """(q, k, v, query_lens) -> [T, num_heads*D], for steps of whole prompts only, of which nothing was computed
+        """(q, k, v, query_lens, context_lens) -> [T, num_heads*D], for steps of which nothing was computed before
 
-        The device's fastest way for prompts: keys and values come straight from the products of the step. B is fixed
-        when the graph is compiled, with trailing lengths of 0. None where there is no such way.
+        The device's fastest way for prompts: keys and values come straight from the products of the step, and a row
+        sees those of its prompt up to its own. B is fixed when the graph is compiled, with trailing lengths of 0. None
+        where there is no such way.
         """
 
     def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:

@@ -66,6 +66,12 @@ class PlainBackend:
     def store_kv(self) -> nn.Cell:
         return StoreKV()
 
+    def lengths(self) -> nn.Cell:
+        return nn.Identity()
+
+    def seen(self, max_positions: int, block_size: int) -> nn.Cell:
+        return Positions()
+
     def paged_attention(self, shape: AttentionShape, slopes: ms.Parameter | None = None) -> nn.Cell:
         return PagedAttention(shape, slopes)
 
@@ -168,7 +174,9 @@ class Rotary(nn.Cell):
         turned = ops.concat((-heads[:, :, half:], heads[:, :, :half]), -1)
         return (heads * cos + turned * sin).reshape(-1, width)
 
-    def construct(self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+    def construct(
+        self, q: ms.Tensor, k: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor, context_lens: ms.Tensor
+    ) -> tuple[ms.Tensor, ms.Tensor]:
         cos = ops.expand_dims(cos, 1)
         sin = ops.expand_dims(sin, 1)
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
@@ -191,6 +199,13 @@ class StoreKV(nn.Cell):
         keys = self.update(key_cache, index, k.reshape(-1, num_kv_heads, key_cache.shape[3]))
         values = self.update(value_cache, index, v.reshape(-1, num_kv_heads, value_cache.shape[3]))
         return ops.depend(values, keys)
+
+
+class Positions(nn.Cell):
+    """The positions of rows: each sees as many keys before its own."""
+
+    def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
+        return positions
 
 
 class PagedAttention(nn.Cell):
@@ -221,12 +236,12 @@ class PagedAttention(nn.Cell):
         block_tables: ms.Tensor,
         query_lens: ms.Tensor,
         context_lens: ms.Tensor,
+        positions: ms.Tensor,
     ) -> ms.Tensor:
         num_tokens = q.shape[0]
         ends = ops.cumsum(query_lens, 0)
         row = ops.arange(num_tokens).astype(ms.int32)
         request = (row.reshape(-1, 1) >= ends.reshape(1, -1)).astype(ms.int32).sum(-1)
-        limit = ops.gather(context_lens, request, 0) - ops.gather(ends, request, 0) + row + 1
         tables = ops.gather(block_tables, request, 0)
         keys = self.keys_of(key_cache, tables)
         values = self.keys_of(value_cache, tables)
@@ -234,7 +249,7 @@ class PagedAttention(nn.Cell):
         scores = self.scores(heads, keys) * self.scale
         scores = ops.tanh(scores / self.cap) * self.cap if self.cap > 0 else scores
         position = ops.arange(keys.shape[2]).astype(ms.int32)
-        distance = limit.reshape(-1, 1) - 1 - position.reshape(1, -1)
+        distance = positions.reshape(-1, 1) - position.reshape(1, -1)
         if self.has_slopes:
             slopes = self.slopes.reshape(1, self.num_kv_heads, self.group, 1)
             scores = scores - slopes * distance.astype(ms.float32).reshape(num_tokens, 1, 1, -1)

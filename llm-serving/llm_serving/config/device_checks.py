@@ -18,10 +18,12 @@ NUM_SWAP_BLOCKS: Final = "pa_config.num_swap_blocks"
 TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
 GRAPH_KERNEL: Final = "device_config.enable_graph_kernel"
+PROMPT_ATTENTION: Final = "device_config.prompt_attention"
 JIT_LEVEL: Final = "device_config.jit_level"
 MODEL_PATH: Final = "model_config.model_path"
 DTYPE: Final = "model_config.model_dtype"
 MAX_MEMORY: Final = "device_config.max_device_memory"
+COMPOSITION: Final = "scheduler_config.composition"
 PREEMPTION: Final = "scheduler_config.preemption_mode"
 
 MULTIPLE: Final = 16
@@ -55,6 +57,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
             raise _error(values, MODEL_PATH, rule, spec.vocab_size)
         _check_memory(values, spec)
         _check_primitives(values, spec)
+    _check_prompt_attention(values)
     _notice_what_is_not_served(values)
 
 
@@ -116,6 +119,16 @@ def _check_primitives(values: Values, spec: ModelSpec) -> None:
     if values[DTYPE] not in ASCEND_DTYPES and not on_ascend:
         rule = f"must be {' or '.join(ASCEND_DTYPES)} with device_config.kernels: primitives"
         raise _error(values, DTYPE, rule, values[DTYPE])
+
+
+def _check_prompt_attention(values: Values) -> None:
+    if values[PROMPT_ATTENTION] != "flash":
+        return
+    if values[TARGET] != "Ascend" and values[KERNELS] != "primitives":
+        rule = f"must be paged with {KERNELS}: {values[KERNELS]} on a CPU: only the primitives have another attention"
+        raise _error(values, PROMPT_ATTENTION, rule, "flash")
+    if values[COMPOSITION] == "mixed":
+        _notice(values, PROMPT_ATTENTION, f"flash is for steps of whole prompts; {COMPOSITION}: separate makes more")
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:

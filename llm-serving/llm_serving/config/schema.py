@@ -403,6 +403,11 @@ class DeviceConfig:
     `primitives`: the graph that Ascend would run, answered by our library. `plain`: MindSpore's own operations, slower.
     `auto`: the first that works."""
 
+    prompt_attention: str = option("paged", choice(("paged", "flash")))
+    """Attention of the graph of primitives. `paged`: PagedAttention computes every step. `flash`: FlashAttentionScore
+    computes steps of whole prompts: faster on Ascend, where its last bits may differ from those of PagedAttention, so
+    that an answer depends on what its prompt shared a step with."""
+
     enable_graph_kernel: bool = option(False, boolean())
     """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it."""
 

@@ -183,6 +183,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         model_path=str(config.model.model_path),
         dtype=config.model.model_dtype,
         kernels=config.device.kernels,
+        prompt_attention=config.device.prompt_attention,
         block_size=config.pa.block_size,
         num_blocks=config.pa.num_blocks,
         num_swap_blocks=config.pa.num_swap_blocks,

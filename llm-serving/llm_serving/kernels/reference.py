@@ -138,8 +138,9 @@ def attention(
     window: int = 0,
     largest: float = 0.0,
     slopes: Floats | None = None,
+    mask: Floats | None = None,
 ) -> Doubles:
-    """Causal attention of packed rows over a paged cache.
+    """Attention of packed rows over a paged cache: causal, or as a mask says.
 
     Args:
         q: [T, num_heads*D]; request b owns `query_lens[b]` consecutive rows.
@@ -152,6 +153,8 @@ def attention(
         window: Tokens a row sees, its own included; 0 for all.
         largest: See `cap`: of the scores.
         slopes: [num_heads], what scores lose with each token of distance (O. Press et al., ALiBi, 2021).
+        mask: [T, >= longest context], added to the scores of all keys of a row's request, -inf for none of them; None:
+            a row sees the keys up to its own.
 
     Returns:
         [T, num_heads*D]
@@ -163,16 +166,57 @@ def attention(
     for table, num_queries, context in zip(block_tables, query_lens, context_lens, strict=True):
         keys = _double(key_cache)[table].reshape(-1, num_kv_heads, head_dim)[:context]
         values = _double(value_cache)[table].reshape(-1, num_kv_heads, head_dim)[:context]
-        for seen in range(context - num_queries + 1, context + 1):
+        for position in range(context - num_queries, context):
+            seen = position + 1 if mask is None else context
             first = max(0, seen - window) if window else 0
             scores = cap(np.einsum("hgd,jhd->hgj", queries[row], keys[first:seen]), scale, largest)
             if slopes is not None:
                 scores -= _double(slopes).reshape(num_kv_heads, -1, 1) * np.arange(seen - first)[::-1]
+            if mask is not None:
+                scores += _double(mask)[row, :seen]
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             result[row] = np.einsum("hgj,jhd->hgd", weights, values[first:seen])
             row += 1
     return result.reshape(q.shape)
+
+
+def prompt_attention(
+    q: Floats, k: Floats, v: Floats, lens: Integers, num_heads: int, scale: float, tile: Floats | None
+) -> Doubles:
+    """Attention of whole prompts, one after another, to their own keys: FlashAttentionScore in the layout TH.
+
+    Args:
+        q: [T, num_heads*D].
+        k: [T, num_kv_heads*D].
+        v: As `k`.
+        lens: Tokens of each prompt, T in all.
+        num_heads: Of q.
+        scale: Factor of the scores.
+        tile: [n, n], added to the scores in the squares of side n along the diagonal of each prompt; keys of a square
+            before that are seen as they are, those of one behind it are hidden. None: a row sees its whole prompt.
+
+    Returns:
+        [T, num_heads*D]
+    """
+    head_dim = q.shape[1] // num_heads
+    result = np.zeros(q.shape)
+    start = 0
+    for length in np.asarray(lens)[np.asarray(lens) > 0].tolist():
+        rows = slice(start, start + length)
+        start += length
+        mask = np.zeros((length, length)) if tile is None else _along_diagonal(_double(tile), length)
+        keys, values = (_double(x)[rows].reshape(1, length, -1, head_dim) for x in (k, v))
+        whole = np.array([length])
+        result[rows] = attention(q[rows], keys, values, np.zeros((1, 1), int), whole, whole, scale, mask=mask)
+    return result
+
+
+def _along_diagonal(tile: Doubles, length: int) -> Doubles:
+    """[length, length]"""
+    square, inside = np.divmod(np.arange(length), len(tile))
+    outside = np.where(square[:, None] < square, -np.inf, 0.0)
+    return np.where(square[:, None] == square, tile[inside[:, None], inside], outside)
 
 
 def _double(array: Floats) -> Doubles:

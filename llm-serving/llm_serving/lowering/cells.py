@@ -58,6 +58,8 @@ class NetworkOfCells(nn.Cell):
             raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
         operations = network.states() if of_states else network.operations
         plan = apply(select_rows(operations), (add_in_norm,))
+        self.seen = backend.seen(max_positions, kv_caches[0][0].shape[1])
+        self.lengths = backend.lengths()
         listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
         self.num_registers = listing.num_registers
@@ -68,11 +70,14 @@ class NetworkOfCells(nn.Cell):
         positions: ms.Tensor,
         slot_mapping: ms.Tensor,
         block_tables: ms.Tensor,
-        query_lens: ms.Tensor,
-        context_lens: ms.Tensor,
+        q_seq_lens: ms.Tensor,
+        batch_valid_length: ms.Tensor,
         sample_indices: ms.Tensor,
     ) -> ms.Tensor:
-        arguments = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        seen = self.seen(positions, block_tables)
+        lengths = self.lengths(q_seq_lens), self.lengths(batch_valid_length)
+        rows = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
+        arguments = (*rows, *lengths, seen)
         registers = (token_ids,) * self.num_registers
         for step in self.steps:
             registers = step(registers, arguments)

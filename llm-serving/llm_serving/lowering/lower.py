@@ -27,6 +27,8 @@ class Lowered(NamedTuple):
     """The arguments of a step -> what the head reads of the rows that give a result, float32 [S, H]"""
     head: nn.Cell
     """(float32 [P, H], `lowering.step.arguments_of_rows`) -> float32 [P, V]"""
+    of_prompts: nn.Cell | None = None
+    """As `states`, for steps of which nothing was computed before; None: `states` computes them."""
 
     @staticmethod
     def head_inputs(hidden: int) -> list[ms.Tensor]:
@@ -42,6 +44,7 @@ def lower(
     max_positions: int,
     *,
     as_program: bool = True,
+    whole_prompts: bool = False,
 ) -> Lowered:
     """Builds the network of a model and takes every weight it needs.
 
@@ -52,6 +55,7 @@ def lower(
         kv_caches: One pair for each layer.
         max_positions: Longest context of a row, in tokens.
         as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
+        whole_prompts: Steps of whole prompts have a graph of Cells of their own.
 
     Raises:
         ModelError: The folder lacks a tensor, has one of another shape, or one too many; or the backend has no
@@ -62,8 +66,10 @@ def lower(
     operator = _operator(program, network, backend) if as_program else None
     parameters = parameters_of(network, backend, reader, max_positions, as_cells=operator is None)
     if operator is None:
-        states = NetworkOfCells(network, backend, parameters, kv_caches, max_positions, of_states=True)
-        return Lowered(None, states, HeadOfCells(network, backend, parameters))
+        settings = network, backend, parameters, kv_caches, max_positions
+        states = NetworkOfCells(*settings, of_states=True)
+        of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
+        return Lowered(None, states, HeadOfCells(network, backend, parameters), of_prompts)
     return Lowered(
         NetworkOfProgram(program, operator, parameters, kv_caches),
         _states(network, backend, parameters, kv_caches),

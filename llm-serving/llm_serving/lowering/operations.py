@@ -1,7 +1,9 @@
 """Operations of a description as Cells, each made of the operations of a backend.
 
-Every Cell takes a tuple of the values it reads and the arguments of the step (`lowering.step.STEP_INPUTS`), and returns
-a tuple of the values it writes. What no device has an operator for is made of MindSpore's own operations.
+Every Cell takes a tuple of the values it reads and the arguments of the step, and returns a tuple of the values it
+writes. Arguments are those of `lowering.step.STEP_INPUTS`, then both lengths as attention reads them, and what says
+which keys rows see (`Backend.lengths`, `Backend.seen`). What no device has an operator for is made of MindSpore's own
+operations.
 """
 
 from __future__ import annotations
@@ -140,8 +142,8 @@ class Rotate(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         if self.is_pair:
-            return self.rotate(read[0], read[1], read[2], read[3])
-        return (self.rotate(read[0], read[0], read[1], read[2])[0],)
+            return self.rotate(read[0], read[1], read[2], read[3], step[5])
+        return (self.rotate(read[0], read[0], read[1], read[2], step[5])[0],)
 
 
 class Store(nn.Cell):
@@ -166,7 +168,7 @@ class Attend(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         q = ops.depend(read[0], read[1])
-        return (self.attention(q, self.key_cache, self.value_cache, step[3], step[4], step[5]),)
+        return (self.attention(q, self.key_cache, self.value_cache, step[3], step[7], step[8], step[9]),)
 
 
 class AttendPrompts(nn.Cell):
@@ -178,7 +180,7 @@ class AttendPrompts(nn.Cell):
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         q = ops.depend(read[0], read[1])
-        return (self.attention(q, read[2], read[3], step[4]),)
+        return (self.attention(q, read[2], read[3], step[7], step[8]),)
 
 
 class Activate(nn.Cell):

@@ -17,11 +17,14 @@ STEP_INPUTS: Final = (
     ("positions", 1),  # [T]
     ("slot_mapping", 1),  # [T]
     ("block_tables", 2),  # [B, W]
-    ("query_lens", 1),  # [B]
-    ("context_lens", 1),  # [B]
+    ("q_seq_lens", 1),  # [B], rows of each request
+    ("batch_valid_length", 1),  # [B], tokens of its context, those rows included
     ("sample_indices", 1),  # [S]
 )
-"""Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size]."""
+"""Name and rank of the arguments of `construct`, all int32; the result is float32 [S, vocab_size].
+
+Arguments are the parameters of the graph, and Ascend's kernels of attention look lengths up by these names.
+"""
 
 
 def arguments_of_rows(count: int) -> tuple[NDArray[np.int32], ...]:
@@ -37,5 +40,5 @@ def dynamic_inputs(num_rows: int | None = None) -> list[ms.Tensor]:
     Args:
         num_rows: B, for a graph in which it is fixed.
     """
-    sizes = {"block_tables": (num_rows, None), "query_lens": (num_rows,), "context_lens": (num_rows,)}
+    sizes = {"block_tables": (num_rows, None), "q_seq_lens": (num_rows,), "batch_valid_length": (num_rows,)}
     return [ms.Tensor(shape=list(sizes.get(name, (None,) * rank)), dtype=ms.int32) for name, rank in STEP_INPUTS]

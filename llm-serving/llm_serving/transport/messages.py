@@ -41,6 +41,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     model_path: str
     dtype: str
     kernels: str
+    prompt_attention: str
     block_size: int
     num_blocks: int | None
     num_swap_blocks: int

@@ -38,6 +38,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     device = DeviceConfig(
         device_target=settings.device_target,
         kernels=settings.kernels,
+        prompt_attention=settings.prompt_attention,
         enable_graph_kernel=settings.enable_graph_kernel,
         graph_kernel_flags=settings.graph_kernel_flags,
         save_graphs=settings.save_graphs,
@@ -63,6 +64,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
         as_program=device.kernels != "primitives",
+        num_prompt_rows=settings.max_num_seqs if device.prompt_attention == "flash" else 0,
     )
     on_progress("compiling the network")
     runner.warm_up()

@@ -6,7 +6,7 @@ rotary tables, block ids against the cache. Behind this file no kernel needs to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,25 @@ class ModelInputs:
     query_lens: Int32Array  # [B]
     context_lens: Int32Array  # [B], tokens attended to: those in the cache and those of this step
     sample_indices: Int32Array  # [R], the tokens that give a result, in the order of `StepInput.wanted`
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def are_whole_prompts(self) -> bool:
+        """Nothing was computed before of any row's request."""
+        return bool((self.context_lens == self.query_lens).all())
+
+    def with_rows(self, num_rows: int) -> ModelInputs:
+        """The same step for a graph of so many requests: those behind the last have no tokens."""
+        missing = num_rows - len(self.query_lens)
+        return replace(
+            self,
+            block_tables=np.pad(self.block_tables, ((0, missing), (0, 0))),
+            query_lens=np.pad(self.query_lens, (0, missing)),
+            context_lens=np.pad(self.context_lens, (0, missing)),
+        )
 
     def arrays(self) -> tuple[Int32Array, ...]:
         return (

@@ -13,7 +13,7 @@ from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutpu
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
-from llm_serving.lowering.step import arguments_of_rows
+from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.worker.block_guard import BlockGuard
@@ -42,6 +42,7 @@ class ModelRunner:
         num_swap_blocks: int = 0,
         *,
         as_program: bool = True,
+        num_prompt_rows: int = 0,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -54,6 +55,8 @@ class ModelRunner:
             max_model_len: Longest context of a row, in tokens.
             num_swap_blocks: Blocks of the host pool.
             as_program: One operator runs the network, where the backend has that.
+            num_prompt_rows: Most requests of a step; steps of whole prompts then have a graph of their own. 0: they
+                have none.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -66,10 +69,22 @@ class ModelRunner:
         max_positions = min(max_model_len, room)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
         reader = WeightReader(folder)
-        lowered = lower(spec, backend, reader, self.kv_tensors.layers, max_positions, as_program=as_program)
+        lowered = lower(
+            spec,
+            backend,
+            reader,
+            self.kv_tensors.layers,
+            max_positions,
+            as_program=as_program,
+            whole_prompts=num_prompt_rows > 0,
+        )
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)
         self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))
+        self._num_prompt_rows = num_prompt_rows
+        self._of_prompts = (
+            None if lowered.of_prompts is None else CompiledNetwork(lowered.of_prompts, dynamic_inputs(num_prompt_rows))
+        )
         self._choose_tokens = choose_tokens_for(backend.name)
         self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window)
         self._next_step = 0
@@ -78,7 +93,8 @@ class ModelRunner:
     @property
     def num_compilations(self) -> int:
         """Graphs compiled so far; after `warm_up` one for each part of the network, whatever the batches."""
-        return sum(each.num_compilations for each in (self._network, self._states, self._head) if each is not None)
+        parts = self._network, self._states, self._head, self._of_prompts
+        return sum(each.num_compilations for each in parts if each is not None)
 
     def warm_up(self) -> None:
         """Compiles the network and touches what the first steps need; block 0 is written, so no step may have run."""
@@ -127,7 +143,7 @@ class ModelRunner:
             logits = self._forward(inputs)[: len(step.wanted)]
             output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         else:
-            output = self._results(step, self._states(inputs.arrays()), previous)
+            output = self._results(step, self._states_of(inputs), previous)
         self._previous = output.token_ids
         return output
 
@@ -150,15 +166,26 @@ class ModelRunner:
         """[P, H] -> [P, V]"""
         return self._head((states, *arguments_of_rows(len(states))))
 
-    def _forward(self, inputs: ModelInputs) -> Float32Array:
-        """Logits [max(S, 1), V]: a step in which no prompt ends asks for one row all the same.
+    def _states_of(self, inputs: ModelInputs) -> Float32Array:
+        """What the head reads, [max(S, 1), H]."""
+        if self._of_prompts is None or not inputs.are_whole_prompts or inputs.num_rows > self._num_prompt_rows:
+            return self._states(_with_a_result(inputs))
+        return self._of_prompts(_with_a_result(inputs.with_rows(self._num_prompt_rows)))
 
-        An empty tensor is the one shape that not every kernel takes.
-        """
-        arrays = inputs.arrays()
-        if not len(inputs.sample_indices):
-            arrays = (*arrays[:-1], np.zeros(1, np.int32))
-        return self._logits_of(self._states(arrays)) if self._network is None else self._network(arrays)
+    def _forward(self, inputs: ModelInputs) -> Float32Array:
+        """Logits [max(S, 1), V]."""
+        if self._network is not None:
+            return self._network(_with_a_result(inputs))
+        return self._logits_of(self._states_of(inputs))
+
+
+def _with_a_result(inputs: ModelInputs) -> tuple[Int32Array, ...]:
+    """The arrays of a step; one in which no prompt ends asks for one row all the same.
+
+    An empty tensor is the one shape that not every kernel takes.
+    """
+    arrays = inputs.arrays()
+    return arrays if len(inputs.sample_indices) else (*arrays[:-1], np.zeros(1, np.int32))
 
 
 def _first_of_each(errors: dict[int, str], wanted: Int32Array) -> dict[int, str]:

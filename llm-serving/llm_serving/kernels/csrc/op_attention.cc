@@ -1,11 +1,15 @@
 // ReshapeAndCache and PagedAttention.
+#include <algorithm>
 #include <vector>
 
 #include "attending.h"
+#include "masked_attention.h"
 #include "parts.h"
 
 namespace llm {
 namespace {
+
+constexpr int64_t kTrapezoidal = 1;  // mode of a mask: rows see all keys up to their own
 
 // The integers of `slots` once they are known to be slots of the cache or -1; a status as operators return it.
 int read_slots(const Call& call, const KvCache& cache, int parameter, std::vector<int64_t>& slots) {
@@ -33,8 +37,10 @@ int reshape_and_cache(const Call& call) {
   return 0;
 }
 
-// q, key_cache, value_cache, block_tables, context_lens, 3 absent, query_lens, 1 absent, heads, scale, kv_heads, 3
-// modes | y
+// q, key_cache, value_cache, block_tables, context_lens, 2 absent, mask, query_lens, 1 absent, heads, scale, kv_heads,
+// mode of a quantised cache, mode of the mask, width of latent values | y
+//
+// Keys of a row are those of its request: the mask, or its mode, says which of them it sees.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
@@ -52,10 +58,26 @@ int paged_attention(const Call& call) {
   Requests requests;
   if (const int status = read_requests(call, 3, 8, 4, rows, requests)) return status;
   if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
+  const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
+  AttentionMask mask;
+  if (call.present(7) && call.elements(7) > 1) {  // a single element stands for no mask
+    const int64_t longest = *std::max_element(requests.context_lens.begin(), requests.context_lens.end());
+    if (is_trapezoidal) return call.fail("a mask and the mode TRAPEZOIDAL exclude each other");
+    if (!is_float(call.dtype(7)) || call.rank(7) != 2 || call.dim(7, 0) != rows ||
+        call.dim(7, 1) < static_cast<size_t>(longest)) {
+      return call.fail("attn_mask must have a row for each of %zu rows and a column for each of %lld keys", rows,
+                       static_cast<long long>(longest));
+    }
+    mask = {call.data<void>(7), call.dtype(7), call.dim(7, 1)};
+  }
   AttendArgs args = {call.data<const char>(0), width, {}, cache, &requests, rows, num_heads, nullptr};
   args.scale = call.number(11);
   args.y = call.data<void>(16);
-  attend(args);
+  if (is_trapezoidal) {
+    attend(args);
+  } else {
+    attend_under(mask, args);
+  }
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// Gather and SplitWithSize: rows moved, nothing computed.
+// Gather, SplitWithSize and MoveTo: nothing is computed.
 #include "parts.h"
 #include "thread_pool.h"
 
@@ -122,5 +122,15 @@ LLM_OPERATOR(SplitWithSize) {
       x += width;
     }
   });
+  return 0;
+}
+
+// x, device, whether to wait | y; all memory is this machine's
+LLM_OPERATOR(MoveTo) {
+  const int y = call.count() - 1;
+  if (y < 1 || call.elements(y) != call.elements(0) || call.element_bytes(y) != call.element_bytes(0)) {
+    return call.fail("the result must be like the input");
+  }
+  std::memcpy(call.data<void>(y), call.data<void>(0), call.elements(0) * call.element_bytes(0));
   return 0;
 }

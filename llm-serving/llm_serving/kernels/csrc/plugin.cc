@@ -10,8 +10,18 @@
 
 namespace {
 
-const char* kOperators[] = {"MatMul", "Gather", "SplitWithSize",     "RmsNorm",         "AddRmsNorm",
-                            "Swiglu", "AddExt", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention"};
+const char* kOperators[] = {"MatMul",
+                            "Gather",
+                            "SplitWithSize",
+                            "RmsNorm",
+                            "AddRmsNorm",
+                            "Swiglu",
+                            "AddExt",
+                            "ApplyRotaryPosEmb",
+                            "ReshapeAndCache",
+                            "PagedAttention",
+                            "FlashAttentionScore",
+                            "MoveTo"};
 constexpr int kNumOperators = static_cast<int>(sizeof(kOperators) / sizeof(kOperators[0]));
 const char* kNone[] = {nullptr};
 

@@ -1,0 +1,209 @@
+#include "masked_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kv_layout.h"
+#include "thread_pool.h"
+
+#define LLM_ISA masked
+#include "simd.h"
+
+namespace llm {
+namespace {
+
+using namespace masked;
+
+// A key whose score loses as much has no weight beside one that loses nothing: 10,000 as bfloat16 holds it.
+constexpr float kHidden = -9984.0f;
+
+// A row of queries: whose it is, and the index of its own key.
+struct QueryRow {
+  size_t request, row, position, context;
+};
+
+std::vector<QueryRow> query_rows(const AttentionArgs& args) {
+  std::vector<QueryRow> rows;
+  rows.reserve(args.rows);
+  for (size_t request = 0; request < args.batch; request++) {
+    const auto queries = static_cast<size_t>(args.query_lens[request]);
+    const auto context = static_cast<size_t>(args.context_lens[request]);
+    for (size_t i = 0; i < queries; i++) rows.push_back({request, rows.size(), context - queries + i, context});
+  }
+  return rows;
+}
+
+// What is added to the scores of the first `context` keys of a row.
+void read_mask(const AttentionMask& mask, const QueryRow& row, float* added) {
+  if (mask.values == nullptr) {
+    std::fill_n(added, row.context, 0.0f);
+    return;
+  }
+  const size_t square = row.position / mask.width * mask.width;
+  const size_t first = mask.is_tile ? square : 0;
+  const size_t end = mask.is_tile ? std::min(square + mask.width, row.context) : row.context;
+  std::fill_n(added, first, 0.0f);
+  std::fill(added + end, added + row.context, -std::numeric_limits<float>::infinity());
+  const size_t at = (mask.is_tile ? row.position - square : row.row) * mask.width;
+  with_element(mask.dtype, [&](auto tag) {
+    const auto* values = static_cast<const typename decltype(tag)::Element*>(mask.values) + at;
+    for (size_t i = 0; first + i < end; i += kLanes) {
+      const size_t count = std::min(kLanes, end - first - i);
+      store_first(added + first + i, load_first(values + i, count) * broadcast(mask.factor), count);
+    }
+  });
+}
+
+bool is_causal_row(const AttentionMask& mask, const QueryRow& row, std::vector<float>& added) {
+  if (mask.values == nullptr) return row.position + 1 == row.context;
+  added.resize(row.context);
+  read_mask(mask, row, added.data());
+  // Counted without an exit, so that the loops are of vectors.
+  size_t others = 0;
+  for (size_t i = 0; i <= row.position; i++) others += added[i] != 0.0f;
+  for (size_t i = row.position + 1; i < row.context; i++) others += !(added[i] <= kHidden);
+  return others == 0;
+}
+
+// Attention of one row in all heads that share a head of keys.
+template <class Element>
+class MaskedRow {
+ public:
+  MaskedRow(const AttentionArgs& args, const QueryRow& row, size_t head, const float* added)
+      : args_(args),
+        row_(row),
+        head_(head),
+        added_(added),
+        shared_(args.num_heads / args.num_kv_heads),
+        dim_(args.head_dim),
+        group_(kGroupTokens * dim_),
+        queries_(shared_ * dim_),
+        weights_(shared_ * row.context),
+        sums_(shared_ * dim_) {}
+
+  void run() {
+    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * dim_;
+    widen(static_cast<const Element*>(args_.q) + row_.row * stride + head_ * shared_ * dim_, queries_.data(),
+          queries_.size());
+    for_keys(args_.key_cache, [&](size_t key, size_t lane) {
+      for (size_t head = 0; head < shared_; head++) {
+        float score = 0.0f;
+        for (size_t i = 0; i < dim_; i++) score += queries_[head * dim_ + i] * group_[key_offset(lane, i, kPairs)];
+        weights_[head * row_.context + key] = score * args_.scale + added_[key];
+      }
+    });
+    for (size_t head = 0; head < shared_; head++) soften(weights_.data() + head * row_.context);
+    for_keys(args_.value_cache, [&](size_t key, size_t lane) {
+      for (size_t head = 0; head < shared_; head++) {
+        const float weight = weights_[head * row_.context + key];
+        if (weight == 0.0f) continue;  // what is hidden may be no number
+        for (size_t i = 0; i < dim_; i++) sums_[head * dim_ + i] += weight * group_[value_offset(lane, i, kPairs)];
+      }
+    });
+    Element* y = static_cast<Element*>(args_.y) + (row_.row * args_.num_heads + head_ * shared_) * dim_;
+    for (size_t i = 0; i < sums_.size(); i += kLanes) store(y + i, load(sums_.data() + i));
+  }
+
+ private:
+  static constexpr bool kPairs = sizeof(Element) == 2 && !std::is_same_v<Element, Float16>;
+
+  static void widen(const Element* source, float* target, size_t count) {
+    for (size_t i = 0; i < count; i += kLanes) store(target + i, load(source + i));
+  }
+
+  // Calls body(key, its place in the group) with each group of a cache in `group_`, as long as any of it is seen.
+  template <class Body>
+  void for_keys(const void* cache, Body body) {
+    const int64_t* table = args_.block_tables + row_.request * args_.table_width;
+    for (size_t first = 0; first < row_.context; first += kGroupTokens) {
+      const auto block = static_cast<size_t>(table[first / args_.block_size]);
+      const size_t group = first % args_.block_size / kGroupTokens;
+      const size_t at = group_offset(block, group, head_, args_.block_size, args_.num_kv_heads, dim_);
+      widen(static_cast<const Element*>(cache) + at, group_.data(), group_.size());
+      const size_t count = std::min(kGroupTokens, row_.context - first);
+      for (size_t lane = 0; lane < count; lane++) body(first + lane, lane);
+    }
+  }
+
+  // Scores to weights that add up to one; to zeros where all keys are hidden.
+  void soften(float* scores) const {
+    const float largest = *std::max_element(scores, scores + row_.context);
+    const float reference = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
+    float total = 0.0f;
+    for (size_t i = 0; i < row_.context; i++) {
+      scores[i] = std::exp(scores[i] - reference);
+      total += scores[i];
+    }
+    if (total == 0.0f) return;
+    for (size_t i = 0; i < row_.context; i++) scores[i] /= total;
+  }
+
+  const AttentionArgs& args_;
+  const QueryRow& row_;
+  const size_t head_;
+  const float* added_;  // [context]
+  const size_t shared_, dim_;
+  std::vector<float> group_;    // of keys or values, in the order of the cache
+  std::vector<float> queries_;  // [shared, dim]
+  std::vector<float> weights_;  // [shared, context], scores first
+  std::vector<float> sums_;     // [shared, dim]
+};
+
+// Whether each row sees all keys up to its own and no other.
+bool is_causal(const AttentionMask& mask, const AttentionArgs& args) {
+  const std::vector<QueryRow> rows = query_rows(args);
+  std::atomic<bool> holds{true};
+  auto body = [&](size_t i) {
+    thread_local std::vector<float> added;
+    if (holds.load(std::memory_order_relaxed) && !is_causal_row(mask, rows[i], added)) holds.store(false);
+  };
+  parallel_for(rows.size(), body);
+  return holds.load();
+}
+
+void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args) {
+  const std::vector<QueryRow> rows = query_rows(args);
+  auto body = [&](size_t i) {
+    std::vector<float> added(rows[i].context);
+    read_mask(mask, rows[i], added.data());
+    with_element(args.dtype, [&](auto tag) {
+      for (size_t head = 0; head < args.num_kv_heads; head++) {
+        MaskedRow<typename decltype(tag)::Element>(args, rows[i], head, added.data()).run();
+      }
+    });
+  };
+  parallel_for(rows.size(), body);
+}
+
+}  // namespace
+
+void attend_under(const AttentionMask& mask, const AttendArgs& args) {
+  const KvCache& cache = args.cache;
+  const Requests& requests = *args.requests;
+  const AttentionArgs attention = {args.q,
+                                   cache.keys,
+                                   cache.values,
+                                   args.y,
+                                   requests.block_tables.data(),
+                                   requests.query_lens.data(),
+                                   requests.context_lens.data(),
+                                   cache.dtype,
+                                   args.tokens,
+                                   requests.query_lens.size(),
+                                   requests.table_width,
+                                   cache.block_size,
+                                   args.num_heads,
+                                   cache.heads,
+                                   cache.key_dim,
+                                   args.scale};
+  if (is_causal(mask, attention)) {
+    attend(args);
+  } else {
+    attend_by_rows(mask, attention);
+  }
+}
+
+}  // namespace llm
