@@ -175,11 +175,6 @@ class AttentionTile {
 
   size_t head_of(size_t row) const { return item_.kv_head * shared_ + row % shared_; }
 
-  size_t query_offset(size_t row) const {
-    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * dim_;
-    return (item_.first_row + row / shared_) * stride + head_of(row) * dim_;
-  }
-
   // Groups before the window of an item have the place of the first one in it: what is read there is not used.
   Groups find_groups(const AttentionItem& item, size_t chunk) const {
     Groups groups;
@@ -243,12 +238,17 @@ class AttentionTile {
   }
 
   void load_queries() {
-    for (size_t row = 0; row < rows_; row++) {
-      if (turned_dim_ > 0) {
-        const size_t at = (item_.first_row + row / shared_) * args_.turned_stride + head_of(row) * turned_dim_;
-        to_activations(static_cast<const Element*>(args_.q_turned) + at, turned_dim_, q_turned_ + row * turned_dim_);
+    const size_t stride = args_.q_stride > 0 ? args_.q_stride : args_.num_heads * dim_;
+    const size_t head = item_.kv_head * shared_;
+    for (size_t position = 0, row = 0; position < item_.count; position++) {
+      const size_t from = item_.first_row + position;
+      const Element* q = static_cast<const Element*>(args_.q) + from * stride + head * dim_;
+      const Element* turned =
+          static_cast<const Element*>(args_.q_turned) + from * args_.turned_stride + head * turned_dim_;
+      for (size_t i = 0; i < shared_; i++, row++) {
+        to_activations(q + i * dim_, dim_, q_ + row * dim_);
+        if (turned_dim_ > 0) to_activations(turned + i * turned_dim_, turned_dim_, q_turned_ + row * turned_dim_);
       }
-      to_activations(static_cast<const Element*>(args_.q) + query_offset(row), dim_, q_ + row * dim_);
     }
   }
 
@@ -323,60 +323,90 @@ class AttentionTile {
   // Turns the scores of rows into weights relative to their largest scores so far, and rescales what is summed already.
   // Rows go through each part together, so that none waits for the sums and maxima over lanes of another.
   void soften(size_t chunk) {
-    for (size_t row = first_row_; row < end_row_; row++) {
-      const Seen seen = seen_in(chunk, row);
-      if (seen.all()) {
-        find_largest<true>(row, seen);
-      } else {
-        find_largest<false>(row, seen);
+    for_rows(chunk, [&](size_t row, const Seen& seen) {
+      switch (seen.part()) {
+        case Part::kAll:
+          return find_largest<Part::kAll>(row, seen);
+        case Part::kBeginning:
+          return find_largest<Part::kBeginning>(row, seen);
+        case Part::kAny:
+          return find_largest<Part::kAny>(row, seen);
       }
-    }
+    });
     for (size_t row = first_row_; row < end_row_; row += kLanes) {
       const size_t count = end_row_ - row;
       store_first(factor_ + row, exp2(load_first(factor_ + row, count)), count);
     }
-    for (size_t row = first_row_; row < end_row_; row++) {
-      const Seen seen = seen_in(chunk, row);
-      if (seen.all()) {
-        weigh<true>(row, seen);
-      } else {
-        weigh<false>(row, seen);
+    for_rows(chunk, [&](size_t row, const Seen& seen) {
+      switch (seen.part()) {
+        case Part::kAll:
+          weigh<Part::kAll>(row, seen);
+          break;
+        case Part::kBeginning:
+          weigh<Part::kBeginning>(row, seen);
+          break;
+        case Part::kAny:
+          weigh<Part::kAny>(row, seen);
+          break;
       }
-      if (factor_[row] == 1.0f) continue;
+      if (factor_[row] == 1.0f) return;
       float* sums = of_segment_.sums + row * dim_;
       for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor_[row]));
-    }
+    });
   }
+
+  // What a row sees of a chunk. Without a window it is its beginning or all: loops that know this are unrolled.
+  enum class Part { kAll, kBeginning, kAny };
 
   // Tokens of a chunk that a row sees.
   struct Seen {
     size_t first, end;
 
-    bool all() const { return first == 0 && end == kChunkTokens; }
-    Floats keep(Floats value, size_t at, float other) const {
-      value = keep_first(value, end - at, other);
-      return first > at ? keep_from(value, first - at, other) : value;
+    Part part() const { return first > 0 ? Part::kAny : end < kChunkTokens ? Part::kBeginning : Part::kAll; }
+
+    template <Part kPart>
+    size_t first_lane() const {
+      return kPart == Part::kAny ? first / kLanes * kLanes : 0;
+    }
+    template <Part kPart>
+    size_t end_lane() const {
+      return kPart == Part::kAll ? kChunkTokens : end;
+    }
+    // Lanes from token `at` on that the row sees, `other` for the rest.
+    template <Part kPart>
+    LLM_INLINE Floats keep(Floats value, size_t at, float other) const {
+      if (kPart != Part::kAll) value = keep_first(value, end - at, other);
+      return kPart == Part::kAny && first > at ? keep_from(value, first - at, other) : value;
     }
   };
 
-  Seen seen_in(size_t chunk, size_t row) const {
+  Seen seen_in(size_t chunk, size_t position) const {
     const size_t begin = chunk * kChunkTokens;
-    const size_t from = seen_from(row);
-    const size_t end = seen_by(row) + 1 - begin;
+    const size_t from = first_of_window(args_, position);
+    const size_t end = position + 1 - begin;
     return {from > begin ? from - begin : 0, end < kChunkTokens ? end : kChunkTokens};
+  }
+
+  // Calls body(row, seen) for the rows that see the chunk at hand; those of one position see the same.
+  template <class Body>
+  LLM_INLINE void for_rows(size_t chunk, Body body) const {
+    size_t position = seen_by(first_row_);
+    for (size_t row = first_row_; row < end_row_; position++) {
+      const Seen seen = seen_in(chunk, position);
+      for (const size_t end = row + shared_; row < end; row++) body(row, seen);
+    }
   }
 
   // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
   // largest before. Scores count in units of log 2, as weights are powers of two.
-  template <bool kAll>
+  template <Part kPart>
   void find_largest(size_t row, const Seen& seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Floats largest = broadcast(-__builtin_inff());
 #pragma GCC unroll 4
-    for (size_t i = kAll ? 0 : seen.first / kLanes * kLanes; i < (kAll ? kChunkTokens : seen.end); i += kLanes) {
-      Floats scaled = load(scores + i) * broadcast(scale_);
-      if (!kAll) scaled = seen.keep(scaled, i, -__builtin_inff());
-      largest = maximum(largest, scaled);
+    for (size_t i = seen.template first_lane<kPart>(); i < seen.template end_lane<kPart>(); i += kLanes) {
+      const Floats scaled = load(scores + i) * broadcast(scale_);
+      largest = maximum(largest, seen.template keep<kPart>(scaled, i, -__builtin_inff()));
     }
     const float found = max_lane(largest);
     const float before = of_segment_.max[row];
@@ -388,16 +418,16 @@ class AttentionTile {
   }
 
   // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
-  template <bool kAll>
+  template <Part kPart>
   void weigh(size_t row, const Seen& seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
     const Floats reference = broadcast(reference_[row]);
     Floats sum = zeros();
 #pragma GCC unroll 4
-    for (size_t i = kAll ? 0 : seen.first / kLanes * kLanes; i < (kAll ? kChunkTokens : seen.end); i += kLanes) {
+    for (size_t i = seen.template first_lane<kPart>(); i < seen.template end_lane<kPart>(); i += kLanes) {
       Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
-      if (!kAll) exponent = seen.keep(exponent, i, -__builtin_inff());
+      exponent = seen.template keep<kPart>(exponent, i, -__builtin_inff());
       store(weights + i, exp2(exponent));
       sum = sum + load(weights + i);
     }
