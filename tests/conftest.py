@@ -11,9 +11,8 @@ from llm_serving.log import ROOT
 
 TESTS = Path(__file__).parent
 LATE = (
-    *("end_to_end", "kernels", "models", "backends", "worker", "layers"),
-    *("test_offline.py", "test_work_agent.py", "test_launcher.py"),
-    *("engine/test_choices_on_a_model.py", "executor/test_supervisor.py"),
+    *("end_to_end", "families", "models", "backends", "worker", "kernels"),
+    *("test_offline.py", "engine/test_choices_on_a_model.py"),
 )
 """Longest first, so that processes that share the files end together."""
 
