@@ -400,11 +400,12 @@ class AttentionTile {
   // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
   // largest before. Scores count in units of log 2, as weights are powers of two.
   template <Part kPart>
-  void find_largest(size_t row, const Seen& seen) {
+  void find_largest(size_t row, const Seen seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Floats largest = broadcast(-__builtin_inff());
+    const size_t end = seen.template end_lane<kPart>();
 #pragma GCC unroll 4
-    for (size_t i = seen.template first_lane<kPart>(); i < seen.template end_lane<kPart>(); i += kLanes) {
+    for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
       const Floats scaled = load(scores + i) * broadcast(scale_);
       largest = maximum(largest, seen.template keep<kPart>(scaled, i, -__builtin_inff()));
     }
@@ -419,13 +420,14 @@ class AttentionTile {
 
   // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
   template <Part kPart>
-  void weigh(size_t row, const Seen& seen) {
+  void weigh(size_t row, const Seen seen) {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
     const Floats reference = broadcast(reference_[row]);
     Floats sum = zeros();
+    const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
 #pragma GCC unroll 4
-    for (size_t i = seen.template first_lane<kPart>(); i < seen.template end_lane<kPart>(); i += kLanes) {
+    for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
       Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
       exponent = seen.template keep<kPart>(exponent, i, -__builtin_inff());
       store(weights + i, exp2(exponent));
