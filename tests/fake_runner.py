@@ -128,7 +128,8 @@ def seen(token_ids: list[int], window: int) -> list[int]:
 def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
     logprobs, ranks, top_token_ids, top_logprobs, offsets = [], [], [], [], [0]
     for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
-        distribution, ranked = next_logprobs(context), most_likely(context)
+        # Behind the vocabulary comes one more token, for whoever wants a prompt that cannot be computed.
+        distribution, ranked = np.append(next_logprobs(context), -99.0), np.append(most_likely(context), VOCAB_SIZE)
         given = scoring.token_ids[scoring.offsets[result] : scoring.offsets[result + 1]]
         logprobs += distribution[given].tolist()
         ranks += [ranked.tolist().index(token_id) + 1 for token_id in given.tolist()]
