@@ -110,7 +110,8 @@ def test_nothing_is_compiled_while_serving(server: Server) -> None:
             after_warm_up = await metric(client, COMPILATIONS)
             for count in (1, 3, 24, 7):  # batches of every size, while prompts come and answers end
                 await asyncio.gather(*(complete(client, request) for request in mixed_requests(count)))
-            assert await metric(client, COMPILATIONS) == after_warm_up == 1
+            # The network as a whole, and its two parts for steps that want more than tokens.
+            assert await metric(client, COMPILATIONS) == after_warm_up == 3
 
     asyncio.run(run())
 

@@ -107,7 +107,7 @@ def test_golden_values_are_small_and_each_has_a_model():
 def test_without_torch_the_references_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "families.reference", raising=False)
-    with pytest.raises(ImportError, match=r"pip install torch==\S+ transformers==\S+"):
+    with pytest.raises(ImportError, match=r"pip install -e 'llm-serving\[reference\]'"):
         importlib.import_module("families.reference")
 
 

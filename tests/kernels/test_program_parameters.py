@@ -113,8 +113,8 @@ def floats(*shape: int, dtype: str = "bfloat16") -> Typed:
         ({"block_tables": integers([[24]])}, "block 24 of request 0 is outside the 24 blocks of the cache"),
         ({"query_lens": integers([1])}, "query_lens add up to 1, q has 2 rows"),
         ({"sample_indices": integers([2])}, "sample_indices[0] = 2 is outside the 2 rows"),
-        ({"result": empty((1, 71), "float32")}, "the result must be float32 [S, V]"),
-        ({"result": empty((2, 70), "float32")}, "the result must be float32 [S, V]"),
+        ({"result": empty((1, 71), "float32")}, "instruction 12 (output): weight, weight 0, must be packed, [71, 45]"),
+        ({"result": empty((2, 70), "float32")}, "the result must be float32, a row for each of 1 that give one"),
         ({"weight0": integers(np.ones((70, HIDDEN)))}, "weight 0 must be floats [V, H]"),
         ({"value0": floats(23, 16, 2, 16)}, "instruction 3 (attend): caches must be [num_blocks, block_size, "),
         (

@@ -255,6 +255,7 @@ def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
 
 def test_without_file_descriptors_connections_wait_and_are_served_when_there_are_some():
     with server_process() as (process, url):
+        assert httpx.get(f"{url}/health").status_code == 200  # all that it has to read has been read
         before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))  # those that are open stay so
         with connect(url) as client:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
+from llm_serving.core.parameter_rules import Whole
 from llm_serving.core.sampling_params import RULES
 from llm_serving.errors import ModelError, RequestError, shorten
 
@@ -24,6 +25,9 @@ PARAMETERS: Final[Mapping[str, str]] = {
 }
 """Key of the file -> parameter. Others, `do_sample` among them, say how another library is called."""
 
+AT_LEAST_ONE: Final = Whole(1)
+"""A request may ask for no token; a model whose requests all do is a mistake."""
+
 
 def generation_defaults(folder: Path | None) -> dict[str, Any]:
     """Parameter -> default, of a model folder; empty where it has no file or says nothing.
@@ -39,7 +43,8 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
         value = content.get(key)
         if value is not None:
             try:
-                defaults[name] = RULES[name].checked(key, 0 if key == "top_k" and value == -1 else value)
+                rule = AT_LEAST_ONE if key == "max_new_tokens" else RULES[name]
+                defaults[name] = rule.checked(key, 0 if key == "top_k" and value == -1 else value)
             except RequestError as error:
                 raise ModelError(f"{path}: {error}, or model_config.generation_config: none") from None
     return defaults
