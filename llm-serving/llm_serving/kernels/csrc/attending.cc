@@ -192,6 +192,27 @@ void store_kv(const KvCache& cache, const KvRows& rows, size_t tokens) {
   for_token_runs(tokens, [&](size_t first, size_t last) { store_run(cache, rows, first, last); });
 }
 
+AttentionArgs plain_attention(const AttendArgs& args, const void* q) {
+  const KvCache& cache = args.cache;
+  const Requests& requests = *args.requests;
+  return {q,
+          cache.keys,
+          cache.values,
+          args.y,
+          requests.block_tables.data(),
+          requests.query_lens.data(),
+          requests.context_lens.data(),
+          cache.dtype,
+          args.tokens,
+          requests.query_lens.size(),
+          requests.table_width,
+          cache.block_size,
+          args.num_heads,
+          cache.heads,
+          cache.key_dim,
+          args.scale};
+}
+
 void attend(const AttendArgs& args) {
   static OperatorClock clock("Attention");
   const Timed timed(clock);
@@ -216,24 +237,8 @@ void attend(const AttendArgs& args) {
     });
     q = of_q.prepared(q);
   }
-  const Requests& requests = *args.requests;
-  AttentionArgs attention = {q.x,
-                             cache.keys,
-                             cache.values,
-                             args.y,
-                             requests.block_tables.data(),
-                             requests.query_lens.data(),
-                             requests.context_lens.data(),
-                             cache.dtype,
-                             args.tokens,
-                             requests.query_lens.size(),
-                             requests.table_width,
-                             cache.block_size,
-                             args.num_heads,
-                             cache.heads,
-                             cache.key_dim,
-                             args.scale,
-                             args.y_passes};
+  AttentionArgs attention = plain_attention(args, q.x);
+  attention.y_passes = args.y_passes;
   attention.q_stride = q.stride;
   attention.window = args.window;
   attention.cap = args.cap;

@@ -77,4 +77,7 @@ struct AttendArgs {
 // Norms and rotates heads of queries and keys, stores keys and values, attends: the bits of the operations one by one.
 void attend(const AttendArgs& args);
 
+// What rows `q` of `args` are to attend to, whatever windows, caps and the like say further.
+AttentionArgs plain_attention(const AttendArgs& args, const void* q);
+
 }  // namespace llm

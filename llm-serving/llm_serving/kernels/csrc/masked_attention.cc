@@ -181,24 +181,7 @@ void attend_by_rows(const AttentionMask& mask, const AttentionArgs& args) {
 }  // namespace
 
 void attend_under(const AttentionMask& mask, const AttendArgs& args) {
-  const KvCache& cache = args.cache;
-  const Requests& requests = *args.requests;
-  const AttentionArgs attention = {args.q,
-                                   cache.keys,
-                                   cache.values,
-                                   args.y,
-                                   requests.block_tables.data(),
-                                   requests.query_lens.data(),
-                                   requests.context_lens.data(),
-                                   cache.dtype,
-                                   args.tokens,
-                                   requests.query_lens.size(),
-                                   requests.table_width,
-                                   cache.block_size,
-                                   args.num_heads,
-                                   cache.heads,
-                                   cache.key_dim,
-                                   args.scale};
+  const AttentionArgs attention = plain_attention(args, args.q);
   if (is_causal(mask, attention)) {
     attend(args);
   } else {
