@@ -61,3 +61,14 @@ def test_every_error_stands_in_the_tree_of_the_docstring():
 def test_integer_too_long_to_print_is_named_by_its_type():
     assert shorten(10**5000) in ("<int>", shorten(10**5000))
     assert len(shorten(10**5000)) < 60
+
+
+def test_a_renamed_error_tells_what_it_told():
+    for error, text in (
+        (RequestError("a", "must be b"), "`c` must be b"),
+        (RequestError("a", "must be b", None), "`c` must be b. Given: None"),
+        (ContextLengthError("a", "must be b", 3), "`c` must be b. Given: 3"),
+    ):
+        renamed = error.renamed("c")
+        assert (type(renamed), renamed.field, str(renamed)) == (type(error), "c", text)
+    assert str(RequestError("a", "must be b", 3).renamed("c", 4)) == "`c` must be b. Given: 4"

@@ -33,7 +33,7 @@ LLMServingError
 """
 
 import reprlib
-from typing import ClassVar
+from typing import ClassVar, Self
 
 _short = reprlib.Repr()
 _short.maxstring = 60
@@ -86,6 +86,11 @@ class RequestError(LLMServingError):
         self.field = field
         self.rule = rule
         self.value = None if value is ... else value
+        self._given = value
+
+    def renamed(self, field: str, value: object = ...) -> Self:
+        """The same error by the name that the client gave the field, with another `value` if one is given."""
+        return type(self)(field, self.rule, self._given if value is ... else value)
 
 
 class ContextLengthError(RequestError):

@@ -65,7 +65,7 @@ def sampling_params(
         return params
     except RequestError as error:
         if (field := field_of.get(error.field, error.field)) != error.field:
-            raise RequestError(field, error.rule, error.value) from None
+            raise error.renamed(field) from None
         raise
 
 
