@@ -39,6 +39,15 @@ def events(response: httpx.Response) -> list[Any]:
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
+def named_events(response: httpx.Response) -> list[tuple[str, Any]]:
+    """(name, data) of server-sent events that have names."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    pairs = [block.split("\n") for block in blocks]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     assert set(response.json()) == {"error"}
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}

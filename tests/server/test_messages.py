@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 from fakes import DEMO_TOKENIZER, FULL_QUEUE, FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.parameters import IGNORED_HEADER
-from server_client import leave_while_held, post
+from server_client import leave_while_held, named_events, post
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hello"}
@@ -18,15 +17,6 @@ USER = {"role": "user", "content": "hello"}
 
 def body(**fields):
     return {"model": "demo", "max_tokens": 8, "messages": [USER], **fields}
-
-
-def events(response):
-    """(name, data) of each event."""
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    blocks = response.text.split("\n\n")
-    assert blocks.pop() == ""
-    pairs = [block.split("\n") for block in blocks]
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
 
 
 def error_of(response):
@@ -61,7 +51,7 @@ def test_a_whole_answer():
 
 
 def test_the_events_of_a_stream():
-    received = events(post(FakeEngine(), PATH, body(stream=True)))
+    received = named_events(post(FakeEngine(), PATH, body(stream=True)))
     assert [name for name, _ in received] == [
         "message_start",
         "content_block_start",
@@ -171,7 +161,7 @@ def test_errors_have_the_names_of_the_protocol(engine, model, status, kind):
 
 def test_a_stream_that_fails_ends_with_an_error():
     script = Script([Piece("a"), Piece("b")], error="the WorkAgent died")
-    assert events(post(FakeEngine(script), PATH, body(stream=True)))[-1] == (
+    assert named_events(post(FakeEngine(script), PATH, body(stream=True)))[-1] == (
         "error",
         {"type": "error", "error": {"type": "api_error", "message": "the WorkAgent died"}},
     )

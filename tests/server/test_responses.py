@@ -14,17 +14,13 @@ from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.server.response_store import ResponseStore, StoredResponse
 from llm_serving.server.responses_schemas import ResponseObject
 from llm_serving.server.schemas import ChatMessage
-from server_client import error_of, leave_while_held, post, request
+from server_client import error_of, leave_while_held, named_events, post, request
 
 PATH = "/v1/responses"
 
 
 def events(response):
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    blocks = response.text.split("\n\n")
-    assert blocks.pop() == ""
-    pairs = [block.split("\n") for block in blocks]
-    told = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
+    told = named_events(response)
     assert all(data["type"] == name for name, data in told)
     assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
     return told

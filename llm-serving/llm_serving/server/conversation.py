@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.caller import Caller
-from llm_serving.server.choices import Choices
+from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
-from llm_serving.server.openai_requests import Identity
+from llm_serving.server.openai_requests import Identity, identify
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
@@ -99,6 +100,38 @@ async def converse(
         visitor=visitor,
     )
     return prompt, generation
+
+
+async def converse_once(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: ChatCompletionRequest,
+    *,
+    caller: Caller,
+    prefix: str,
+    reworded: Callable[[RequestError], RequestError],
+) -> tuple[Identity, Generation]:
+    """Starts to give one answer to a conversation that came in the words of another protocol.
+
+    Args:
+        engine: Answers.
+        http_request: It came with.
+        request: The conversation and its parameters.
+        caller: Who asks.
+        prefix: Of the answer's id.
+        reworded: Gives an error the names that its fields have there.
+
+    Raises:
+        LLMServingError: As `converse`.
+    """
+    identity = identify(engine, http_request, request, prefix)
+    try:
+        _, generation = await converse(
+            engine, request, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
+        )
+    except RequestError as error:
+        raise reworded(error) from None
+    return identity, generation
 
 
 async def render_chat(

@@ -34,6 +34,11 @@ def event(content: object) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
 
 
+def named_event(name: str, content: object) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
 class Pieces(Protocol):
     """An answer as bytes, piece by piece."""
 

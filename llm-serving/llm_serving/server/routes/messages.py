@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -43,15 +42,14 @@ from llm_serving.server.anthropic_schemas import (
     TextDelta,
 )
 from llm_serving.server.caller import caller_of
-from llm_serving.server.choices import ONE_ANSWER
-from llm_serving.server.conversation import converse, render_chat
+from llm_serving.server.conversation import converse_once, render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import error_headers, json_response
 from llm_serving.server.generation import Generation, encode_text, raise_on_error
-from llm_serving.server.openai_requests import Identity, check_model, identify
+from llm_serving.server.openai_requests import Identity, check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, ContentPart
-from llm_serving.server.streaming import StreamResponse, complete
+from llm_serving.server.streaming import StreamResponse, complete, named_event
 
 _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),
@@ -73,7 +71,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     caller = caller_of(engine.config, http_request, request)
     chat = ChatCompletionRequest(
         messages=_messages(request.system, request.messages),
-        continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
+        continue_final_message=_goes_on(request.messages),
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         top_k=request.top_k,
@@ -81,13 +79,9 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         stop=request.stop_sequences,
         seed=request.seed,
     )
-    identity = identify(engine, http_request, chat, "msg")
-    try:
-        _, generation = await converse(
-            engine, chat, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
-        )
-    except RequestError as error:
-        raise _in_our_words(error) from None
+    identity, generation = await converse_once(
+        engine, http_request, chat, caller=caller, prefix="msg", reworded=_in_our_words
+    )
     answer = _Answer(identity)
     if request.stream:
         return StreamResponse(generation, answer, _error_event, headers=identity.headers)
@@ -99,7 +93,7 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     request = await read_fields(engine, http_request, CountTokensRequest)
     check_model(engine, request.model)
-    continues = bool(request.messages) and request.messages[-1].role == "assistant"
+    continues = _goes_on(request.messages)
     messages = _messages(request.system, request.messages)
     text = await render_chat(engine, messages, not continues, continue_final_message=continues)
     tokens = await encode_text(engine, text, "messages", add_special_tokens=False)
@@ -109,12 +103,17 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
 def _in_our_words(error: RequestError) -> RequestError:
     """An error of chat, whose fields have other names here."""
     if error.field == "stop":
-        return RequestError("stop_sequences", error.rule, error.value)
+        return error.renamed("stop_sequences")
     if error.field == "continue_final_message":
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
         )
     return error
+
+
+def _goes_on(turns: list[ConversationTurn]) -> bool:
+    """Whether the answer goes on with what the assistant has said."""
+    return bool(turns) and turns[-1].role == "assistant"
 
 
 def _messages(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
@@ -200,7 +199,7 @@ def _usage(output: RequestOutput) -> MessagesUsage:
 
 
 def _event(content: StreamEvent | MessagesError) -> bytes:
-    return b"event: " + content.type.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+    return named_event(content.type, content)
 
 
 def _error(error: LLMServingError) -> MessagesError:

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,12 +20,11 @@ from llm_serving.errors import LLMServingError, RequestCancelledError, RequestEr
 from llm_serving.log import get_logger
 from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.caller import caller_of
-from llm_serving.server.choices import ONE_ANSWER
-from llm_serving.server.conversation import converse
+from llm_serving.server.conversation import converse_once
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation, raise_on_error
-from llm_serving.server.openai_requests import check_model, identify
+from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.response_store import ResponseStore, StoredResponse
 from llm_serving.server.responses_schemas import (
@@ -44,7 +42,7 @@ from llm_serving.server.responses_schemas import (
     ResponseUsage,
 )
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
-from llm_serving.server.streaming import StreamResponse, complete, internal_error
+from llm_serving.server.streaming import StreamResponse, complete, internal_error, named_event
 
 logger = get_logger(__name__)
 
@@ -75,15 +73,9 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         top_k=request.top_k,
         seed=request.seed,
     )
-    identity = identify(engine, http_request, chat, "resp")
-    try:
-        _, generation = await converse(
-            engine, chat, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
-        )
-    except RequestError as error:
-        if error.field not in _FIELDS:
-            raise
-        raise type(error)(_FIELDS[error.field], error.rule, error.value) from None
+    identity, generation = await converse_once(
+        engine, http_request, chat, caller=caller, prefix="resp", reworded=_in_our_words
+    )
     response = ResponseObject(
         id=f"resp_{secrets.token_hex(24)}",  # nobody can guess it, or make it that of another response
         created_at=identity.created,
@@ -135,6 +127,10 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
     return json_response(stored.response)
 
 
+def _in_our_words(error: RequestError) -> RequestError:
+    return error.renamed(_FIELDS[error.field]) if error.field in _FIELDS else error
+
+
 def store_of(http_request: Request) -> ResponseStore:
     """What the application keeps."""
     store = http_request.app.responses
@@ -150,7 +146,7 @@ def _conversation(store: ResponseStore, response_id: str, tenant: str | None) ->
     try:
         stored = store.find(response_id, tenant)
     except RequestError as error:
-        raise type(error)("previous_response_id", error.rule, response_id) from None
+        raise error.renamed("previous_response_id", response_id) from None
     if stored.in_progress:
         raise RequestError("previous_response_id", "must be that of a response that has ended", response_id)
     return stored.messages
@@ -301,7 +297,7 @@ class _Answer:
                 fields["content_index"] = 0
         content = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        return named_event(kind, content)
 
 
 _PATH: Final = "/v1/responses/{response_id}"
