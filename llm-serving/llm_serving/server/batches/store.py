@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -79,16 +80,7 @@ class BatchStore:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             (used,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-            row = (about.id, tenant, b"", now, about.expires_at, 0)
-            self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
-            about.bytes = 0
-            for number, chunk in enumerate(chunks):
-                about.bytes += len(chunk)
-                if used + about.bytes > self._max_bytes:
-                    rule = f"must fit: all files together have at most {self._max_bytes} bytes"
-                    raise RequestTooLargeError("file", f"{rule} (serving_config.batch_store_bytes)")
-                self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
-            self._describe(about)
+            self._insert(about, tenant, chunks, now, self._max_bytes - used)
         return about
 
     def file(self, file_id: str, tenant: str | None) -> FileObject:
@@ -232,16 +224,24 @@ class BatchStore:
             filename=name,
             purpose="batch_output",
         )
-        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", (about.id, tenant, b"", now, expires_at, 0))
-        for number, chunk in enumerate(_chunks(first, lines)):
-            about.bytes += len(chunk)
-            self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
-        self._describe(about)
+        self._insert(about, tenant, _chunks(first, lines), now)
         return about.id
 
-    def _describe(self, about: FileObject) -> None:
-        row = (msgspec.json.encode(about), about.bytes, about.id)
-        self._db.execute("UPDATE files SET about = ?, bytes = ? WHERE id = ?", row)
+    def _insert(
+        self, about: FileObject, tenant: str, chunks: Iterable[bytes], now: float, most: float = math.inf
+    ) -> None:
+        """A file of these pieces, `most` bytes long at the most; `about.bytes` is set to what it has."""
+        row = (about.id, tenant, b"", now, about.expires_at, 0)
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
+        about.bytes = 0
+        for number, chunk in enumerate(chunks):
+            about.bytes += len(chunk)
+            if about.bytes > most:
+                rule = f"must fit: all files together have at most {self._max_bytes} bytes"
+                raise RequestTooLargeError("file", f"{rule} (serving_config.batch_store_bytes)")
+            self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (about.id, number, chunk))
+        described = (msgspec.json.encode(about), about.bytes, about.id)
+        self._db.execute("UPDATE files SET about = ?, bytes = ? WHERE id = ?", described)
 
     def _save(self, batch: Batch) -> None:
         row = (msgspec.json.encode(batch), int(batch.has_ended), batch.id)

@@ -64,9 +64,7 @@ async def list_files(engine: AsyncEngine, http_request: Request) -> Response:
     limit, after = _page(http_request)
     batches, tenant = _batches(http_request), tenant_seen(http_request)
     files = await batches.stored(BatchStore.files, tenant, purpose, limit + 1, after)
-    shown = files[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return await large_json_response(FileList(data=shown, has_more=len(files) > limit, first_id=first, last_id=last))
+    return await _list_of(FileList, files, limit)
 
 
 async def show_file(engine: AsyncEngine, http_request: Request) -> Response:
@@ -106,7 +104,7 @@ async def create_batch(engine: AsyncEngine, http_request: Request) -> Response:
     try:
         await batches.stored(BatchStore.file, request.input_file_id, tenant_seen(http_request))
     except RequestError as error:
-        raise type(error)("input_file_id", error.rule, request.input_file_id) from None
+        raise error.renamed("input_file_id", request.input_file_id) from None
     created = int(batches.now())
     batch = Batch(
         id=new_id("batch"),
@@ -125,9 +123,7 @@ async def list_batches(engine: AsyncEngine, http_request: Request) -> Response:
     del engine
     limit, after = _page(http_request)
     found = await _batches(http_request).stored(BatchStore.batches, tenant_seen(http_request), limit + 1, after)
-    shown = found[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return await large_json_response(BatchList(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
+    return await _list_of(BatchList, found, limit)
 
 
 async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
@@ -171,6 +167,13 @@ def _page(http_request: Request) -> tuple[int, str | None]:
     if not (given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_ROWS):
         raise RequestError("limit", f"must be an integer from 1 to {MAX_ROWS}", given)
     return int(given), http_request.query_params.get("after")
+
+
+async def _list_of(kind: type[FileList | BatchList], found: list[Any], limit: int) -> Response:
+    """So many of the rows that were found; there are more where one more was found."""
+    shown = found[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return await large_json_response(kind(data=shown, has_more=len(found) > limit, first_id=first, last_id=last))
 
 
 def _pieces(file: UploadFile) -> Iterator[bytes]:
