@@ -121,11 +121,6 @@ class Weight:
     made: Callable[[int], Float32Array] | None = None
     kind: Kind = "model"
 
-    @property
-    def num_stored(self) -> int:
-        """Elements of the tensors it is made of."""
-        return sum(math.prod(shape) for shape in self.stored)
-
 
 @dataclass(frozen=True, eq=False)
 class Operation:
