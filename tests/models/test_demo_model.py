@@ -6,9 +6,9 @@ import llm_serving.demo_model
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
+from llm_serving.formats.stored import to_float32
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.weights import to_float32
 from reference_llama import reference_logits
 
 pytestmark = pytest.mark.mindspore

@@ -4,11 +4,12 @@ import os
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
+from llm_serving.formats.stored import to_float32
 from llm_serving.models import weights
 from llm_serving.models.read_ahead import ReadAhead
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.description import Weight
-from llm_serving.network.weights import parameter, to_float32
+from llm_serving.network.weights import parameter
 from model_factories import to_bfloat16, write_safetensors
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -59,3 +59,10 @@ class StoredTensor:
         array: Array = whole.view(dtype).reshape(self.shape)
         array.flags.writeable = False
         return array
+
+
+def to_float32(array: Array) -> NDArray[np.float32]:
+    """Widens stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)

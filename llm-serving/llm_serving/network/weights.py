@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.formats.stored import to_float32
 from llm_serving.network.description import Weight
 
 Array = NDArray[Any]
@@ -55,10 +56,3 @@ def _picked(array: Array, order: Sequence[int]) -> Array:
     rows: Array = array[np.maximum(at, 0)]
     rows[at < 0] = 0
     return rows
-
-
-def to_float32(array: Array) -> NDArray[np.float32]:
-    """Widens stored elements exactly; a bfloat16 is the upper half of the float32 of the same value."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float32)

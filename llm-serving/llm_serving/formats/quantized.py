@@ -1,0 +1,178 @@
+"""Weights of 8 and 4 bits: codes, and the scales that make numbers of them; how a matrix is rounded to them.
+
+value = (code - zero) * scale, where each row and group of columns has a scale, and a zero where values are not
+symmetric. What packs codes into words is the business of each form of file; here they lie one in a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.errors import ModelError
+from llm_serving.formats.stored import Array, to_float32
+
+SYMMETRIC_ZERO: Final = 8
+"""Code of 0 in 4 bits where no zeros are told: codes 0..15 stand for -8..7."""
+
+_AT_ONCE: Final = 2**22
+"""Elements that are rounded together; more would hold float32 copies of a large matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A matrix [out, in] as codes and scales.
+
+    Attributes:
+        codes: [out, in]; int8 of 8 bits, uint8 0..15 of 4 bits.
+        scales: [out, groups], float32; one group is a scale for a whole row.
+        zeros: [out, groups], uint8, of 4 bits alone: the code of 0. None: `SYMMETRIC_ZERO` in 4 bits, 0 in 8 bits.
+        bits: 8 or 4.
+        group_size: Columns of a group; the number of columns where a row is one group.
+        columns: [in], int32: column j belongs to group columns[j] (GPTQ's act-order). None: to j // group_size.
+
+    Raises:
+        ModelError: The arrays do not fit each other.
+    """
+
+    codes: NDArray[np.int8] | NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.uint8] | None
+    bits: int
+    group_size: int
+    columns: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {8: np.dtype(np.int8), 4: np.dtype(np.uint8)}
+        if self.codes.ndim != 2 or kinds.get(self.bits) != self.codes.dtype:
+            raise ModelError(f"codes must be [out, in] of 8 bits (int8) or 4 (uint8). Given: {self._told()}")
+        if self.group_size < 1 or self.scales.shape != (self.codes.shape[0], self.num_groups):
+            raise ModelError(f"scales must be [out, groups] for {self._told()}. Given: {list(self.scales.shape)}")
+        if self.scales.dtype != np.float32:
+            raise ModelError(f"scales must be float32. Given: {self.scales.dtype}")
+        if self.zeros is not None and (
+            self.bits != 4 or self.zeros.dtype != np.uint8 or self.zeros.shape != self.scales.shape
+        ):
+            raise ModelError(f"zeros must be uint8, of 4 bits and of the shape of scales, for {self._told()}")
+        if self.columns is not None and not self._columns_fit(self.columns):
+            raise ModelError(f"columns must be int32 [in], each a group, for {self._told()}")
+
+    def _columns_fit(self, columns: NDArray[np.int32]) -> bool:
+        fits = columns.dtype == np.int32 and columns.shape == (self.codes.shape[1],)
+        return fits and (not columns.size or 0 <= int(columns.min()) <= int(columns.max()) < self.num_groups)
+
+    def _told(self) -> str:
+        return f"{list(self.codes.shape)} {self.codes.dtype}, {self.bits} bits, groups of {self.group_size}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def num_groups(self) -> int:
+        """Of a row; the last may be shorter."""
+        return max(1, -(-self.codes.shape[1] // self.group_size))
+
+    @property
+    def num_bytes(self) -> int:
+        """As served: two codes of 4 bits in a byte, scales and zeros as they are."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.size * self.bits // 8 + self.scales.nbytes + zeros
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """(code - zero) * scale, [out, in]: the difference is exact, the product rounded once."""
+        values = self.codes.astype(np.float32)
+        group_of = np.arange(values.shape[1], dtype=np.int32) // self.group_size
+        group_of = group_of if self.columns is None else self.columns
+        for rows in _blocks(*values.shape):
+            if self.zeros is not None:
+                values[rows] -= self.zeros[rows][:, group_of]
+            elif self.bits == 4:
+                values[rows] -= SYMMETRIC_ZERO
+            values[rows] *= self.scales[rows][:, group_of]
+        return values
+
+
+def quantize_w8(weight: Array) -> QuantizedTensor:
+    """Rounds each row to 8 bits: codes -127..127, and the scale that its largest element asks for.
+
+    Args:
+        weight: [out, in]; float32, float16, or bfloat16 as uint16 bits.
+
+    Raises:
+        ModelError: It is no matrix, or an element is infinite or no number.
+    """
+    _check(weight)
+    codes = np.empty(weight.shape, np.int8)
+    scales = np.empty((weight.shape[0], 1), np.float32)
+    for rows in _blocks(*weight.shape):
+        values = _finite(weight[rows])
+        scales[rows] = _usable(np.abs(values).max(axis=1, initial=0, keepdims=True) / np.float32(127))
+        codes[rows] = np.clip(np.rint(values / scales[rows]), -127, 127)
+    return QuantizedTensor(codes, scales, None, 8, max(1, weight.shape[1]))
+
+
+def quantize_w4(weight: Array, group_size: int, symmetric: bool = True) -> QuantizedTensor:
+    """Rounds each group of columns to 4 bits.
+
+    Symmetric codes reach from -8 to 7 scales, the largest element lying at 7.5; the others reach from the smallest to
+    the largest element in 15 scales, 0 being one of the codes.
+
+    Args:
+        weight: As of `quantize_w8`.
+        group_size: Columns of a group; divides those of the matrix.
+        symmetric: Whether 0 has the same code everywhere, which needs no zeros.
+
+    Raises:
+        ModelError: As `quantize_w8`, or the groups do not fit.
+    """
+    _check(weight)
+    out, width = weight.shape
+    if group_size < 1 or width % group_size:
+        raise ModelError(f"group_size must divide the {width} columns of the matrix. Given: {group_size}")
+    codes = np.empty((out, width), np.uint8)
+    scales = np.empty((out, width // group_size), np.float32)
+    zeros = None if symmetric else np.empty(scales.shape, np.uint8)
+    for rows in _blocks(out, width):
+        values = _finite(weight[rows]).reshape(-1, scales.shape[1], group_size)
+        if zeros is None:
+            scale = _usable(np.abs(values).max(axis=2, initial=0) / np.float32(7.5))
+            zero = np.full(scale.shape, SYMMETRIC_ZERO, np.float32)
+        else:
+            least, most = values.min(axis=2, initial=0), values.max(axis=2, initial=0)
+            scale = _usable(most / np.float32(15) - least / np.float32(15))
+            zero = np.clip(np.rint(-least / scale), 0, 15)
+            zeros[rows] = zero
+        scales[rows] = scale
+        found = np.clip(np.rint(values / scale[..., None]) + zero[..., None], 0, 15)
+        codes[rows] = found.reshape(-1, width)
+    return QuantizedTensor(codes, scales, zeros, 4, group_size)
+
+
+def _check(weight: Array) -> None:
+    if weight.ndim != 2:
+        raise ModelError(f"what is quantised must be a matrix. Given: shape {list(weight.shape)}")
+
+
+def _finite(weight: Array) -> NDArray[np.float32]:
+    values = to_float32(weight)
+    if not np.isfinite(values).all():
+        raise ModelError("what is quantised must hold finite numbers only")
+    return values
+
+
+def _usable(scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """1 where all elements are 0, or so small that their scale is below the smallest normal number."""
+    usable: NDArray[np.float32] = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale).astype(np.float32)
+    return usable
+
+
+def _blocks(rows: int, columns: int) -> list[slice]:
+    """Rows that are computed together."""
+    step = max(1, _AT_ONCE // max(1, columns))
+    return [slice(start, start + step) for start in range(0, rows, step)]

@@ -1,0 +1,138 @@
+"""Codes and scales: what they stand for, how far rounding may move an element, and what does not fit is refused."""
+
+import numpy as np
+import pytest
+from llm_serving.errors import ModelError
+from llm_serving.formats import quantized
+from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
+from model_factories import from_bfloat16, to_bfloat16
+
+
+def matrix(rows=5, columns=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(rows, columns)) * 10.0 ** rng.integers(-3, 3, (rows, 1))).astype(np.float32)
+
+
+def one_by_one(tensor: QuantizedTensor) -> np.ndarray:
+    """The definition."""
+    values = np.empty(tensor.shape, np.float32)
+    for i, j in np.ndindex(*tensor.shape):
+        group = j // tensor.group_size if tensor.columns is None else tensor.columns[j]
+        zero = 8 if tensor.bits == 4 else 0
+        zero = zero if tensor.zeros is None else int(tensor.zeros[i, group])
+        values[i, j] = np.float32(int(tensor.codes[i, j]) - zero) * tensor.scales[i, group]
+    return values
+
+
+@pytest.fixture(params=[None, 100], ids=["at once", "in blocks"])
+def at_once(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(quantized, "_AT_ONCE", request.param)
+
+
+QUANTIZERS = [
+    quantize_w8,
+    lambda w: quantize_w4(w, 16),
+    lambda w: quantize_w4(w, 32, symmetric=False),
+    lambda w: quantize_w4(w, 64),
+]
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+def test_values_are_those_of_the_definition_and_within_half_a_scale(quantize, at_once):
+    weight = matrix()
+    weight[3] = 0
+    tensor = quantize(weight)
+    assert np.array_equal(tensor.dequantized(), one_by_one(tensor))
+    bound = np.repeat(tensor.scales, tensor.group_size, axis=1) * np.float32(0.500001)
+    assert (np.abs(tensor.dequantized() - weight) <= bound).all()
+    assert (tensor.dequantized()[3] == 0).all()
+
+
+def test_act_order_gives_columns_their_groups():
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 16, (3, 8)).astype(np.uint8)
+    scales = rng.normal(size=(3, 2)).astype(np.float32)
+    zeros = rng.integers(0, 16, (3, 2)).astype(np.uint8)
+    tensor = QuantizedTensor(codes, scales, zeros, 4, 4, np.array([1, 0, 0, 1, 1, 0, 1, 0], np.int32))
+    assert np.array_equal(tensor.dequantized(), one_by_one(tensor))
+
+
+def test_a_last_group_may_be_shorter():
+    tensor = QuantizedTensor(np.ones((2, 5), np.int8), np.array([[1, 2], [3, 4]], np.float32), None, 8, 4)
+    assert tensor.dequantized().tolist() == [[1, 1, 1, 1, 2], [3, 3, 3, 3, 4]]
+    assert tensor.num_bytes == 10 + 16
+
+
+def test_codes_use_their_range():
+    assert (np.abs(quantize_w8(matrix()).codes.astype(int)).max(axis=1) == 127).all()
+    assert quantize_w4(matrix(), 64).codes.max() == 15
+    both = quantize_w4(np.array([[3.0, 4, 5, 6], [-1, -2, -3, -4]], np.float32), 4, symmetric=False)
+    assert both.zeros.tolist() == [[0], [15]]
+    assert both.codes[0, 3] == 15
+    assert both.codes[1, 3] == 0
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+def test_stored_types_give_the_codes_of_their_values(quantize):
+    bits = to_bfloat16(matrix())
+    assert np.array_equal(quantize(bits).codes, quantize(from_bfloat16(bits)).codes)
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 3e38, 0.0])
+def test_extremes_stay_finite(quantize, value):
+    weight = np.full((2, 64), value, np.float32)
+    weight[1] *= -1
+    found = quantize(weight).dequantized()
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, weight, rtol=0.07, atol=1e-36)
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+def test_what_cannot_be_quantised(quantize):
+    with pytest.raises(ModelError, match=r"must be a matrix. Given: shape \[3\]"):
+        quantize(np.zeros(3, np.float32))
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ModelError, match="must hold finite numbers"):
+            quantize(np.full((2, 64), bad, np.float32))
+
+
+@pytest.mark.parametrize("group_size", [0, -1, 48, 128])
+def test_groups_must_fit(group_size):
+    with pytest.raises(ModelError, match=f"group_size must divide the 64 columns of the matrix. Given: {group_size}"):
+        quantize_w4(matrix(), group_size)
+
+
+GOOD = {
+    "codes": np.zeros((2, 8), np.uint8),
+    "scales": np.ones((2, 2), np.float32),
+    "zeros": np.zeros((2, 2), np.uint8),
+    "bits": 4,
+    "group_size": 4,
+    "columns": np.array([0, 0, 0, 0, 1, 1, 1, 1], np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 8}, "codes must be"),
+        ({"bits": 3}, "codes must be"),
+        ({"codes": np.zeros(8, np.uint8)}, "codes must be"),
+        ({"codes": np.zeros((2, 8), np.int8), "bits": 8}, "zeros must be"),
+        ({"group_size": 0}, "scales must be"),
+        ({"group_size": 3}, "scales must be"),
+        ({"scales": np.ones((2, 2))}, "scales must be float32"),
+        ({"zeros": np.zeros((2, 1), np.uint8)}, "zeros must be"),
+        ({"zeros": np.zeros((2, 2), np.int8)}, "zeros must be"),
+        ({"columns": np.full(8, 2, np.int32)}, "columns must be"),
+        ({"columns": np.full(8, -1, np.int32)}, "columns must be"),
+        ({"columns": np.zeros(8)}, "columns must be"),
+        ({"columns": np.zeros(7, np.int32)}, "columns must be"),
+    ],
+)
+def test_arrays_that_do_not_fit(changes, message):
+    QuantizedTensor(**GOOD)
+    with pytest.raises(ModelError, match=message):
+        QuantizedTensor(**GOOD | changes)
