@@ -18,6 +18,7 @@ from llm_serving.server.responses_schemas import ResponsesRequest
 from llm_serving.server.sampling import REQUEST_RULES
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
+from llm_serving.server.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 
 FILE = Path(__file__).parents[1] / "docs" / "parameters.md"
 BEGINNING = f"""# Parameters of requests
@@ -61,6 +62,9 @@ def document() -> str:
         ("Conversations", (ChatCompletionRequest,)),
         ("Responses", (ResponsesRequest,)),
         ("Anthropic messages", (MessagesRequest,)),
+        ("Embeddings", (EmbeddingsRequest,)),
+        ("Scores", (ScoreRequest,)),
+        ("Rerank", (RerankRequest,)),
         ("TGI", (TGIRequest, TGIParameters)),
         ("Older routes", (LegacyRequest, LegacyParameters)),
     ):

@@ -20,10 +20,12 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.health import EngineHealth
 from llm_serving.errors import CapacityError, LLMServingError
+from llm_serving.models.pooling import Pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.explanation import Explanation
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
+from numpy.typing import NDArray
 
 DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
 DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)
@@ -65,6 +67,7 @@ class Submitted:
     beam_search: BeamSearchParams | None = None
     deadline: float | None = None
     visitor: Visitor | None = None
+    wants_vector: bool = False
 
 
 class FakeStream:
@@ -129,6 +132,8 @@ class FakeStream:
             queued_s=0.25,
             prompt_logprobs=None if index else _of_prompt(self._submitted.prompt_token_ids, sampling.prompt_logprobs),
         )
+        if last and self._submitted.wants_vector:
+            whole.vector = self._engine.vector_of(self._submitted.prompt_token_ids)
         search = self._submitted.beam_search
         if search is None or not last or failed:
             return whole
@@ -201,6 +206,7 @@ class FakeEngine:
             scheduler=SchedulerConfig(max_waiting_queue=20),
             api_keys=self.api_keys,
         )
+        self.pooling = Pooling()
         self.model_spec = DEMO_SPEC
         self.tokenizer = DEMO_TOKENIZER
         self.sampling_defaults: dict[str, object] = {}
@@ -228,6 +234,11 @@ class FakeEngine:
         """Every reading is a second after the one before."""
         self._ticks = getattr(self, "_ticks", 0.0) + 1.0
         return self._ticks
+
+    def vector_of(self, prompt_token_ids: list[int]) -> NDArray[np.float32]:
+        """Another one for each prompt, and the same for the same."""
+        vector = np.random.default_rng(prompt_token_ids).normal(size=DEMO_SPEC.network.hidden)
+        return vector.astype(np.float32)
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
         self.asked.append((request_id, tenant))
@@ -288,6 +299,7 @@ class FakeEngine:
         deadline: float | None = None,
         fork_of: FakeStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        wants_vector: bool = False,
         visitor: Visitor | None = None,
         admission: Admission | None = None,
     ) -> FakeStream:
@@ -304,6 +316,7 @@ class FakeEngine:
             beam_search,
             deadline,
             visitor,
+            wants_vector,
         )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)

@@ -32,6 +32,7 @@ from llm_serving.hub.contents import small_files
 from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import spare_tensors
 from llm_serving.models.memory import readable_size
+from llm_serving.models.pooling import POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 FORMS: Final = ("hf", "mindformers")
@@ -128,9 +129,11 @@ def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads:
 def _copy_small_files(source: Path, folder: Path) -> None:
     """Tokenizer and the like."""
     beside = source if source.is_dir() else source.parent
-    sizes = {path.name: path.stat().st_size for path in beside.iterdir() if path.is_file()}
+    paths = [*beside.iterdir(), *(beside / name for name in POOLING_FILES)]
+    sizes = {str(path.relative_to(beside)): path.stat().st_size for path in paths if path.is_file()}
     for name in small_files(sizes):
         if not name.endswith(".index.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(beside / name, folder / name)
 
 
@@ -147,7 +150,7 @@ def _beside(target: Path, num_bytes: int) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
-        for path in folder.iterdir():
+        for path in filter(Path.is_file, folder.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         folder.rename(target)

@@ -10,6 +10,7 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.hub import cached_models, download
 from llm_serving.hub.contents import missing_files
 from llm_serving.models.contents import check_folder
+from llm_serving.models.pooling import served_pooling
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
 
@@ -55,6 +56,7 @@ def check_weights(config: ServingConfig) -> None:
     complete = model is None or not missing_files(model.folder)
     if config.model.model_path is not None and complete:
         check_folder(config.model.model_path)
+        served_pooling(config.model.pooling, config.model.model_path)
 
 
 def cached_table() -> Iterator[str]:

@@ -18,6 +18,11 @@ POSTS = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 USUAL = {
     "prompt": "hello",
     "inputs": "hello",
+    "input": "hello",
+    "query": "hello",
+    "documents": ["hello"],
+    "text_1": "hello",
+    "text_2": "hello",
     "messages": [{"role": "user", "content": "hello"}],
     "tokens": [5],
     "max_tokens": 4,

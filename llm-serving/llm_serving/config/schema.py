@@ -71,6 +71,11 @@ class ModelConfig:
     """`auto`: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the model's
     generation_config.json are what OpenAI requests have that give none. `none`: the defaults of this server."""
 
+    pooling: str = option("auto", choice(("auto", "last", "none")))
+    """How a text becomes a vector (`/v1/embeddings`, `/v1/score`, `/v1/rerank`). `auto`: as the folder of an embedding
+    model says; of another model there are none. `last`: of any model, the last hidden state of the last token, brought
+    to length 1. `none`: those routes are refused."""
+
     tokenizer_path: Path | None = option(None, path())
     """Tokenizer file or folder. None: the one in `model_path`."""
 

@@ -28,7 +28,8 @@ from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.errors import ContextLengthError, LLMServingError, UnavailableError, WorkerDiedError
+from llm_serving.errors import ContextLengthError, LLMServingError, RequestError, UnavailableError, WorkerDiedError
+from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.class_metrics import ClassLoad
 from llm_serving.observe.metrics import Metrics
@@ -76,6 +77,9 @@ class AsyncEngine:
             generation_defaults(config.model.model_path) if config.model.generation_config == "auto" else {}
         )
         """What OpenAI requests have that say nothing, by parameter; the rest is that of `SamplingParams`."""
+        path, mode = config.model.model_path, config.model.pooling
+        self.pooling: Pooling | None = None if path is None else served_pooling(mode, path)
+        """How texts become vectors; None: they do not."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.clock = clock
@@ -137,6 +141,7 @@ class AsyncEngine:
         deadline: float | None = None,
         fork_of: RequestStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        wants_vector: bool = False,
         visitor: Visitor = NOBODY,
         admission: Admission | None = None,
     ) -> RequestStream:
@@ -144,6 +149,8 @@ class AsyncEngine:
 
         With `fork_of`, a request with the same prompt, it runs on the same replica and shares the blocks of the prompt.
         It tells the same number of cached tokens: what the other one found, not what it takes from that.
+
+        With `wants_vector` its last piece has the last hidden state of the prompt.
 
         With `visitor` a refused request is recognized when it comes again. With `admission`, what `check_capacity` let
         in as a group, the door is not asked again.
@@ -154,6 +161,8 @@ class AsyncEngine:
                 deadline.
             UnavailableError: No WorkAgent is ready.
         """
+        if self.pooling is not None and self.pooling.alone and not wants_vector:
+            raise RequestError("model", "is an embedding model, of /v1/embeddings, /v1/score and /v1/rerank alone")
         replica, engine = self._replica_of(fork_of) or self._least_loaded()
         request_class = class_of(priority, self.config.request_classes)
         try:
@@ -192,6 +201,7 @@ class AsyncEngine:
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
             form=beam_search,
+            wants_vector=wants_vector,
         )
         if exchange is not None:
             exchange.predicted_ttft_s = admission.predicted_s

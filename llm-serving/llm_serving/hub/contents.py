@@ -10,6 +10,7 @@ from typing import Final
 
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError
+from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -26,9 +27,10 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
     """Configuration and tokenizer, config.json first: what decides whether the model can be served.
 
     Args:
-        sizes: File name -> bytes of all that a hub has; files in folders are never wanted.
+        sizes: File name -> bytes of all that a hub has; of files in folders only `POOLING_FILES` are wanted.
     """
-    names = [name for name, size in sizes.items() if size <= _MAX_SMALL_BYTES and _matches(name, _SMALL)]
+    wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES]
+    names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
     return sorted(set(names) - set(unwanted), key=lambda name: (name != CONFIG_NAME, name))
 
@@ -73,6 +75,8 @@ def missing_files(folder: Path) -> list[str]:
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
     if not any(_matches(name, TOKENIZERS) for name in names):
         missing.append("a tokenizer")
+    if MODULES_NAME in names:
+        missing += [name for name in POOLING_FILES if not (folder / name).exists()]
     weights = weight_files(names, folder / INDEX_NAME)
     return missing + ([name for name in weights if name not in names] if weights else ["*.safetensors"])
 

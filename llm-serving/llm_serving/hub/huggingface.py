@@ -84,7 +84,9 @@ class HuggingFace:
             with _partial_file(blobs / f"{head.etag}{_PARTIAL}", blob) as part:
                 if part is not None:
                     self._fill(part, blob, url, file, head.size, listing)
-        _link(listing.folder / file, blob)
+        pointer = listing.folder / file
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        _link(pointer, blob)
 
     def _fill(self, part: BufferedRandom, blob: Path, url: str, file: str, size: int | None, listing: Listing) -> None:
         from huggingface_hub.file_download import http_get

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -42,19 +43,32 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
 """Name in `architectures` of a configuration -> file of this folder, function."""
 
 
+_DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
+_ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
+"""In names of networks that see a text in both directions."""
+
+
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """The first of the names in `architectures` that is known.
+    """The first of the names in `architectures` that is known; `Qwen3Model`, without a head, is that with one.
 
     Raises:
-        ModelError: None is; the text lists those known and the nearest.
+        ModelError: None is; the text lists those known and the nearest. Or the network sees a text in both directions.
     """
     known = ", ".join(FAMILIES)
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelError(f"{where}: `architectures` must name one of: {known}. Given: {shorten(names)}")
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
-            return name
+        if not isinstance(name, str):
+            continue
+        whole = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
+        if config.get("is_causal") is False or config.get("use_bidirectional_attention") or _ENCODERS.search(name):
+            raise ModelError(
+                f"{where}: {shorten(name)} is an encoder, which sees a text in both directions. Only decoders are "
+                f"served, as embedding models too: those made of {', '.join(_DECODERS_THAT_EMBED)} and the like"
+            )
+        if whole in FAMILIES:
+            return whole
     near = difflib.get_close_matches(names[0], FAMILIES, 1, 0.7) if isinstance(names[0], str) else []
     nearest = f" Nearest: {near[0]}." if near else ""
     raise ModelError(f"{where}: architecture {shorten(names[0])} is not supported.{nearest} Known: {known}")

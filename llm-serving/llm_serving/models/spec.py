@@ -16,6 +16,7 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.models import chatglm
 from llm_serving.models.facts import Facts
 from llm_serving.models.mindformers import hugging_face_config
+from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.description import CacheShape, Network, Weight
 
@@ -137,6 +138,8 @@ class ModelSpec:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
+        if is_embedding_model(folder):
+            config["tie_word_embeddings"] = True  # its head is never read, and need not be there
         return cls.from_hugging_face(config, str(path))
 
     @classmethod

@@ -19,6 +19,10 @@ from llm_serving.models.read_ahead import Extent, ReadAhead
 
 __all__ = ["INDEX_NAME", "WeightReader"]
 
+_BASE: Final = "model."
+_WITHOUT_BASE: Final = "embed_tokens.weight"
+"""Embedding models are stored without their head, and then without the prefix that tells the two apart."""
+
 # Below this, reading ahead saves less than a thread costs.
 _LEAST_READ_AHEAD: Final = 1 << 26
 
@@ -39,6 +43,7 @@ class WeightReader:
         self._tensors: dict[str, StoredTensor] = {}
         stored = read_tensors(folder)
         theirs = are_of_mindformers(stored)
+        prefix = _BASE if _WITHOUT_BASE in stored else ""
         for stored_name, tensor in stored.items():
             if theirs and is_joined(stored_name):
                 order = "" if order_of(stored_name) else f" --joined {'|'.join(ORDERS)}"
@@ -47,7 +52,7 @@ class WeightReader:
                     f"{tensor.file}: {stored_name} holds several projections{why}: "
                     f"`llm-serving convert {folder} OUT --to hf{order}` takes them apart"
                 )
-            name = hugging_face_name(stored_name) if theirs else stored_name
+            name = hugging_face_name(stored_name) if theirs else prefix + stored_name
             if name in self._tensors:
                 raise ModelError(f"{tensor.file}: tensor {name} stands twice, also in {self._tensors[name].file}")
             self._tensors[name] = tensor

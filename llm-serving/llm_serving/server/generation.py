@@ -136,6 +136,7 @@ async def start_generation(
     request_id: str,
     caller: Caller,
     visitor: Visitor = NOBODY,
+    wants_vectors: bool = False,
 ) -> Generation:
     """Submits `choices.best_of` requests for each prompt, all or none; a beam search is one.
 
@@ -149,6 +150,7 @@ async def start_generation(
         request_id: As the client sees it.
         caller: Who asks.
         visitor: By which the door knows the request when it comes again.
+        wants_vectors: Whether the last pieces are to have the vectors of the prompts.
 
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
@@ -187,6 +189,7 @@ async def start_generation(
                     deadline=caller.deadline,
                     fork_of=first,
                     beam_search=choices.beams,
+                    wants_vector=wants_vectors,
                     visitor=visitor,
                     admission=admission,
                 )
@@ -253,7 +256,7 @@ async def encode_text(engine: AsyncEngine, text: str, field: str, add_special_to
     Raises:
         ContextLengthError: The text has more characters than the longest prompt could have.
     """
-    _check_length(engine, text, field)
+    check_length(engine, text, field)
     return await off_loop(len(text) > INLINE_CHARS, lambda: engine.tokenizer.encode(text, add_special_tokens))
 
 
@@ -267,7 +270,7 @@ async def encode_prompts(
     """
     texts = [item for item in items if isinstance(item, str)]
     for text in texts:
-        _check_length(engine, text, "prompt")
+        check_length(engine, text, "prompt")
 
     def encode() -> list[list[int]]:
         tokenizer = engine.tokenizer
@@ -276,7 +279,7 @@ async def encode_prompts(
     return await off_loop(sum(map(len, texts)) + INLINE_CHARS // 64 * len(texts) > INLINE_CHARS, encode)
 
 
-def _check_length(engine: AsyncEngine, text: str, field: str) -> None:
+def check_length(engine: AsyncEngine, text: str, field: str) -> None:
     longest = engine.config.model.max_input_len * engine.tokenizer.max_token_chars
     if len(text) > longest:
         rule = f"must be at most {engine.config.model.max_input_len} tokens long, which {longest} characters exceed"

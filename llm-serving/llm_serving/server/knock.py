@@ -81,4 +81,8 @@ def _bounds(engine: AsyncEngine, prompt: str | list[int], frame: int) -> tuple[i
 
 def _visitor(caller: Caller, prompts: Sequence[Any], max_tokens: int) -> Visitor:
     who = (caller.tenant, caller.cache_salt, caller.idempotency_key, caller.priority)
-    return Visitor(caller.source, hashlib.blake2b(_encode((who, prompts, max_tokens)), digest_size=16).digest())
+    try:
+        content = _encode((who, prompts, max_tokens))
+    except OverflowError:  # integers that are no token ids, as will be found out
+        content = repr((who, prompts, max_tokens)).encode()
+    return Visitor(caller.source, hashlib.blake2b(content, digest_size=16).digest())

@@ -42,6 +42,12 @@ async def read_request(engine: AsyncEngine, http_request: Request, kind: type[An
     return request
 
 
+class Identified(Protocol):
+    """A body that may name its answer."""
+
+    request_id: str | None
+
+
 @dataclass(frozen=True)
 class Identity:
     """What every piece of one answer repeats."""
@@ -56,7 +62,7 @@ class Identity:
         return {"x-request-id": self.request_id}
 
 
-def identify(engine: AsyncEngine, http_request: Request, request: GenerationRequest, prefix: str) -> Identity:
+def identify(engine: AsyncEngine, http_request: Request, request: Identified, prefix: str) -> Identity:
     """The answer's id: the client's (`request_id`, or the header `x-request-id` if it is one), otherwise a random one.
 
     Raises:

@@ -43,6 +43,7 @@ from llm_serving.server.schemas import (
     ToolCallOfMessage,
 )
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
+from llm_serving.server.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest, TextDocument
 
 T = TypeVar("T")
 
@@ -203,6 +204,14 @@ _PART: Final[Rows] = {
     **dict.fromkeys(("annotations", "logprobs"), Ignored("only tells of an answer that comes back")),
     **dict.fromkeys(("image_url", "file_id", "file_data", "refusal"), Refused("is not supported: only text is")),
 }
+_VECTORS: Final[Rows] = {
+    "max_tokens": Refused("is not a parameter of this route; `truncate_prompt_tokens` is", _STRICT),
+    "messages": Refused("is not supported: put texts into the fields of this route"),
+    "instruction": Refused("is not supported: put it into the text"),
+    "chat_template": Refused(),
+    "mm_processor_kwargs": Refused("is not supported: only text is"),
+    "service_tier": Ignored("`priority` and `priority_class` say who goes first"),
+}
 _OLDER: Final = Ignored("these routes never refused a field")
 
 BODIES: Final[Mapping[type, BodyFields]] = {
@@ -244,6 +253,28 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem}),
     InputItem: BodyFields(_ITEM, nested={"content": InputPart}),
     InputPart: BodyFields(_PART),
+    EmbeddingsRequest: BodyFields(
+        {
+            **_VECTORS,
+            "input_type": Refused("is not supported: put the instruction of the model into the text"),
+            "task": Refused("is not supported: put the instruction of the model into the text"),
+            "prompt": _named("input"),
+            "inputs": _named("input"),
+            "embedding_types": _named("encoding_format"),
+            "additional_data": Ignored("only comes back with other servers"),
+        }
+    ),
+    ScoreRequest: BodyFields(_VECTORS),
+    RerankRequest: BodyFields(
+        {
+            **_VECTORS,
+            "texts": _named("documents"),
+            "rank_fields": Refused("is not supported: documents are texts"),
+            "max_chunks_per_doc": Refused("is not supported: a document has one vector"),
+        },
+        nested={"documents": TextDocument},
+    ),
+    TextDocument: BodyFields(),
     BatchRequest: BodyFields({"output_expires_after": Refused()}),
     TokenizeRequest: BodyFields(nested={"messages": ChatMessage}),
     DetokenizeRequest: BodyFields(),
@@ -259,7 +290,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
 
 _Object = dict[str, msgspec.Raw]
 _decode_object: Final = msgspec.json.Decoder(_Object).decode
-_decode_objects: Final = msgspec.json.Decoder(list[_Object]).decode
+_decode_items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _names: Final = {kind: frozenset(each.encode_name for each in msgspec.structs.fields(kind)) for kind in BODIES}
 _HEADER_NAME: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_NAME_CHARS}}}")
 
@@ -323,7 +354,8 @@ def _ignored_within(raw: msgspec.Raw, kind: type, place: str) -> list[str]:
     if begin == b"{":
         return _ignored(_decode_object(raw), kind, "" if place == "parameters" else f"{place}.")
     if begin == b"[":
-        return [name for i, each in enumerate(_decode_objects(raw)) for name in _ignored(each, kind, f"{place}[{i}].")]
+        items = enumerate(_decode_items(raw))
+        return [name for i, each in items for name in _ignored_within(each, kind, f"{place}[{i}]")]
     return []
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from llm_serving.server.off_loop import Long
 
-ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ENDPOINTS_OF_LINES: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 """Routes that lines may ask for."""
 ENDED: Final = frozenset(("completed", "failed", "expired", "cancelled"))
 

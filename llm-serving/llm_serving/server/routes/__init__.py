@@ -8,6 +8,7 @@ from llm_serving.server.routes import (
     chat,
     completions,
     control,
+    embeddings,
     explanations,
     health,
     legacy,
@@ -15,6 +16,7 @@ from llm_serving.server.routes import (
     metrics,
     models,
     responses,
+    scores,
     tgi,
 )
 
@@ -25,6 +27,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
+    *embeddings.ENDPOINTS,
+    *scores.ENDPOINTS,
     *batches.ENDPOINTS,
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,

@@ -1,0 +1,101 @@
+"""What folders of embedding models say of their vectors, and which of them are served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from llm_serving.errors import ModelError
+from llm_serving.hub.contents import missing_files, small_files
+from llm_serving.models.contents import check_folder
+from llm_serving.models.pooling import Pooling, served_pooling
+from llm_serving.models.spec import ModelSpec
+from model_factories import write_safetensors
+from small_model import CONFIG, write_small_model
+
+LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}
+
+
+def modules(*kinds: str) -> list[dict[str, object]]:
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    prefix = "sentence_transformers.models."
+    return [{"idx": i, "path": paths.get(kind, "3"), "type": prefix + kind} for i, kind in enumerate(kinds)]
+
+
+def folder_with(folder: Path, listed: object, pooling: object = LAST) -> Path:
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+@pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}])
+def test_the_folder_of_an_embedding_model(tmp_path, pooling):
+    listed = modules("Transformer", "Pooling", "Normalize")
+    assert served_pooling("auto", folder_with(tmp_path, listed, pooling)) == Pooling(normalises=True, alone=True)
+    assert served_pooling("none", tmp_path) is None
+    assert served_pooling("auto", folder_with(tmp_path, listed[:2])) == Pooling(normalises=False, alone=True)
+
+
+def test_another_model_has_vectors_where_the_configuration_says_so(tmp_path):
+    assert served_pooling("auto", tmp_path) is None
+    assert served_pooling("last", tmp_path) == Pooling(normalises=True, alone=False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "pooling", "text"),
+    [
+        (modules("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mode mean_tokens is not served"),
+        (modules("Transformer", "Pooling"), LAST | {"pooling_mode_cls_token": True}, "cls_token + lasttoken"),
+        (modules("Transformer", "Pooling"), {}, "mode none"),
+        (modules("Transformer", "Pooling"), [], "JSON object"),
+        (modules("Transformer", "Dense"), LAST, "module Dense is not served"),
+        ([{"path": "../x", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
+        ([{"path": "..", "type": "a.Pooling"}], LAST, "must name a folder beside it"),
+        ([{"path": "other", "type": "a.Pooling"}], LAST, "is missing"),
+        ([{"path": 5}], LAST, "`path` and `type`"),
+        ({}, LAST, "a list of modules"),
+    ],
+)
+def test_what_is_not_served_is_named(tmp_path, listed, pooling, text):
+    with pytest.raises(ModelError, match=text.replace("+", r"\+")):
+        served_pooling("auto", folder_with(tmp_path, listed, pooling))
+    assert served_pooling("last", tmp_path) == Pooling(normalises=True, alone=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["BertModel"]},
+        {"architectures": ["XLMRobertaForSequenceClassification"]},
+        {"architectures": ["Qwen2ForCausalLM"], "is_causal": False},
+        {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
+    ],
+)
+def test_an_encoder_is_refused_as_one(config):
+    with pytest.raises(ModelError, match="is an encoder"):
+        ModelSpec.from_hugging_face(CONFIG | config)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel"])
+def test_an_embedding_model_is_stored_without_its_head_and_the_prefix(tmp_path, architecture):
+    config = {"architectures": [architecture], "tie_word_embeddings": False}
+    tensors = write_small_model(tmp_path, **config)
+    del tensors["lm_head.weight"]
+    own = {name.removeprefix("model."): values for name, values in tensors.items()}
+    write_safetensors(tmp_path / "model.safetensors", own)
+    with pytest.raises(ModelError, match="lm_head"):
+        check_folder(tmp_path)
+    folder_with(tmp_path, modules("Transformer", "Pooling"))
+    assert check_folder(tmp_path).architecture == "LlamaForCausalLM"
+
+
+def test_its_pooling_is_wanted_of_a_hub_and_missed_in_a_folder(tmp_path):
+    sizes = {"config.json": 1, "modules.json": 1, "1_Pooling/config.json": 1, "onnx/config.json": 1}
+    assert set(small_files(sizes)) == {"config.json", "modules.json", "1_Pooling/config.json"}
+    write_small_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert missing_files(tmp_path) == []
+    (tmp_path / "modules.json").write_text("[]")
+    assert missing_files(tmp_path) == ["1_Pooling/config.json"]
