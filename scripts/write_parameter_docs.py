@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-from llm_serving.core import sampling_params
 from llm_serving.core.generation_defaults import PARAMETERS
 from llm_serving.core.sampling_params import DEFAULTS, RULES
 from llm_serving.server.anthropic_schemas import MessagesRequest
+from llm_serving.server.parameter_table import meanings
 from llm_serving.server.parameters import BODIES, Ignored, Refused
 from llm_serving.server.responses_schemas import ResponsesRequest
 from llm_serving.server.sampling import REQUEST_RULES
@@ -51,6 +48,9 @@ The folder of a model may hold a `generation_config.json`. {", ".join(f"`{key}`"
 completions and conversations have that say nothing (`max_new_tokens`: conversations alone, as completions have 16);
 other keys, `do_sample` among them, have no effect. `model_config.generation_config: none` leaves all of it out. The TGI
 and the older routes have defaults of their own.
+
+`GET /v1/parameters` tells the table of sampling below as programs read it, with the defaults of the model that is
+served, and the classes that who asks may ask for.
 """
 
 
@@ -81,24 +81,9 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def _sampling_rows() -> Iterator[tuple[str, ...]]:
-    meanings = _meanings()
     for name in RULES:
         rule = REQUEST_RULES[name].text
-        yield f"`{name}`", f"`{DEFAULTS[name]!r}`" if name != "seed" else "drawn", rule, meanings[name]
-
-
-def _meanings() -> dict[str, str]:
-    """Field of `SamplingParams` -> the docstring below it."""
-    (body,) = [
-        node.body for node in ast.parse(inspect.getsource(sampling_params)).body
-        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
-    ]  # fmt: skip
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+        yield f"`{name}`", f"`{DEFAULTS[name]!r}`" if name != "seed" else "drawn", rule, meanings()[name]
 
 
 def _other_rows(*kinds: type) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""GET /v1/models, the tokenizer routes, GET /version."""
+"""GET /v1/models and /v1/parameters, the tokenizer routes, GET /version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from llm_serving import __version__
 from llm_serving.admission.admission import check_token_ids
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.authentication import api_key_of
 from llm_serving.server.conversation import render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.generation import encode_text
 from llm_serving.server.off_loop import INLINE_ITEMS, large_json_response, off_loop
 from llm_serving.server.openai_requests import check_model
+from llm_serving.server.parameter_table import ParameterTable, parameter_table
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.schemas import (
     DetokenizeRequest,
@@ -41,6 +43,11 @@ async def show_model(engine: AsyncEngine, http_request: Request) -> Response:
     """One model by its id."""
     check_model(engine, http_request.path_params["model"])
     return json_response(_card(engine))
+
+
+async def list_parameters(engine: AsyncEngine, http_request: Request) -> Response:
+    """What a request may say, and what it has that says nothing."""
+    return json_response(parameter_table(engine, api_key_of(http_request)))
 
 
 async def tokenize(engine: AsyncEngine, http_request: Request) -> Response:
@@ -82,6 +89,7 @@ def _card(engine: AsyncEngine) -> ModelCard:
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/models", list_models, "List the served models", answer=ModelList),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "Show a model", answer=ModelCard),
+    Endpoint("GET", "/v1/parameters", list_parameters, "Tell what a request may say", answer=ParameterTable),
     Endpoint("POST", "/tokenize", tokenize, "Text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
     Endpoint("POST", "/detokenize", detokenize, "Token ids to text", body=DetokenizeRequest, answer=DetokenizeResponse),
     Endpoint("GET", "/version", show_version, "Version of the server", answer=VersionResponse),
