@@ -253,6 +253,10 @@ class ServerConfig:
     """Names besides `localhost` by which a server on a loopback address without API keys may be asked, such as that of
     a proxy before it; others are refused with 403."""
 
+    ui: bool = option(True, boolean())
+    """True: `/ui` is a page to try the model, to watch the scheduler and to see why a request waited. It is open to
+    all; what it shows needs the key that is typed there."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 

@@ -35,6 +35,7 @@ from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.inside import Inside
 from llm_serving.server.openapi import openapi_document
+from llm_serving.server.page import page_routes
 from llm_serving.server.quota import quotas_of
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
@@ -72,13 +73,14 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site
     """As `create_app`, with what answers those that are no clients."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
-    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key]
+    page = page_routes() if engine.config.serving.ui else []
+    open_paths = [endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key] + [each.path for each in page]
 
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
     routes = Application(
-        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi)],
+        [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
         ResponseStore(engine.config.serving.response_store_bytes),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]

@@ -1,0 +1,105 @@
+"""The page at /ui: who gets it, with which headers, that nothing of it comes from elsewhere or makes code of text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from fakes import FakeEngine
+from llm_serving.config.schema import ApiKey
+from llm_serving.server.authentication import hash_key
+from llm_serving.server.page import FOLDER, MEDIA_TYPES, PATH, POLICY, page_routes
+from server_client import error_of, request
+
+KEYS = (ApiKey(name="team", key_sha256=hash_key("k" * 20)),)
+PATHS = [each.path for each in page_routes()]
+SCRIPTS = sorted(FOLDER.glob("*.js"))
+MAKES_CODE = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|srcdoc|\beval\b"
+    r"|new Function|setTimeout\([\"'`]|javascript:|\.on[a-z]+ = [\"'`]|localStorage\.setItem\(KEY"
+)
+
+
+def test_every_file_of_the_folder_is_shown_and_nothing_else():
+    assert {path.suffix for path in FOLDER.iterdir()} <= set(MEDIA_TYPES)
+    assert sorted(PATHS) == sorted(
+        PATH if path.name == "index.html" else f"{PATH}/{path.name}" for path in FOLDER.iterdir()
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("keys", [(), KEYS], ids=["without keys", "with keys"])
+def test_it_is_open_and_has_strict_headers(path, keys):
+    answer = request(FakeEngine(api_keys=keys), "GET", path)
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["x-frame-options"] == "DENY"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["content-type"] in MEDIA_TYPES.values()
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere():
+    rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
+    assert rules.pop("require-trusted-types-for") == "'script'"
+    assert set(rules.values()) == {"'none'", "'self'"}
+    assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == rules["trusted-types"] == "'none'"
+
+
+def test_what_has_not_changed_is_not_sent_again():
+    etag = request(FakeEngine(), "GET", PATH).headers["etag"]
+    again = request(FakeEngine(), "GET", PATH, headers={"if-none-match": etag})
+    assert (again.status_code, again.content) == (304, b"")
+    assert request(FakeEngine(), "GET", PATH, headers={"if-none-match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui/", "/ui/none.js", "/ui/../page.py", "/ui/%2e%2e/page.py", "/ui/index.html", "/ui//"]
+)
+def test_no_other_path_is_opened(path):
+    assert request(FakeEngine(), "GET", path).status_code == 404
+
+
+def test_with_keys_a_path_that_is_no_file_is_closed():
+    assert request(FakeEngine(api_keys=KEYS), "GET", "/ui/none.js").status_code == 401
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_can_be_left_out(path):
+    assert request(FakeEngine(limits={"ui": False}), "GET", path).status_code == 404
+    assert request(FakeEngine(limits={"ui": False}, api_keys=KEYS), "GET", path).status_code == 401
+
+
+def test_nothing_of_it_is_elsewhere():
+    for path in FOLDER.iterdir():
+        names = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", path.read_text())
+        assert set(names) <= {"http://www.w3.org"}, path.name
+        assert not re.search(r"@import|[ :]url\(", path.read_text()), path.name
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_text_becomes_code(path):
+    assert not MAKES_CODE.findall(path.read_text())
+
+
+def test_the_first_file_has_no_code_or_style_of_its_own():
+    text = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=\"ui/app.js\"></script>)", text)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_modules_name_files_that_there_are(path):
+    names = re.findall(r'^(?:import|export) .*from "\./(.*)";$', path.read_text(), re.MULTILINE)
+    assert [name for name in names if not (FOLDER / name).is_file()] == []
+    assert len(names) == len(re.findall(r"^(?:import|export) .*from ", path.read_text(), re.MULTILINE))
+
+
+def test_the_key_is_kept_in_the_session_of_the_tab_alone():
+    stored = [line for path in SCRIPTS for line in path.read_text().splitlines() if "localStorage.setItem" in line]
+    assert [line.strip() for line in stored] == ["localStorage.setItem(STORED, choice);"]
+
+
+def test_a_closed_route_says_so_in_words_the_page_shows():
+    answer = request(FakeEngine(api_keys=KEYS), "GET", "/v1/parameters")
+    assert answer.status_code == 401
+    assert "an API key is needed" in error_of(answer)["message"]

@@ -1,0 +1,221 @@
+"""The page at /ui in a headless Chromium: `python tests/ui_browser.py [--save FOLDER] [NAME ...]`.
+
+It needs the program `chromium` (`apt-get install chromium`). The master is real, the device only pretends. Each
+scenario below is run, and nothing may be written to the browser's console as an error; `--save` keeps pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "llm-serving")]
+
+from browser import Browser
+from fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script
+from http_serving import serving
+from llm_serving.config.schema import ApiKey
+from llm_serving.server.authentication import hash_key
+from page_server import PageServer
+
+HOSTILE = """<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'"`$(touch /tmp/hit)${7*7}\\u2028"""
+KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
+API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
+COPIED = """
+    navigator.clipboard.writeText = async (text) => { window.copied = text; };
+"""
+SCENARIOS: dict[str, Callable[[Browser, Callable[[str], None]], None]] = {}
+
+
+def scenario(run: Callable[[Browser, Callable[[str], None]], None]) -> Callable[[Browser, Callable[[str], None]], None]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def start(page: Browser, url: str, view: str = "playground") -> None:
+    page.look()
+    page.open(f"{url}/ui#/{view}")
+    page.wait_for("document.querySelector('main').childElementCount")
+
+
+def ask(page: Browser, text: str, **parameters: object) -> None:
+    for name, value in parameters.items():
+        page.type(f"#p-{name}", str(value))
+    page.type("#prompt", text)
+    page.click("#send")
+
+
+# --- playground -----------------------------------------------------------------------------------------------------
+
+
+@scenario
+def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.02).serving() as server:
+        start(page, server.url)
+        page.wait_for("document.querySelector('.example')")
+        save("welcome")
+        ask(page, "Count from 1 to 60.", max_tokens=40)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+        assert page.run("document.querySelectorAll('.token').length") < 40, "it came whole"
+        page.wait_for("document.querySelector('.facts a')")
+        assert page.run("document.querySelectorAll('.token').length") == 40
+        assert "ended: length" in page.text(".facts")
+        page.hover(".token:nth-child(3)")
+        page.wait_for("!document.querySelector('.tip').hidden")
+        assert page.run("document.querySelectorAll('.tip li').length") == 6, "the five likeliest and the chosen one"
+        save("tokens")
+        page.run("document.querySelector('.token').focus()")
+        page.press("ArrowRight")
+        assert page.run("document.activeElement === document.querySelectorAll('.token')[1]")
+        page.press("Escape")
+        assert page.run("document.querySelector('.tip').hidden")
+        page.click(".flip")
+        assert page.run("!document.querySelector('.answer .text').hidden")
+        page.look(width=390, height=800, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
+@scenario
+def a_stopped_answer_keeps_what_there_is(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.02).serving() as server:
+        start(page, server.url)
+        ask(page, "Tell me.", max_tokens=400)
+        page.wait_for("document.querySelectorAll('.token').length > 3")
+        page.click("#stop")
+        page.wait_for("document.querySelector('.facts a')")
+        assert "ended: abort" in page.text(".facts")
+        assert 3 < page.run("document.querySelectorAll('.token').length") < 400
+        ask(page, "Again.", max_tokens=3)
+        page.wait_for("document.querySelectorAll('.facts a').length === 2")
+
+
+@scenario
+def a_completion_with_several_answers(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.001).serving() as server:
+        start(page, server.url)
+        page.click("[data-mode=completion]")
+        ask(page, "Once upon a time", max_tokens=5, n=3)
+        page.wait_for("document.querySelectorAll('.answer').length === 3")
+        page.wait_for("document.querySelectorAll('.answer:not([aria-busy])').length === 3")
+        assert page.run("document.querySelectorAll('.token').length") == 15
+
+
+@scenario
+def what_a_parameter_may_not_be_is_said(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer().serving() as server:
+        start(page, server.url)
+        ask(page, "x", temperature="warm")
+        page.wait_for("!document.querySelector('.error').hidden")
+        assert page.text(".error") == "temperature must be a number"
+        ask(page, "x", temperature=101)
+        page.wait_for("document.querySelector('.error').innerText.includes('0.0 to 100.0')")
+        page.problems.clear()  # a status of 400 is an error to the console
+
+
+@scenario
+def hostile_text_stays_text(page: Browser, save: Callable[[str], None]) -> None:
+    script = Script([Piece(HOSTILE), Piece(HOSTILE), Piece("", 1)])
+    with serving(FakeEngine(script=script, model_name=HOSTILE)) as url:
+        start(page, url)
+        page.wait_for("document.querySelector('.welcome')")
+        assert HOSTILE[:40] in page.text(".welcome")
+        ask(page, HOSTILE)
+        page.wait_for("document.querySelector('.facts a')")
+        page.click(".flip")
+        for shown in (".answer .text", ".user .text"):
+            assert HOSTILE[:40] in page.text(shown)
+        assert page.run("window.hit") is None
+        assert page.run("document.images.length") == 0
+        assert page.run("document.querySelectorAll('script').length") == 1
+        refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
+        assert page.run(refused), "the browser makes elements of text"
+        page.problems.clear()  # what it refused
+
+
+@scenario
+def the_key_is_asked_for_and_kept_in_the_session_alone(page: Browser, save: Callable[[str], None]) -> None:
+    with serving(FakeEngine(api_keys=API_KEYS)) as url:
+        start(page, url)
+        page.wait_for("document.querySelector('#key-dialog').open")
+        save("key")
+        page.type("#key-text", KEYS["ann"])
+        page.press("Enter")
+        page.wait_for("document.querySelector('.example')")
+        page.problems.clear()  # the status of 401 before
+        assert page.run("sessionStorage.getItem('llm-serving.key')") == KEYS["ann"]
+        assert page.run("JSON.stringify(localStorage) + document.cookie + location.href").find(KEYS["ann"]) == -1
+        ask(page, "Hello")
+        page.wait_for("document.querySelector('.facts a')")
+        page.click("#key")
+        page.click("[value=forget]")
+        page.wait_for("sessionStorage.length === 0")
+        page.problems.clear()
+
+
+@scenario
+def a_request_copied_is_the_request(page: Browser, save: Callable[[str], None]) -> None:
+    engine = FakeEngine()
+    with serving(engine) as url:
+        start(page, url)
+        page.run(COPIED)
+        page.click("[data-mode=completion]")
+        page.wait_for("document.querySelector('.example')")
+        page.type("#prompt", HOSTILE)
+        page.type("#p-seed", str(2**64 - 1))
+        page.click("#copy-curl")
+        page.wait_for("window.copied")
+        command = page.run("window.copied")
+        assert shlex.split(command)[0] == "curl"
+        answer = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
+        assert "[DONE]" in answer.stdout, answer.stdout
+        assert DEMO_TOKENIZER.decode(engine.submitted[-1].prompt_token_ids) == HOSTILE
+        assert engine.submitted[-1].sampling.seed == 2**64 - 1
+        assert not Path("/tmp/hit").exists()
+        page.click("#copy-python")
+        page.wait_for("window.copied.includes('openai')")
+        call = next(
+            node for node in ast.walk(ast.parse(page.run("window.copied")))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "create"
+        )  # fmt: skip
+        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        assert (given["prompt"], given["seed"], given["stream"]) == (HOSTILE, 2**64 - 1, True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of scenarios; all if none is given")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to put pictures")
+    parser.add_argument("--browser", default="chromium", metavar="PROGRAM")
+    arguments = parser.parse_args()
+    failed = 0
+    for name in arguments.names or SCENARIOS:
+        with Browser(arguments.browser) as page:
+
+            def save(what: str, page: Browser = page, name: str = name) -> None:
+                if arguments.save is not None:
+                    arguments.save.mkdir(parents=True, exist_ok=True)
+                    page.save(arguments.save / f"{name}-{what}.png")
+
+            try:
+                SCENARIOS[name](page, save)
+                assert not page.problems, json.dumps(page.problems, indent=1)
+            except (AssertionError, RuntimeError) as error:
+                failed += 1
+                save("failed")
+                sys.stdout.write(f"FAILED {name}: {error}\n")
+            else:
+                sys.stdout.write(f"passed {name}\n")
+            sys.stdout.flush()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
