@@ -92,6 +92,7 @@ MEASURE_IN_PROCESS = {
     "scheduler_benchmark.py",
     "serving_cost.py",
     "step_breakdown.py",
+    "versions_in_turns.py",
 }
 """Files of performance/ that measure the package without a server."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
