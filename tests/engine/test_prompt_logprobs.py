@@ -123,6 +123,20 @@ class TestVectors:
         vector = next(piece.vector for piece in harness.pieces[request.request_id] if piece.vector is not None)
         assert vector.tolist() == vector_of(request.prompt_token_ids).tolist()
 
+    def test_it_is_that_of_the_prompt_when_its_answer_is_computed_again(self):
+        """The row that completes the prompt then goes on with tokens of the answer."""
+        request, high = wanting_vector(8, max_tokens=16), create_request(24, max_tokens=8, priority=-1)
+        high.prompt_token_ids[0] = 7
+        harness = Harness(num_blocks=9, max_num_batched_tokens=40, ahead=True)
+        harness.engine.submit(request)
+        for _ in range(10):
+            harness.engine.step()
+        harness.engine.submit(high)
+        harness.run()
+        assert request.num_preemptions > 0
+        told = harness.answer(request.request_id).vector
+        assert told.tolist() == vector_of(request.prompt_token_ids).tolist()
+
 
 def wanting_vector(num_prompt_tokens: int, max_tokens: int = 0, **sampling: int) -> Request:
     request = create_request(num_prompt_tokens, max_tokens=max_tokens, **sampling)

@@ -124,12 +124,12 @@ def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
     token_ids: list[int] = []
     num_logprobs: list[int] = []
     for row, start, end, vector, _ in schedule.prompt_results:
-        request, first, query_len, _, _ = schedule.rows[row]
+        request, first, *_ = schedule.rows[row]
         scores += [Wanted(row, token - first, ResultKind.LOGPROBS) for token in range(start, end)]
         token_ids += request.prompt_token_ids[start + 1 : end + 1]
         num_logprobs += [request.sampling.prompt_logprobs or 0] * (end - start)
         if vector:
-            vectors.append(Wanted(row, query_len - 1, ResultKind.VECTOR))
+            vectors.append(Wanted(row, request.num_prompt_tokens - 1 - first, ResultKind.VECTOR))
     wanted = np.array(scores + vectors, np.int32).reshape(-1, len(Wanted._fields))
     offsets = np.arange(len(token_ids) + 1, dtype=np.int32)
     return wanted, ScoringInput(np.array(num_logprobs, np.int32), offsets, np.array(token_ids, np.int32))

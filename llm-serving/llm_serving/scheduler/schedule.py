@@ -38,7 +38,7 @@ class PromptResults(NamedTuple):
     end: int
     """Log-probabilities are wanted of what may follow the tokens [start, end) of the prompt; none where these meet."""
     vector: bool
-    """Whether the hidden state of its last token is wanted."""
+    """Whether the hidden state of the last token of the prompt is wanted."""
     ends: bool
     """Whether that is all there is of the request."""
 
