@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 import numpy as np
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.step import StepOutput
+from llm_serving.core.step import StepOutput, no_top_tokens
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.transport.codec import encode_output, max_step_bytes, step_from_arrays
 from llm_serving.transport.messages import RunStep, StepDone
@@ -45,10 +45,10 @@ class RandomAgent:
         step = step_from_arrays(message.step, self._buffers.read(message.buffer, message.layout))
         num_samples = step.sampling.num_samples
         token_ids = self._rng.integers(self._low, self._high, num_samples).astype(np.int32)
-        logprobs, no_tops = np.zeros(num_samples, np.float32), np.empty((num_samples, 0), np.int32)
+        logprobs = np.zeros(num_samples, np.float32)
         if self._step_s:
             time.sleep(self._step_s)
-        return encode_output(StepOutput(message.step, token_ids, logprobs, no_tops, no_tops.astype(np.float32)))
+        return encode_output(StepOutput(message.step, token_ids, logprobs, no_top_tokens(num_samples)))
 
     def fileno(self) -> None:
         return None

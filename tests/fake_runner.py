@@ -14,10 +14,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput
+from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput, TopTokens
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
+from step_factories import top_tokens
 
 VOCAB_SIZE = 1000
 _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
@@ -105,18 +106,15 @@ class SamplingRunner(FakeRunner):
 
 def _logprobs(
     contexts: list[list[int]], token_ids: list[int], num_logprobs: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the chosen tokens [S], then the most likely ones and theirs [S, K]."""
-    wanted = num_logprobs.tolist()
-    shape = len(contexts), max(0, max(wanted, default=0))
-    logprobs = np.zeros(len(contexts), np.float32)
-    top_token_ids, top_logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-    for sample, count in enumerate(wanted):
+) -> tuple[np.ndarray, TopTokens]:
+    """Of the chosen tokens [S], then the most likely ones and theirs."""
+    logprobs, tops = np.zeros(len(contexts), np.float32), [([], []) for _ in contexts]
+    for sample, count in enumerate(num_logprobs.tolist()):
         if count >= 0:
             distribution, ranked = next_logprobs(contexts[sample]), most_likely(contexts[sample])[:count]
             logprobs[sample] = distribution[token_ids[sample]]
-            top_token_ids[sample, :count], top_logprobs[sample, :count] = ranked, distribution[ranked]
-    return logprobs, top_token_ids, top_logprobs
+            tops[sample] = ranked.tolist(), distribution[ranked].tolist()
+    return logprobs, top_tokens(tops)
 
 
 def seen(token_ids: list[int], window: int) -> list[int]:
@@ -126,24 +124,15 @@ def seen(token_ids: list[int], window: int) -> list[int]:
 
 
 def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
-    logprobs, ranks, top_token_ids, top_logprobs, offsets = [], [], [], [], [0]
+    logprobs, ranks, tops = [], [], []
     for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
         # Behind the vocabulary comes one more token, for whoever wants a prompt that cannot be computed.
         distribution, ranked = np.append(next_logprobs(context), -99.0), np.append(most_likely(context), VOCAB_SIZE)
         given = scoring.token_ids[scoring.offsets[result] : scoring.offsets[result + 1]]
         logprobs += distribution[given].tolist()
         ranks += [ranked.tolist().index(token_id) + 1 for token_id in given.tolist()]
-        top_token_ids += ranked[:count].tolist()
-        top_logprobs += distribution[ranked[:count]].tolist()
-        offsets.append(len(top_token_ids))
-    whole, real = np.int32, np.float32
-    return Scores(
-        np.array(logprobs, real),
-        np.array(ranks, whole),
-        np.array(offsets, whole),
-        np.array(top_token_ids, whole),
-        np.array(top_logprobs, real),
-    )
+        tops.append((ranked[:count].tolist(), distribution[ranked[:count]].tolist()))
+    return Scores(np.array(logprobs, np.float32), np.array(ranks, np.int32), top_tokens(tops))
 
 
 def vector_of(token_ids: list[int]) -> np.ndarray:

@@ -34,7 +34,7 @@ from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import StepInput, StepOutput, no_top_tokens
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import CapacityError
@@ -218,14 +218,8 @@ class _Device(LocalExecutor):
     def execute(self, step: StepInput) -> StepOutput:
         self._world.pass_time(self._due.pop(0))
         tokens = (step.num_computed + step.query_lens)[step.wanted[:, 0]] % 1000
-        empty = np.zeros((len(tokens), 0))
-        return StepOutput(
-            step.step,
-            tokens.astype(np.int32),
-            np.zeros(len(tokens), np.float32),
-            empty.astype(np.int32),
-            empty.astype(np.float32),
-        )
+        logprobs = np.zeros(len(tokens), np.float32)
+        return StepOutput(step.step, tokens.astype(np.int32), logprobs, no_top_tokens(len(tokens)))
 
 
 # --- the shipped load -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
 
 import numpy as np
-from llm_serving.core.step import Move, ResultKind, SamplingInput, ScoringInput, StepInput, Wanted
+from llm_serving.core.step import Move, ResultKind, SamplingInput, ScoringInput, StepInput, TopTokens, Wanted
 
 _DEFAULTS = {
     "temperature": (np.float32, 0),
@@ -67,6 +67,15 @@ def scoring_input(*results):
         num_logprobs=np.array([count for _, count in results], np.int32),
         offsets=_offsets([token_ids for token_ids, _ in results]),
         token_ids=np.array([token_id for token_ids, _ in results for token_id in token_ids], np.int32),
+    )
+
+
+def top_tokens(results):
+    """Of results (token ids, their log-probabilities), most likely first."""
+    return TopTokens(
+        offsets=_offsets([token_ids for token_ids, _ in results]),
+        token_ids=np.array([token_id for token_ids, _ in results for token_id in token_ids], np.int32),
+        logprobs=np.array([logprob for _, logprobs in results for logprob in logprobs], np.float32),
     )
 
 

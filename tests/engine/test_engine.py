@@ -182,8 +182,7 @@ def test_a_row_without_a_token_fails_alone(ahead: bool) -> None:
             output.step,
             output.token_ids,
             output.logprobs,
-            output.top_token_ids,
-            output.top_logprobs,
+            output.top,
             {0: "all logits are NaN"} if step.step == 0 else {},
         )
 

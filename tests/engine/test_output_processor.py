@@ -13,17 +13,21 @@ from llm_serving.core.step import StepOutput
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
+from step_factories import top_tokens
 from word_tokenizer import WordTokenizer
 
 
-def step_output(*token_ids, num_top=0):
-    """Sample s chose `token_ids[s]`; its likeliest tokens are 10 s, 10 s + 1, ..."""
-    samples = len(token_ids)
-    ranks = np.arange(num_top, dtype=np.int32)
-    top_ids = 10 * np.arange(samples, dtype=np.int32)[:, None] + ranks
-    top_logprobs = np.broadcast_to(-1.0 - ranks, (samples, num_top)).astype(np.float32)
-    chosen = -0.5 - np.arange(samples, dtype=np.float32)
-    return StepOutput(0, np.array(token_ids, np.int32), chosen, top_ids, top_logprobs)
+def step_output(*token_ids, num_top=None):
+    """Sample s chose `token_ids[s]`; it tells of `num_top[s]` likely tokens, 10 s, 10 s + 1, ..."""
+    counts = num_top or [0] * len(token_ids)
+    top = top_tokens(
+        [
+            ([10 * sample + rank for rank in range(count)], [-1.0 - rank for rank in range(count)])
+            for sample, count in enumerate(counts)
+        ]
+    )
+    chosen = -0.5 - np.arange(len(token_ids), dtype=np.float32)
+    return StepOutput(0, np.array(token_ids, np.int32), chosen, top)
 
 
 @pytest.fixture
@@ -63,9 +67,9 @@ def test_a_piece_has_what_came_since_the_last_one(processor):
     assert (piece.num_output_tokens, piece.finish_reason) == (3, FinishReason.LENGTH)
 
 
-def test_logprobs_are_cut_to_what_each_request_asked_for(processor):
+def test_each_request_is_told_the_logprobs_of_its_own_sample(processor):
     requests = [start(processor, logprobs=number) for number in (2, 0, None)]
-    output = step_output(5, 6, 7, num_top=3)
+    output = step_output(5, 6, 7, num_top=[2, 0, 0])
     for sample, request in enumerate(requests):
         request.output_token_ids.append(5 + sample)
         processor.take(request, sample, output)
@@ -78,9 +82,9 @@ def test_logprobs_are_cut_to_what_each_request_asked_for(processor):
 
 def test_logprobs_belong_to_their_piece(processor):
     request = start(processor, logprobs=1)
-    take(processor, request, 5, num_top=1)
+    take(processor, request, 5, num_top=[1])
     assert [token.token_id for token in processor.piece(request).logprobs] == [5]
-    take(processor, request, 6, num_top=1)
+    take(processor, request, 6, num_top=[1])
     assert [token.token_id for token in processor.piece(request).logprobs] == [6]
 
 

@@ -28,7 +28,7 @@ from llm_serving.transport.messages import (
     StepFailed,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
-from step_factories import sampling_input, step_input
+from step_factories import sampling_input, step_input, top_tokens
 from word_tokenizer import WordTokenizer
 
 
@@ -75,13 +75,11 @@ def a_step(number, *token_ids):
 
 def output(step, *token_ids):
     count = len(token_ids)
-    top = np.arange(2 * count).reshape(count, 2)
     return StepOutput(
         step,
         np.array(token_ids, np.int32),
         np.full(count, -0.5, np.float32),
-        top.astype(np.int32),
-        top.astype(np.float32),
+        top_tokens([([2 * each, 2 * each + 1], [-0.5, -each]) for each in range(count)]),
         {0: "all logits are NaN"},
     )
 
@@ -89,7 +87,7 @@ def output(step, *token_ids):
 def assert_equal(left, right):
     for field in fields(left):
         first, second = getattr(left, field.name), getattr(right, field.name)
-        if field.name in ("sampling", "scoring", "scores"):
+        if field.name in ("sampling", "scoring", "scores", "top"):
             assert_equal(first, second)
         else:
             np.testing.assert_array_equal(first, second)

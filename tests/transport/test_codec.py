@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
-from llm_serving.core.step import BlockMove, Scores, StepInput, StepOutput
+from llm_serving.core.step import BlockMove, Scores, StepInput, StepOutput, no_top_tokens
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.transport.codec import (
@@ -13,7 +13,7 @@ from llm_serving.transport.codec import (
     step_arrays,
     step_from_arrays,
 )
-from step_factories import block_moves, scoring_input
+from step_factories import block_moves, scoring_input, top_tokens
 
 
 def a_step() -> StepInput:
@@ -82,15 +82,12 @@ def test_output_survives_the_way() -> None:
         5,
         np.array([3, -1], np.int32),
         np.array([-0.5, 0], np.float32),
-        np.array([[3, 4], [0, 0]], np.int32),
-        np.array([[-0.5, -2], [0, 0]], np.float32),
+        top_tokens([([3, 4], [-0.5, -2]), ([], [])]),
         {1: "all logits are NaN"},
         Scores(
             np.array([-1, -2.5], np.float32),
             np.array([1, 9], np.int32),
-            np.array([0, 2, 2], np.int32),
-            np.array([7, 8], np.int32),
-            np.array([-0.25, -np.inf], np.float32),
+            top_tokens([([7, 8], [-0.25, -np.inf]), ([], [])]),
         ),
         np.array([[1, 2, 3], [4, 5, 6]], np.float32),
     )
@@ -98,40 +95,57 @@ def test_output_survives_the_way() -> None:
 
 
 def test_an_output_without_scores_and_vectors_survives_the_way() -> None:
-    nothing = np.zeros((0, 0), np.float32)
-    output = StepOutput(0, np.zeros(0, np.int32), np.zeros(0, np.float32), nothing.astype(np.int32), nothing)
+    output = StepOutput(0, np.array([3, 4], np.int32), np.zeros(2, np.float32), no_top_tokens(2))
+    assert encode_output(output).top is None
     assert_same(decode_output(encode_output(output)), output)
 
 
 def assert_same(copy, output) -> None:
-    for owner, other in ((copy, output), (copy.scores, output.scores)):
+    pairs = (copy, output), (copy.top, output.top), (copy.scores, output.scores), (copy.scores.top, output.scores.top)
+    for owner, other in pairs:
         for field in fields(owner):
-            if field.name != "scores":
+            if field.name not in ("scores", "top"):
                 np.testing.assert_array_equal(getattr(owner, field.name), getattr(other, field.name))
     assert copy.vectors.shape == output.vectors.shape
 
 
-@pytest.mark.parametrize("field", ["logprobs", "ranks", "top_offsets", "top_logprobs"])
+BROKEN = b"\1\0\0\0" * 3
+
+
+def an_output() -> StepOutput:
+    top = top_tokens([([7, 8], [-0.25, -1])])
+    scores = Scores(np.zeros(1, np.float32), np.zeros(1, np.int32), top)
+    return StepOutput(0, np.zeros(1, np.int32), np.zeros(1, np.float32), top, scores=scores)
+
+
+@pytest.mark.parametrize("field", ["logprobs", "ranks"])
 def test_scores_whose_lengths_differ_are_refused(field) -> None:
-    scores = Scores(*(np.zeros(count, dtype) for count, dtype in ((1, "<f4"), (1, "<i4"), (2, "<i4"))), *no_tokens())
-    nothing = np.zeros((0, 0), np.float32)
-    message = encode_output(StepOutput(0, *no_tokens(), nothing.astype(np.int32), nothing, scores=scores))
-    broken = replace_field(message, scores=replace_field(message.scores, **{field: b"\1\0\0\0" * 3}))
+    message = encode_output(an_output())
+    broken = replace_field(message, scores=replace_field(message.scores, **{field: BROKEN}))
     with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
         decode_output(broken)
 
 
-def no_tokens():
-    return np.zeros(0, np.int32), np.zeros(0, np.float32)
+@pytest.mark.parametrize("of", ["choices", "scores"])
+@pytest.mark.parametrize("field", ["offsets", "token_ids", "logprobs"])
+def test_top_tokens_whose_lengths_differ_are_refused(field, of) -> None:
+    message = encode_output(an_output())
+    top = replace_field(message.top, **{field: BROKEN})
+    change = {"top": top} if of == "choices" else {"scores": replace_field(message.scores, top=top)}
+    with pytest.raises(ProtocolError, match="the reply to step 0 has an array of broken length"):
+        decode_output(replace_field(message, **change))
+
+
+def test_top_tokens_of_another_number_of_choices_are_refused() -> None:
+    message = encode_output(an_output())
+    top = replace_field(message.top, offsets=np.array([0, 1, 2], "<i4").tobytes())
+    with pytest.raises(ProtocolError, match="different lengths"):
+        decode_output(replace_field(message, top=top))
 
 
 def test_an_output_whose_lengths_differ_is_refused() -> None:
-    empty = np.zeros((1, 0), np.float32)
-    message = encode_output(
-        StepOutput(0, np.zeros(1, np.int32), np.zeros(1, np.float32), empty.astype(np.int32), empty)
-    )
     with pytest.raises(ProtocolError, match="different lengths"):
-        decode_output(replace_field(message, logprobs=b""))
+        decode_output(replace_field(encode_output(an_output()), logprobs=b""))
 
 
 def replace_field(message, **changes):

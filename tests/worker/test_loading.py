@@ -76,6 +76,8 @@ def test_the_cache_takes_what_the_memory_given_leaves(load):
 
 def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
     gate_up_and_their_product, row = 3 * 96, 4 * 3 * SPEC.vocab_size
-    assert working_bytes(SPEC, 2, 2048, 100) == 2048 * 2 * 2 * gate_up_and_their_product + 100 * row
+    assert working_bytes(SPEC, 2, 2048, 100) == 2048 * 2 * 2 * gate_up_and_their_product + (100 + 2048) * row
+    large = tiny_spec(vocab_size=2**16)
+    assert working_bytes(large, 2, 2048, 1) == 2048 * 2 * 2 * gate_up_and_their_product + 4 * 3 * 2**16 + 3 * 2**25
     wide = tiny_spec(hidden_size=4096, intermediate_size=11008)
     assert working_bytes(wide, 2, 1, 1) == 2 * (2 * 4096 * 2 * 11008)

@@ -55,7 +55,7 @@ def test_greedy_takes_the_largest_and_of_equals_the_lowest_id():
 def test_no_samples_give_an_empty_output():
     output = choose(np.zeros((0, 4)))
     assert output.token_ids.tolist() == []
-    assert output.top_token_ids.shape == (0, 0)
+    assert output.top.num_results == 0
 
 
 def test_logits_are_not_changed():
@@ -187,19 +187,25 @@ def test_logprobs_are_of_the_model_not_of_the_changed_distribution():
     exact = logits[0] - np.log(np.exp(logits[0]).sum())
     assert output.token_ids.tolist() == [0]
     assert output.logprobs == pytest.approx(exact[[0]], abs=1e-6)
-    assert output.top_token_ids.tolist() == [[1, 2]]
-    assert output.top_logprobs[0] == pytest.approx(exact[[1, 2]], abs=1e-6)
+    assert output.top.token_ids.tolist() == [1, 2]
+    assert output.top.logprobs == pytest.approx(exact[[1, 2]], abs=1e-6)
 
 
-def test_places_past_a_rows_own_logprobs_are_empty():
-    output = choose([[1, 2, 3]] * 3, num_logprobs=[-1, 2, 0])
-    assert output.top_token_ids.tolist() == [[-1, -1], [2, 1], [-1, -1]]
-    assert output.top_logprobs[0].tolist() == [-INF, -INF]
-    assert output.logprobs[1] == output.top_logprobs[1, 0] == output.logprobs[2]
+def test_a_row_has_as_many_likely_tokens_as_it_wants():
+    output = choose([[1, 2, 3]] * 4, num_logprobs=[-1, 2, 0, 1])
+    assert output.top.offsets.tolist() == [0, 0, 2, 2, 3]
+    assert output.top.token_ids.tolist() == [2, 1, 2]
+    assert output.logprobs[0] == 0
+    assert output.logprobs[1] == output.top.logprobs[0] == output.logprobs[2]
+
+
+def test_a_row_without_a_token_has_no_likely_ones():
+    output = choose([[1, 2], [np.nan, 2], [3, 4]], num_logprobs=2)
+    assert output.top.offsets.tolist() == [0, 2, 2, 4]
 
 
 def test_more_logprobs_than_tokens_give_all_tokens():
-    assert choose([[1, 2]], num_logprobs=5).top_token_ids.tolist() == [[1, 0, -1, -1, -1]]
+    assert choose([[1, 2]], num_logprobs=5).top.token_ids.tolist() == [1, 0]
 
 
 @st.composite
@@ -241,9 +247,7 @@ def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
         alone = sample(0, logits[row : row + 1].copy(), select_samples(sampling, [row]), NO_TOKENS)
         assert alone.token_ids[0] == together.token_ids[row]
         assert alone.logprobs[0].tobytes() == together.logprobs[row].tobytes()
-        width = alone.top_logprobs.shape[1]
-        assert alone.top_token_ids.tolist() == together.top_token_ids[row : row + 1, :width].tolist()
-        assert alone.top_logprobs.tobytes() == together.top_logprobs[row : row + 1, :width].tobytes()
+        assert alone.top.of(0) == together.top.of(row)
 
 
 @settings(deadline=None, max_examples=100)

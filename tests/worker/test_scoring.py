@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens and vectors, from the runner and from logits by hand."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
@@ -50,14 +52,14 @@ def test_a_prompt_is_scored_as_its_logits_say(runner, model):
     logits = model.logits((PROMPT, 0, [1, 2]))
     output = runner.execute(step_input([(PROMPT, 0, [8, 1])], samples=[], scores=scores_of_prompt(count=3)))
     scores = output.scores
-    assert scores.top_offsets.tolist() == [3 * index for index in range(len(PROMPT))]
+    assert scores.top.offsets.tolist() == [3 * index for index in range(len(PROMPT))]
     for index, token_id in enumerate(PROMPT[1:]):
         logprob, rank = expected(logits[index], token_id)
         assert scores.logprobs[index] == pytest.approx(logprob, abs=1e-5)
         assert scores.ranks[index] == rank
         best = np.argsort(-logits[index], kind="stable")[:3]
-        assert scores.top_token_ids[3 * index : 3 * index + 3].tolist() == best.tolist()
-        assert scores.top_logprobs[3 * index] == pytest.approx(expected(logits[index], best[0])[0], abs=1e-5)
+        assert scores.top.token_ids[3 * index : 3 * index + 3].tolist() == best.tolist()
+        assert scores.top.logprobs[3 * index] == pytest.approx(expected(logits[index], best[0])[0], abs=1e-5)
 
 
 def test_results_of_several_kinds_come_from_one_step(runner, folder, model):
@@ -70,7 +72,7 @@ def test_results_of_several_kinds_come_from_one_step(runner, folder, model):
     assert output.scores.logprobs.tolist() == pytest.approx(
         [expected(logits[at], token_id)[0] for at, token_id in ((4, 7), (4, 9), (2, 1))], abs=1e-5
     )
-    assert output.scores.top_offsets.tolist() == [0, 0, 5, 6]
+    assert output.scores.top.offsets.tolist() == [0, 0, 5, 6]
     assert output.vectors.tobytes() == states[8:9].tobytes()
     assert output.row_errors == {}
 
@@ -95,9 +97,9 @@ def test_the_bits_do_not_depend_on_chunks_and_neighbours(runner, folder):
         rows = [([5, 6], 2 * step, [3]), (PROMPT[start:end], start, [8, 1])]
         scores = scores_of_prompt(start, min(end, 20), row=1)
         parts.append(chunked.execute(step_input(rows, step=step, samples=[0, 1] if end == 21 else [0], scores=scores)))
-    for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs"):
-        joined = np.concatenate([getattr(part.scores, name) for part in parts])
-        assert joined.tobytes() == getattr(whole.scores, name).tobytes(), name
+    for name in ("logprobs", "ranks", "top.token_ids", "top.logprobs"):
+        of = attrgetter(f"scores.{name}")
+        assert np.concatenate([of(part) for part in parts]).tobytes() == of(whole).tobytes(), name
     assert parts[-1].token_ids[1] == whole.token_ids[0]
 
 
@@ -126,11 +128,12 @@ def test_logits_are_made_in_pieces_of_bounded_memory(monkeypatch):
         return score(states, wanted, head, 50, token_choice.choose_tokens)
 
     whole = scored()
-    monkeypatch.setattr(scoring, "PIECE_BYTES", 4 * 50 * 7)
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 50 * 7)
     pieces = scored()
     assert counts == [23, 7, 7, 7, 2]
-    for name in ("logprobs", "ranks", "top_offsets", "top_token_ids", "top_logprobs"):
-        assert getattr(pieces.scores, name).tobytes() == getattr(whole.scores, name).tobytes(), name
+    for name in ("logprobs", "ranks", "top.offsets", "top.token_ids", "top.logprobs"):
+        of = attrgetter(f"scores.{name}")
+        assert of(pieces).tobytes() == of(whole).tobytes(), name
 
 
 def test_ranks_count_equals_of_a_lower_id():
@@ -138,8 +141,8 @@ def test_ranks_count_equals_of_a_lower_id():
     wanted = scoring_input(([0, 1, 2, 3, 4], 9))
     scores, errors = score(np.zeros((1, 2), np.float32), wanted, lambda _: logits, 5, token_choice.choose_tokens)
     assert scores.ranks.tolist() == [4, 1, 2, 5, 3]
-    assert scores.top_token_ids.tolist() == [1, 2, 4, 0, 3]  # there are no more
-    assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top_logprobs.tobytes()
+    assert scores.top.token_ids.tolist() == [1, 2, 4, 0, 3]  # there are no more
+    assert scores.logprobs[[1, 2, 4, 0, 3]].tobytes() == scores.top.logprobs.tobytes()
     assert not errors
 
 

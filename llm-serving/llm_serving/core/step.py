@@ -174,19 +174,38 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens of each of N results, as many as each wants and the vocabulary has."""
+
+    offsets: Int32Array  # [N + 1] into the two lists below
+    token_ids: Int32Array  # most likely first
+    logprobs: Float32Array
+
+    @property
+    def num_results(self) -> int:
+        return len(self.offsets) - 1
+
+    def of(self, result: int) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities of one result."""
+        part = slice(self.offsets[result], self.offsets[result + 1])
+        return self.token_ids[part].tolist(), self.logprobs[part].tolist()
+
+
+def no_top_tokens(num_results: int) -> TopTokens:
+    return TopTokens(np.zeros(num_results + 1, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """P results of kind LOGPROBS: logarithms of the model's own distribution, before temperature and the like."""
 
     logprobs: Float32Array  # [G], of the tokens that `ScoringInput` names
     ranks: Int32Array  # [G], of the same: 1 is the most likely token; among equals the lower id comes first
-    top_offsets: Int32Array  # [P + 1] into the two lists below
-    top_token_ids: Int32Array  # most likely first
-    top_logprobs: Float32Array
+    top: TopTokens  # of the P results
 
 
 def no_scores() -> Scores:
-    ids, numbers = np.empty(0, np.int32), np.empty(0, np.float32)
-    return Scores(numbers, ids, np.zeros(1, np.int32), ids, numbers)
+    return Scores(np.empty(0, np.float32), np.empty(0, np.int32), no_top_tokens(0))
 
 
 def no_vectors() -> Float32Array:
@@ -200,8 +219,7 @@ class StepOutput:
     step: int
     token_ids: Int32Array  # [S]
     logprobs: Float32Array  # [S]; meaningful where num_logprobs >= 0
-    top_token_ids: Int32Array  # [S, K], K = the largest num_logprobs of the step, most likely first
-    top_logprobs: Float32Array  # [S, K]
+    top: TopTokens  # of the S choices; none where num_logprobs is below 1 or no token could be chosen
     row_errors: dict[int, str] = field(default_factory=dict)
     """Results that cannot be given (all logits NaN, say), by index in `wanted`, and why; the token id of one is -1.
 

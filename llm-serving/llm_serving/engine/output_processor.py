@@ -81,14 +81,10 @@ class OutputProcessor:
         state = self._states[request.request_id]
         token_id: int = output.token_ids.item(sample)
         state.token_ids += (token_id,)
-        if (count := request.sampling.logprobs) is not None:
-            logprobs = TokenLogprobs(
-                token_id,
-                float(output.logprobs[sample]),
-                tuple(output.top_token_ids[sample, :count].tolist()),
-                tuple(output.top_logprobs[sample, :count].tolist()),
-            )
-            state.logprobs += (logprobs,)
+        if request.sampling.logprobs is not None:
+            top_ids, top_logprobs = output.top.of(sample)
+            logprob = float(output.logprobs[sample])
+            state.logprobs += (TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs)),)
         self.record_time(request)
         # The end-of-sequence token ends the text; it is not part of it.
         if not (token_id in request.stop_token_ids and request.is_finished):

@@ -25,7 +25,7 @@ class PromptReply(NamedTuple):
 
 def prompt_replies(schedule: Schedule, output: StepOutput) -> Iterator[PromptReply]:
     """What was asked of each row of a step, and what came of it."""
-    num_samples, num_scores = len(output.token_ids), len(output.scores.top_offsets) - 1
+    num_samples, num_scores = len(output.token_ids), output.scores.top.num_results
     score = vector = 0
     for row, start, end, wants_vector, _ in schedule.prompt_results:
         request = schedule.rows[row].request
@@ -33,24 +33,26 @@ def prompt_replies(schedule: Schedule, output: StepOutput) -> Iterator[PromptRep
         vectors = range(vector, vector + wants_vector)
         score, vector = scores.stop, vectors.stop
         results = (*(num_samples + each for each in scores), *(num_samples + num_scores + each for each in vectors))
+        error = next((output.row_errors[each] for each in results if each in output.row_errors), None)
+        given = bool(scores) and error is None
         yield PromptReply(
             request,
             start,
-            _logprobs(request.prompt_token_ids[start + 1 : end + 1], output.scores, scores) if scores else None,
-            output.vectors[vectors.start] if vectors else None,
-            next((output.row_errors[each] for each in results if each in output.row_errors), None),
+            _logprobs(request.prompt_token_ids[start + 1 : end + 1], output.scores, scores) if given else None,
+            output.vectors[vectors.start] if vectors and error is None else None,
+            error,
         )
 
 
 def _logprobs(token_ids: list[int], scores: Scores, results: range) -> PromptLogprobs:
     """Results of one request, which names one token in each and wants as many of the most likely ones in all."""
     part = slice(results.start, results.stop)
-    first, last = scores.top_offsets[[results.start, results.stop]].tolist()
+    first, last = scores.top.offsets[[results.start, results.stop]].tolist()
     shape = len(results), (last - first) // len(results)
     return PromptLogprobs(
         np.array(token_ids, np.int32),
         scores.logprobs[part],
         scores.ranks[part],
-        scores.top_token_ids[first:last].reshape(shape),
-        scores.top_logprobs[first:last].reshape(shape),
+        scores.top.token_ids[first:last].reshape(shape),
+        scores.top.logprobs[first:last].reshape(shape),
     )

@@ -10,6 +10,8 @@ PROCESS_BYTES: Final = 600_000_000
 """What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""
 SHARE_OF_FREE_MEMORY: Final = 0.5
 """What one host's WorkAgents take of its free memory together when `max_device_memory` is not given."""
+LOGITS_BYTES: Final = 2**25
+"""Of the logits that are made at once of tokens whose log-probabilities are wanted: no step makes more of them."""
 MAX_SLOTS: Final = 2**31 - 1
 """Tokens of a cache: slot numbers are int32."""
 
@@ -22,13 +24,15 @@ def readable_size(num_bytes: float) -> str:
 def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Most that is needed at once for a while: by the largest step, or before it by one weight on its way.
 
-    A step holds a few of the widest values for each token, and the logits of every row with what sampling makes of
-    them. A weight is there as stored, and once more where several are stacked.
+    A step holds a few of the widest values for each token, the logits of every row with what sampling makes of them,
+    and a piece of those of a prompt, in the same way. A weight is there as stored, and once more where several are
+    stacked.
     """
     token = dtype_bytes * 2 * spec.widest_row
     row = 4 * 3 * spec.vocab_size
+    piece = 3 * min(max(LOGITS_BYTES, 4 * spec.vocab_size), max_num_batched_tokens * 4 * spec.vocab_size)
     largest_weight = dtype_bytes * spec.largest_weight
-    return max(max_num_batched_tokens * token + max_num_seqs * row, 2 * largest_weight)
+    return max(max_num_batched_tokens * token + max_num_seqs * row + piece, 2 * largest_weight)
 
 
 def bytes_for_cache(

@@ -15,26 +15,21 @@ from llm_serving.core.step import (
     ScoringInput,
     StepInput,
     StepOutput,
+    TopTokens,
     Wanted,
     no_scores,
+    no_top_tokens,
     no_vectors,
 )
 from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
-from llm_serving.transport.messages import ScoresDone, StepDone
+from llm_serving.transport.messages import ScoresDone, StepDone, TopTokensDone
 
 _STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring"))
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
 _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS)
 _WANTED_BYTES = len(Wanted._fields) * 4
-_SCORES = {
-    "logprobs": "<f4",
-    "ranks": "<i4",
-    "top_offsets": "<i4",
-    "top_token_ids": "<i4",
-    "top_logprobs": "<f4",
-}
 _MOVE_BYTES = len(Move._fields) * 4
 
 
@@ -85,19 +80,21 @@ def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:
     scores = output.scores
     return StepDone(
         step=output.step,
-        token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
-        logprobs=output.logprobs.astype("<f4", copy=False).tobytes(),
-        top_token_ids=output.top_token_ids.astype("<i4", copy=False).tobytes(),
-        top_logprobs=output.top_logprobs.astype("<f4", copy=False).tobytes(),
-        num_top=output.top_token_ids.shape[1],
+        token_ids=_bytes_of(output.token_ids, "<i4"),
+        logprobs=_bytes_of(output.logprobs, "<f4"),
         row_errors=output.row_errors,
         num_compilations=num_compilations,
-        scores=None
-        if len(scores.top_offsets) == 1
-        else ScoresDone(*[_bytes_of(getattr(scores, name), dtype) for name, dtype in _SCORES.items()]),
+        top=_top_done(output.top) if len(output.top.token_ids) else None,
+        scores=ScoresDone(_bytes_of(scores.logprobs, "<f4"), _bytes_of(scores.ranks, "<i4"), _top_done(scores.top))
+        if scores.top.num_results
+        else None,
         vectors=_bytes_of(output.vectors, "<f4"),
         num_vectors=len(output.vectors),
     )
+
+
+def _top_done(top: TopTokens) -> TopTokensDone:
+    return TopTokensDone(_bytes_of(top.offsets, "<i4"), _bytes_of(top.token_ids, "<i4"), _bytes_of(top.logprobs, "<f4"))
 
 
 def _bytes_of(array: NDArray[Any], dtype: str) -> bytes:
@@ -113,42 +110,32 @@ def decode_output(message: StepDone) -> StepOutput:
     try:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
-        top_token_ids = np.frombuffer(message.top_token_ids, "<i4")
-        top_logprobs = np.frombuffer(message.top_logprobs, "<f4")
-        scores = _scores_of(message.scores)
+        top = no_top_tokens(len(token_ids)) if message.top is None else _top_of(message.top)
+        scores = no_scores() if message.scores is None else _scores_of(message.scores)
         vectors = (
             np.frombuffer(message.vectors, "<f4").reshape(message.num_vectors, -1) if message.vectors else no_vectors()
         )
     except ValueError as error:
         raise ProtocolError(f"the reply to step {message.step} has an array of broken length: {error}") from None
-    count = len(token_ids)
-    if (
-        len(logprobs) != count
-        or len(top_token_ids) != count * message.num_top
-        or len(top_logprobs) != len(top_token_ids)
-    ):
+    if not len(token_ids) == len(logprobs) == top.num_results:
         raise ProtocolError(f"the reply to step {message.step} has arrays of different lengths")
-    shape = (count, message.num_top)
-    return StepOutput(
-        message.step,
-        token_ids,
-        logprobs,
-        top_token_ids.reshape(shape),
-        top_logprobs.reshape(shape),
-        message.row_errors,
-        scores,
-        vectors,
-    )
+    return StepOutput(message.step, token_ids, logprobs, top, message.row_errors, scores, vectors)
 
 
-def _scores_of(message: ScoresDone | None) -> Scores:
+def _scores_of(message: ScoresDone) -> Scores:
     """Raises ValueError where lengths do not agree."""
-    if message is None:
-        return no_scores()
-    scores = Scores(**{name: np.frombuffer(getattr(message, name), dtype) for name, dtype in _SCORES.items()})
-    offsets = scores.top_offsets
-    if len(scores.logprobs) != len(scores.ranks) or len(scores.top_token_ids) != len(scores.top_logprobs):
+    scores = Scores(np.frombuffer(message.logprobs, "<f4"), np.frombuffer(message.ranks, "<i4"), _top_of(message.top))
+    if len(scores.logprobs) != len(scores.ranks):
         raise ValueError("log-probabilities of other tokens than are named")
-    if offsets[0] != 0 or offsets[-1] != len(scores.top_token_ids) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError("offsets that do not cut their lists")
     return scores
+
+
+def _top_of(message: TopTokensDone) -> TopTokens:
+    """Raises ValueError where lengths do not agree."""
+    offsets, token_ids = np.frombuffer(message.offsets, "<i4"), np.frombuffer(message.token_ids, "<i4")
+    logprobs = np.frombuffer(message.logprobs, "<f4")
+    if len(token_ids) != len(logprobs):
+        raise ValueError("log-probabilities of other tokens than are named")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError("offsets that do not cut their lists")
+    return TopTokens(offsets, token_ids, logprobs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -92,14 +92,20 @@ class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
     step: int
 
 
+class TopTokensDone(msgspec.Struct, array_like=True, frozen=True):
+    """`core.step.TopTokens`, each array as raw little-endian bytes."""
+
+    offsets: bytes
+    token_ids: bytes
+    logprobs: bytes
+
+
 class ScoresDone(msgspec.Struct, array_like=True, frozen=True):
-    """`core.step.Scores`, each array as raw little-endian bytes."""
+    """`core.step.Scores`, in the same way."""
 
     logprobs: bytes
     ranks: bytes
-    top_offsets: bytes
-    top_token_ids: bytes
-    top_logprobs: bytes
+    top: TopTokensDone
 
 
 class StepDone(msgspec.Struct, tag="step_done", frozen=True):
@@ -108,12 +114,11 @@ class StepDone(msgspec.Struct, tag="step_done", frozen=True):
     step: int
     token_ids: bytes
     logprobs: bytes
-    top_token_ids: bytes
-    top_logprobs: bytes
-    num_top: int
     row_errors: dict[int, str]
     num_compilations: int = 0
     """Graphs the WorkAgent has compiled so far; those of its warm-up serve every step, so the number stays."""
+    top: TopTokensDone | None = None
+    """None where no choice is told with the most likely tokens."""
     scores: ScoresDone | None = None
     """None where nothing was scored."""
     vectors: bytes = b""

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_serving.core.step import TopTokens, no_top_tokens
 from llm_serving.worker.token_weights import token_weights, weight_scale
 
 Float32Array = NDArray[np.float32]
@@ -49,7 +50,7 @@ def most_likely(values: Float32Array, count: int) -> NDArray[np.intp]:
 
 def logprobs_of(
     logits: Float32Array, chosen: Int32Array, top: Int32Array, largest: Float32Array, totals: Float64Array
-) -> tuple[Float32Array, Float32Array]:
+) -> tuple[Float32Array, TopTokens]:
     """Log-probabilities of chosen and of most likely tokens, as `StepOutput` wants them.
 
     Args:
@@ -60,16 +61,18 @@ def logprobs_of(
         totals: [S] `total_weight`; 0 for samples without a token and those that want no log-probabilities.
 
     Returns:
-        [S], 0 where there is none; [S, K], -inf where there is none.
+        [S], 0 where there is none; the most likely ones.
     """
     logprobs = np.zeros(len(chosen), np.float32)
-    top_logprobs = np.full(top.shape, -np.inf, np.float32)
-    if totals.any():
-        rows = np.flatnonzero(totals)
-        normalizers = log_normalizers(largest[rows], totals[rows])
-        with np.errstate(over="ignore"):  # what float32 does not hold becomes -inf
-            logprobs[rows] = logits[rows, chosen[rows]] - normalizers
-            if top.shape[1]:
-                values = logits[rows[:, None], top[rows]] - normalizers[:, None]
-                top_logprobs[rows] = np.where(top[rows] >= 0, values, -np.inf)
-    return logprobs, top_logprobs
+    if not totals.any():
+        return logprobs, no_top_tokens(len(chosen))
+    rows = np.flatnonzero(totals)
+    normalizers = np.zeros(len(chosen))
+    normalizers[rows] = log_normalizers(largest[rows], totals[rows])
+    kept = top >= 0
+    token_ids, rows_of_top = top[kept], np.nonzero(kept)[0]
+    with np.errstate(over="ignore"):  # what float32 does not hold becomes -inf
+        logprobs[rows] = logits[rows, chosen[rows]] - normalizers[rows]
+        top_logprobs = (logits[rows_of_top, token_ids] - normalizers[rows_of_top]).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)
+    return logprobs, TopTokens(offsets, token_ids, top_logprobs)

@@ -123,7 +123,7 @@ def sample(
     """
     history = resolve_token_ids(sampling.history_token_ids, previous)
     choices = choose_tokens(logits, sampling, history)
-    logprobs, top_logprobs = logprobs_of(
+    logprobs, top = logprobs_of(
         logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights
     )
     row_errors: dict[int, str] = {}
@@ -132,4 +132,4 @@ def sample(
             row_errors[row] = f"the model's logits allow no choice: the largest is {choices.largest[row]}"
         else:
             row_errors[row] = "penalties, bias and allowed tokens leave no token to choose"
-    return StepOutput(step, choices.token_ids, logprobs, choices.top_token_ids, top_logprobs, row_errors)
+    return StepOutput(step, choices.token_ids, logprobs, top, row_errors)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Scores, ScoringInput
+from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Scores, ScoringInput, TopTokens
 from llm_serving.errors import WorkerError
+from llm_serving.models.memory import LOGITS_BYTES
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
 from llm_serving.worker.model_inputs import NO_TOKENS
 from llm_serving.worker.token_choice import Choices, Failure
-
-PIECE_BYTES: Final = 2**25
-"""Of logits that are there at once."""
 
 Head = Callable[[Float32Array], Float32Array]
 """(states [P, H]) -> logits [P, V], C-contiguous"""
@@ -46,7 +44,7 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
 def score(
     states: Float32Array, scoring: ScoringInput, head: Head, vocab_size: int, choose_tokens: ChooseTokens
 ) -> Scored:
-    """Scores each row of states by itself, `PIECE_BYTES` of logits at a time.
+    """Scores each row of states by itself, `LOGITS_BYTES` of logits at a time.
 
     Args:
         states: [P, H]
@@ -58,22 +56,16 @@ def score(
     """
     count = scoring.num_results
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
-    top_lens = np.minimum(scoring.num_logprobs, vocab_size)
-    top_token_ids = np.zeros(int(top_lens.sum()), np.int32)
-    top_logprobs = np.zeros(len(top_token_ids), np.float32)
-    top_offsets = np.concatenate([[0], np.cumsum(top_lens)]).astype(np.int32)
+    tops: list[TopTokens] = []
     errors: dict[int, str] = {}
     for start, end in _pieces(count, vocab_size):
         logits = head(states[start:end])
-        choices = choose_tokens(logits, _greedy(top_lens[start:end]), NO_TOKENS)
+        choices = choose_tokens(logits, _greedy(scoring.num_logprobs[start:end]), NO_TOKENS)
         for index in np.flatnonzero(choices.failures != Failure.NONE).tolist():
             largest = choices.largest[index]
             errors[start + index] = f"the model's logits allow no log-probabilities: the largest is {largest}"
-        likely = choices.top_token_ids
-        _, of_likely = logprobs_of(logits, choices.token_ids, likely, choices.largest, choices.total_weights)
-        kept = np.arange(likely.shape[1]) < top_lens[start:end, None]
-        tops = slice(top_offsets[start], top_offsets[end])
-        top_token_ids[tops], top_logprobs[tops] = likely[kept], of_likely[kept]
+        _, top = logprobs_of(logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights)
+        tops.append(top)
         given = slice(scoring.offsets[start], scoring.offsets[end])
         rows = np.repeat(np.arange(end - start), np.diff(scoring.offsets[start : end + 1]))
         fine = choices.total_weights > 0
@@ -85,13 +77,23 @@ def score(
             _rank(logits[row], token_id)
             for row, token_id in zip(rows.tolist(), scoring.token_ids[given].tolist(), strict=True)
         ]
-    return Scored(Scores(logprobs, ranks, top_offsets, top_token_ids, top_logprobs), errors)
+    return Scored(Scores(logprobs, ranks, _joined(tops)), errors)
 
 
 def _pieces(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, PIECE_BYTES // (4 * vocab_size))
+    rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     for start in range(0, count, rows):
         yield start, min(count, start + rows)
+
+
+def _joined(parts: Sequence[TopTokens]) -> TopTokens:
+    """The most likely tokens of all results, part after part."""
+    lengths = np.concatenate([np.empty(0, np.int32), *(np.diff(part.offsets) for part in parts)])
+    return TopTokens(
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
+    )
 
 
 def _rank(logits: Float32Array, token_id: int) -> int:

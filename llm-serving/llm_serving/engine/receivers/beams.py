@@ -46,8 +46,7 @@ class Beams:
         """
         if self.request.is_finished:  # within this step
             return
-        known = [token_id for token_id in output.top_token_ids[sample].tolist() if token_id >= 0]
-        self._replies[request.request_id] = LikelyTokens(known, output.top_logprobs[sample, : len(known)].tolist())
+        self._replies[request.request_id] = LikelyTokens(*output.top.of(sample))
         if not request.is_finished:  # by its last token
             self._desk.scheduler.pause(request)
         if len(self._replies) < len(self._beams):
