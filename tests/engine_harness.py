@@ -9,6 +9,7 @@ from factories import create_scheduler
 from fake_runner import FakeRunner
 from llm_serving.core.clock import Clock
 from llm_serving.core.request_output import RequestOutput, join_pieces
+from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.core.step import StepInput
 from llm_serving.engine.engine import Engine
 from llm_serving.executor.executor import LocalExecutor
@@ -88,4 +89,7 @@ class Harness:
 def bytes_of(answer: RequestOutput) -> str:
     """All that an answer tells, written down so that it differs wherever a bit does."""
     parts = answer.beams or (answer,)
-    return repr([(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts])
+    told = [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in parts]
+    scores = answer.prompt_logprobs
+    of_prompt = None if scores is None else (scores.tokens(MAX_LOGPROBS), scores.ranks.tolist())
+    return repr((told, of_prompt, None if answer.vector is None else answer.vector.tobytes()))

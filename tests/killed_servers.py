@@ -21,6 +21,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "sampled": {"prompt": "Name the days of the week.", "temperature": 0.9, "seed": 11},
     "penalties": {"prompt": "Add 17 and 25.", "temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.9},
     "logprobs": {"prompt": "Reverse the word lamp.", "temperature": 0, "logprobs": 3},
+    "prompt logprobs": {"prompt": LONG, "temperature": 0, "stream": False, "echo": True, "logprobs": 2},
     "n = 3": {"prompt": "Spell the word river.", "temperature": 0.8, "seed": 3, "n": 3},
     "beams": {
         "prompt": "Spell the word cloud.",

@@ -70,18 +70,22 @@ def streams(max_tokens: int) -> dict[str, list[Request]]:
     """Requests of every kind. They want more than the caches they are meant for, so that all lose their places."""
 
     def ask(num_prompt: int, **options: Any) -> Request:
-        return create_request(num_prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+        return create_request(num_prompt, **{"max_tokens": max_tokens, "ignore_eos": True, **options})
 
     choices = [ask(11, temperature=0.9, seed=20 + choice) for choice in range(3)]
     for choice in choices[1:]:
         choice.fork_of = choices[0].request_id
     search = ask(9, logprobs=2)
     search.form = BeamSearchParams(width=3, num_returned=3)
+    vector = ask(33, max_tokens=0)
+    vector.wants_vector = True
     return {
         "greedy": [ask(6)],
         "sampled": [ask(9, temperature=0.9, seed=11, priority=-1)],
         "penalties": [ask(7, temperature=0.7, seed=5, repetition_penalty=1.2, top_p=0.9)],
         "logprobs": [ask(5, logprobs=3)],
+        "prompt logprobs": [ask(37, prompt_logprobs=2)],
+        "vector": [vector],
         "n = 3": choices,
         "beams": [search],
         "chunked": [ask(40)],

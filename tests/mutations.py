@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -28,18 +28,23 @@ if __name__ == "__main__":
 
 import msgspec
 import simulated_agent
+from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove, Move
+from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.executor import executor as executor_module
 from llm_serving.executor import supervised_executor
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler import scheduler as scheduler_module
 from llm_serving.scheduler.giving_way import GivingWay
-from llm_serving.scheduler.schedule import ScheduledRow
+from llm_serving.scheduler.prompt_results import prompt_results_of
+from llm_serving.scheduler.schedule import PromptResults, ScheduledRow
 from llm_serving.transport.messages import StepDone
 from llm_serving.worker.block_guard import BlockGuard
 from simulated_agent import SimulatedAgent
+from simulated_client import Client
 from simulation import Simulation
 
 Patch = Callable[[], Any]
@@ -57,6 +62,8 @@ class Mutation:
     """The fault with the guard switched off."""
     bad_luck: bool = False
     """Whether WorkAgents die, fail and are late besides."""
+    of_prompts: bool = False
+    """Whether clients ask for log-probabilities and the vector of their prompts besides."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.guard}"
@@ -221,6 +228,36 @@ def nobody_is_blamed() -> Any:
     return patch.object(Scheduler, "lose_cache", lambda self: None)
 
 
+@contextmanager
+def told_of_prompts_again() -> Iterator[None]:
+    """What is computed again of a prompt is asked for again, and counts as new."""
+    take_prompt = OutputProcessor.take_prompt
+
+    def ask_again(rows: Sequence[ScheduledRow]) -> list[PromptResults]:
+        told = [(row.request, row.request.num_results) for row in rows]
+        for request, _ in told:
+            request.num_results = 0
+        results = prompt_results_of(rows)
+        for request, num_results in told:
+            request.num_results = num_results
+        return results
+
+    def take_any(self: OutputProcessor, request: Any, start: int, logprobs: Any, vector: Any) -> None:
+        self._states[request.request_id].num_results = start
+        take_prompt(self, request, start, logprobs, vector)
+
+    with (
+        patch.object(scheduler_module, "prompt_results_of", ask_again),
+        patch.object(OutputProcessor, "take_prompt", take_any),
+    ):
+        yield
+
+
+def results_taken_from_others() -> Any:
+    """Tokens that are to give a result are taken from whoever has computed them."""
+    return patch.object(Request, "max_tokens_taken", property(lambda self: self.num_tokens_known - 1))
+
+
 MUTATIONS = (
     Mutation(
         "a reply is read one step early",
@@ -275,6 +312,34 @@ MUTATIONS = (
         nobody_is_blamed,
         bad_luck=True,
     ),
+    Mutation(
+        "a block of a prompt belongs to two requests",
+        "epoch tags of blocks",
+        block_given_twice,
+        untagged(block_given_twice),
+        of_prompts=True,
+    ),
+    Mutation(
+        "a recomputed prompt skips positions",
+        "fill tags of blocks",
+        position_kept_after_preemption,
+        untagged(position_kept_after_preemption),
+        of_prompts=True,
+    ),
+    Mutation(
+        "a prompt that is computed again is told of again",
+        "count of the results told",
+        None,
+        told_of_prompts_again,
+        of_prompts=True,
+    ),
+    Mutation(
+        "a prompt is found computed and not told of",
+        "results count before hits do",
+        None,
+        results_taken_from_others,
+        of_prompts=True,
+    ),
 )
 
 
@@ -311,21 +376,33 @@ def crowded_seeds() -> list[int]:
     raise AssertionError
 
 
-def play(mutation: Mutation, *, guarded: bool) -> Verdict:
-    """Plays some seeds with the fault."""
+def play(mutation: Mutation, *, guarded: bool, until: Callable[[Verdict], bool] = lambda verdict: False) -> Verdict:
+    """Plays the seeds with the fault, or as many of them as it takes."""
     verdict = Verdict()
     fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
     try:
         for seed in crowded_seeds():
+            if until(verdict):
+                break
             with ExitStack() as stack:
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
-                _play_seed(Simulation(seed), verdict, bad_luck=mutation.bad_luck)
+                one = Simulation(seed)
+                if mutation.of_prompts:
+                    ask_of_prompts(one.clients)
+                _play_seed(one, verdict, bad_luck=mutation.bad_luck)
     finally:
         logging.disable(logging.NOTSET)
     return verdict
+
+
+def ask_of_prompts(clients: Sequence[Client]) -> None:
+    for client in clients:
+        client.beam_search = None
+        client.sampling = replace(client.sampling, prompt_logprobs=2)
+        client.wants_vector = True
 
 
 def _play_seed(one: Simulation, verdict: Verdict, *, bad_luck: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from expected_beams import expected_beams
-from fake_runner import expected_output, most_likely, next_logprobs, seen
+from fake_runner import expected_output, most_likely, next_logprobs, seen, vector_of
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
@@ -44,6 +44,7 @@ class Client:
     beam_search: BeamSearchParams | None = None
     window: int = NO_WINDOW
     """Of the model."""
+    wants_vector: bool = False
     leaves_in: str | None = None
     """The state of its request in which it leaves: one of `STATES`, or `ANYWHERE`; None: it stays."""
     leaves_from_round: int = 0
@@ -81,10 +82,13 @@ class Client:
 
     @property
     def is_garbled(self) -> bool:
-        """Whether it was told a token that it would not have been told alone."""
-        given = [token for piece in self.told for token in piece.token_ids]
+        """Whether it was told a token that it would not have been told alone, or anything else of its prompt."""
+        if not self.told:
+            return False
         if self.beam_search is None:
-            return given != self._alone[: len(given)]
+            whole = join_pieces(self.told)
+            given = list(whole.token_ids)
+            return given != self._alone[: len(given)] or self._is_prompt_garbled(whole)
         beams = [beam.token_ids for piece in self.told for beam in piece.beams]
         return bool(beams) and beams != self._beams_alone()
 
@@ -112,33 +116,35 @@ class Client:
 
     def _check_prompt(self, whole: RequestOutput, broken_off: bool) -> None:
         """It was told of every token of its prompt but the first, once, or of the beginning of that."""
-        prompt, count, told = self.prompt_token_ids, self.sampling.prompt_logprobs, whole.prompt_logprobs
-        if count is None:
-            assert told is None, f"{whole.request_id} was told of its prompt"
-            return
+        told = whole.prompt_logprobs
         num_told = 0 if told is None else len(told)
-        assert broken_off or num_told == len(prompt) - 1, f"{whole.request_id} was told of {num_told} tokens"
-        for place, token in enumerate([] if told is None else told.tokens(count)):
-            context = seen(prompt[: place + 1], self.window)
-            logprobs, top = next_logprobs(context), most_likely(context)[:count]
-            token_id = prompt[place + 1]
-            alone = TokenLogprobs(
-                token_id, float(logprobs[token_id]), tuple(top.tolist()), tuple(logprobs[top].tolist())
-            )
-            assert token == alone, f"{whole.request_id} was told {token} of its prompt and not {alone}"
+        num_wanted = 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
+        assert num_told == num_wanted or (broken_off and num_told < num_wanted), (
+            f"{whole.request_id} was told of {num_told} of {num_wanted} tokens"
+        )
+        assert broken_off or (whole.vector is not None) is self.wants_vector, f"{whole.request_id} has no vector"
+        assert not self._is_prompt_garbled(whole), f"{whole.request_id} was told something else of its prompt"
+
+    def _is_prompt_garbled(self, whole: RequestOutput) -> bool:
+        """Whether anything that was told of its prompt is not what would have been told alone."""
+        prompt, told = self.prompt_token_ids, whole.prompt_logprobs
+        if whole.vector is not None and whole.vector.tolist() != vector_of(seen(prompt, self.window)).tolist():
+            return True
+        if told is None:
+            return False
+        count = self.sampling.prompt_logprobs or 0
+        alone = [
+            _token_logprobs(seen(prompt[:place], self.window), prompt[place], count)
+            for place in range(1, min(len(told) + 1, len(prompt)))
+        ]
+        return told.tokens(count) != alone
 
     def _check_logprobs(self, whole: RequestOutput) -> None:
         count = self.sampling.logprobs
         assert len(whole.logprobs) == (0 if count is None else len(whole.token_ids))
         for place, token in enumerate(whole.logprobs):
             context = seen(self.prompt_token_ids + list(whole.token_ids[:place]), self.window)
-            logprobs, top = next_logprobs(context), most_likely(context)[:count]
-            alone = TokenLogprobs(
-                whole.token_ids[place],
-                float(logprobs[whole.token_ids[place]]),
-                tuple(top.tolist()),
-                tuple(logprobs[top].tolist()),
-            )
+            alone = _token_logprobs(context, whole.token_ids[place], count or 0)
             assert token == alone, f"{whole.request_id} was told {token} and not {alone}"
 
     # --- leaving ----------------------------------------------------------------------------------------------------
@@ -150,6 +156,12 @@ class Client:
             return "ended"
         request = self.engine._processor.find(self.stream.request_id)
         return ARRIVING if request is None else _state(request, self.engine)
+
+
+def _token_logprobs(context: list[int], token_id: int, count: int) -> TokenLogprobs:
+    """What the model says of a token behind `context`."""
+    logprobs, top = next_logprobs(context), most_likely(context)[:count]
+    return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(top.tolist()), tuple(logprobs[top].tolist()))
 
 
 def _state(request: Request, engine: Engine) -> str:
@@ -185,6 +197,7 @@ def _ask_of_prompt(client: Client, rng: random.Random) -> None:
         client.sampling = replace(client.sampling, prompt_logprobs=rng.choice((0, 2)))
     if rng.random() < 0.05:
         client.sampling = replace(client.sampling, max_tokens=0)
+    client.wants_vector = rng.random() < 0.1
 
 
 def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) -> list[Client]:

@@ -258,6 +258,7 @@ class Simulation:
             opened = master._requests.get(stream.request_id)
             assert opened is not None
             client.stream, client.engine = stream, opened.engine
+            opened.request.wants_vector = client.wants_vector
             self._by_request_id[stream.request_id] = client
             if client.leaves_in is not None:
                 self._leaving.append(client)

@@ -1,7 +1,7 @@
 """Every guard against garbled text is missed when it is gone; `python tests/mutations.py` prints the list."""
 
 import pytest
-from mutations import MUTATIONS, Mutation, play
+from mutations import MUTATIONS, Mutation, Verdict, play
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
@@ -12,6 +12,10 @@ def test_the_guard_catches_the_fault_and_nothing_else_would(mutation: Mutation) 
         assert guarded.num_lost_steps + guarded.num_broken > 0, "the fault has not happened"
     else:
         assert guarded.num_broken == 0
-    bare = play(mutation, guarded=False)
-    assert bare.num_garbled + bare.num_audited + bare.num_broken > 0, "nobody misses the guard"
-    assert guarded != bare, "the guard is gone: all is as it is without it"
+    # Not what happens with the guard as well: with some, no answer is wrong but the seed ends broken.
+    bare = play(mutation, guarded=False, until=lambda so_far: is_missed(guarded, so_far))
+    assert is_missed(guarded, bare), "nobody misses the guard"
+
+
+def is_missed(guarded: Verdict, bare: Verdict) -> bool:
+    return bare.num_garbled + bare.num_audited > 0 or (bare.num_broken > 0 and bare != guarded)
