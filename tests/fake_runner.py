@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from llm_serving.core.computed_by import NOT_KNOWN
 from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput, TopTokens
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
@@ -37,6 +38,7 @@ class FakeRunner:
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, window if window < NO_WINDOW else None)
         self._previous: list[int] = []
         self._offsets = np.arange(block_size)
+        self.computed_by = NOT_KNOWN
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False

@@ -81,6 +81,7 @@ def build(config: ServingConfig) -> AsyncEngine:
                 spec.window,
             )
             engine.notice = loaded.notice
+            engine.computed_by = loaded.computed_by
             yield engine
         finally:
             executor.close()

@@ -54,6 +54,7 @@ class LLM:
         self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
         executor = LocalExecutor(runner)
+        self.computed_by = runner.computed_by
         cache = runner.kv_tensors
         self.engine = build_engine(
             config,
@@ -65,7 +66,7 @@ class LLM:
             num_swap_blocks=cache.num_swap_blocks,
             window=self.model_spec.window,
         )
-        self._end_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
+        self.end_token_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
 
@@ -172,12 +173,12 @@ class LLM:
     def _request(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size, blocks = self.model_spec.vocab_size, self.engine.scheduler.blocks
-        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks, self._end_ids)
+        check_request(token_ids, sampling, priority, vocab_size, self.config.model, blocks, self.end_token_ids)
         return Request(
             request_id=f"offline-{next(self._counter)}",
             prompt_token_ids=token_ids,
             sampling=sampling,
-            stop_token_ids=stop_token_ids(sampling, self._end_ids),
+            stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
             priority=priority,
             arrival_time=monotonic(),
         )

@@ -72,7 +72,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         logger.exception("the model cannot be loaded")
         channel.send(Failed(f"the model cannot be loaded: {error}"))
         return
-    channel.send(Loaded(runner.kv_tensors.num_blocks, runner.kv_tensors.num_swap_blocks, notice))
+    channel.send(Loaded(runner.kv_tensors.num_blocks, runner.kv_tensors.num_swap_blocks, notice, runner.computed_by))
     buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
     for message in _steps(channel):
         try:

@@ -15,6 +15,7 @@ from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.request import Request
@@ -91,7 +92,8 @@ class AsyncEngine:
         metrics.replicas = self.replicas.counts
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, self.replicas, self._room)
-        self._end_ids = end_token_ids(config.model, model_spec, tokenizer)
+        self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
+        """By which the model ends a text."""
         self.failure: LLMServingError | None = None
         """Why this process cannot serve and shall end, once that is so."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -117,6 +119,11 @@ class AsyncEngine:
         """Most tokens of prompt and output together: what the configuration allows and the cache can hold."""
         slots = [engine.scheduler.blocks.longest for engine in self.replicas.living().values()]
         return min([self.config.model.max_generate_length, *slots])
+
+    @property
+    def computed_by(self) -> ComputedBy:
+        """By what answers are computed; the same at every replica, as all are of this machine."""
+        return next((engine.computed_by for engine in self.replicas.living().values()), NOT_KNOWN)
 
     @property
     def num_running(self) -> int:
@@ -173,7 +180,7 @@ class AsyncEngine:
                 self.model_spec.vocab_size,
                 self.config.model,
                 engine.scheduler.blocks,
-                self._end_ids,
+                self.end_token_ids,
             )
         except ContextLengthError:
             self.metrics.classes.refused(request_class, "never_fits")
@@ -191,7 +198,7 @@ class AsyncEngine:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             beginnings=beginnings_of(prompt_token_ids),
-            stop_token_ids=stop_token_ids(sampling, self._end_ids),
+            stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,

@@ -16,6 +16,7 @@ from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
 from llm_serving.admission.load_estimator import LoadEstimator, Queue
 from llm_serving.admission.slots import Slots
 from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.computed_by import NOT_KNOWN
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
@@ -83,6 +84,8 @@ class Engine:
         """Steps whose results have come."""
         self.notice = ""
         """What the operator should know of its WorkAgent; usually empty."""
+        self.computed_by = NOT_KNOWN
+        """By what its WorkAgent computes."""
         self.load = LoadEstimator(scheduler.limits)
         self._lengths = AnswerLengths()
         self.journal = Journal() if journal is None else journal

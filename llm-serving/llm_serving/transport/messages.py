@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
+
+PROTOCOL_VERSION = 9
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -71,6 +73,7 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     num_swap_blocks: int
     notice: str
     """What the operator should know of the way this WorkAgent computes; usually empty."""
+    computed_by: ComputedBy = NOT_KNOWN
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

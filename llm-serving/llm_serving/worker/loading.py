@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import mindspore as ms
 import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
@@ -66,9 +68,23 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         as_program=device.kernels != "primitives",
         num_prompt_rows=settings.max_num_seqs if device.prompt_attention == "flash" else 0,
     )
+    runner.computed_by = _computed_by(backend, device)
     on_progress("compiling the network")
     runner.warm_up()
     return runner, notice
+
+
+def _computed_by(backend: Backend, device: DeviceConfig) -> ComputedBy:
+    if backend.name != "cpu":
+        return ComputedBy(kernels=backend.name, framework=ms.__version__)
+    sources, compiler = library.library_path().stem.split("_")[-2:]
+    return ComputedBy(
+        kernels="primitives" if device.kernels == "primitives" else "program",
+        instruction_set=library.load().llm_isa().decode(),
+        sources=sources,
+        compiler=compiler,
+        framework=ms.__version__,
+    )
 
 
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_serving.backends.base import Backend
+from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
@@ -63,6 +64,8 @@ class ModelRunner:
             ConfigError: The cache cannot be allocated.
         """
         self.spec = spec
+        self.computed_by: ComputedBy = NOT_KNOWN
+        """Told by who chose backend and kernels."""
         self._backend = backend
         self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
