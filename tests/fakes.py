@@ -13,6 +13,7 @@ import numpy as np
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
@@ -212,6 +213,8 @@ class FakeEngine:
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.max_model_len = MAX_MODEL_LEN
+        self.computed_by = ComputedBy(kernels="program", instruction_set="plain")
+        self.end_token_ids = frozenset({2})
 
     @property
     def control(self) -> FakeEngine:

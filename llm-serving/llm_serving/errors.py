@@ -21,6 +21,7 @@ LLMServingError
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         its process ended or its channel broke
 │   └── StepMismatchError       a reply does not match the step in flight
+├── ReceiptError                a receipt cannot be read
 ├── RecordingError              a recording of the scheduler is damaged, or cannot be replayed
 ├── KernelError                 the operator library cannot be built or loaded
 └── TransportError              a channel between master and WorkAgent
@@ -200,6 +201,10 @@ class WorkerDiedError(WorkerError):
 
 class StepMismatchError(WorkerError):
     """A reply does not match (step, slot, epoch, request) of what is in flight; its tokens are not used."""
+
+
+class ReceiptError(LLMServingError):
+    """What shall be a receipt is none, or none of this version."""
 
 
 class RecordingError(LLMServingError):

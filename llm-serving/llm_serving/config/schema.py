@@ -239,6 +239,10 @@ class ServerConfig:
     """`think`: what a chat answer has between `<think>` and `</think>` becomes its `reasoning_content`. `auto`: where
     the chat template knows these marks; `none`: it stays text."""
 
+    receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")))
+    """Receipts of answers (`receipt: true`): when the model's files are hashed. `on_demand`: for the first receipt,
+    which waits for it. `at_start`: once the server has started. `none`: receipts are refused."""
+
     audit_every: int = option(100, integer(0))
     """Requests, of which one is computed again, alone, when the server is idle, and its answer compared. 0: never."""
 

@@ -37,6 +37,7 @@ from llm_serving.server.inside import Inside
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.page import page_routes
 from llm_serving.server.quota import quotas_of
+from llm_serving.server.receipts import ModelHashes
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
@@ -82,6 +83,7 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site
     routes = Application(
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
         ResponseStore(engine.config.serving.response_store_bytes),
+        ModelHashes(engine.config),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -108,8 +110,9 @@ class Application:
     of a stream. Routes answer their own errors; one that does not is logged by the server and gets status 500.
     """
 
-    def __init__(self, routes: Sequence[Route], responses: ResponseStore) -> None:
+    def __init__(self, routes: Sequence[Route], responses: ResponseStore, model_hashes: ModelHashes) -> None:
         self.responses = responses
+        self.model_hashes = model_hashes
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
@@ -175,6 +178,8 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
     batches = site.routes.batches = open_batches(engine.config, site.inside)
     if batches is not None:
         await batches.start()
+    if engine.config.serving.receipts == "at_start":
+        site.routes.model_hashes.begin()
     interval_s = engine.config.serving.throughput_interval_s
     lines = asyncio.create_task(log_throughput(engine.metrics, engine.clock, interval_s)) if interval_s else None
     try:

@@ -19,6 +19,7 @@ from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, identify
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
+from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
 from llm_serving.server.tools import OfferedTools, plain_call
@@ -40,6 +41,7 @@ async def converse(
     choices: Choices,
     logprobs: int | None,
     offered: OfferedTools | None = None,
+    receipt: ReceiptDraft | None = None,
 ) -> tuple[list[int], Generation]:
     """Starts to answer a conversation.
 
@@ -51,6 +53,7 @@ async def converse(
         choices: How many answers, and how they are found.
         logprobs: Most likely tokens to tell beside each; None: nothing.
         offered: Tools that the model may call.
+        receipt: Of the answer.
 
     Returns:
         The prompt's token ids, and its generation.
@@ -98,6 +101,7 @@ async def converse(
         request_id=identity.request_id,
         caller=caller,
         visitor=visitor,
+        receipt=receipt,
     )
     return prompt, generation
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -20,7 +19,8 @@ from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
 from llm_serving.server.off_loop import off_loop
-from llm_serving.server.sampling import with_choice_seed
+from llm_serving.server.receipts import ReceiptDraft
+from llm_serving.server.sampling import sequences_of
 from llm_serving.server.selection import ChoiceOutput, select_beams, select_best
 
 MIN_LOGPROB: Final = -9999.0
@@ -52,6 +52,8 @@ class Generation:
         self._streams = streams
         self._select = select
         self._on_end = on_end
+        self.watch: Callable[[int, RequestOutput], None] | None = None
+        """Told each piece of each choice before it is given out."""
         self._tasks: list[asyncio.Task[None]] = []
         self.newest: list[RequestOutput | None] = [None] * len(streams)
         """The newest piece of each stream."""
@@ -70,7 +72,8 @@ class Generation:
     def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Every piece of every choice; iterate once."""
         pieces = self._pieces()
-        return pieces if self._select is None else self._select(pieces)
+        selected = pieces if self._select is None else self._select(pieces)
+        return selected if self.watch is None else _watched(selected, self.watch)
 
     async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
@@ -100,6 +103,14 @@ class Generation:
         for stream in self._streams:  # before the first moment at which this may be cancelled itself
             await stream.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _watched(
+    pieces: AsyncIterator[ChoiceOutput], watch: Callable[[int, RequestOutput], None]
+) -> AsyncIterator[ChoiceOutput]:
+    async for piece in pieces:
+        watch(piece.choice, piece.output)
+        yield piece
 
 
 async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[ChoiceOutput | Exception | None]) -> None:
@@ -137,6 +148,7 @@ async def start_generation(
     caller: Caller,
     visitor: Visitor = NOBODY,
     wants_vectors: bool = False,
+    receipt: ReceiptDraft | None = None,
 ) -> Generation:
     """Submits `choices.best_of` requests for each prompt, all or none; a beam search is one.
 
@@ -151,10 +163,13 @@ async def start_generation(
         caller: Who asks.
         visitor: By which the door knows the request when it comes again.
         wants_vectors: Whether the last pieces are to have the vectors of the prompts.
+        receipt: Gets what is computed, and every piece of it.
 
     Raises:
         LLMServingError: The engine refuses one of them; none runs then.
     """
+    if receipt is not None:
+        receipt.begin(prompts, samplings[0], choices)
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
     admission = None
     if len(prompt_lens) > 1:
@@ -167,17 +182,14 @@ async def start_generation(
         on_end = caller.quota.take_tokens(sum(map(len, prompts)), num_output)
     select: Select | None = None
     if choices.beams is not None:
-        samplings = [replace(sampling, temperature=0.0) for sampling in samplings]
         select = partial(select_beams, choices=choices)
     elif choices.best_of > choices.n:
         select = partial(select_best, choices=choices, with_logprobs=samplings[0].logprobs is not None)
-        samplings = [replace(sampling, logprobs=sampling.logprobs or 0) for sampling in samplings]
     streams: list[RequestStream] = []
     try:
         for prompt, sampling in zip(prompts, samplings, strict=True):
             first: RequestStream | None = None
-            for choice in range(1 if choices.beams is not None else choices.best_of):
-                params = with_choice_seed(sampling, choice)
+            for params in sequences_of(sampling, choices):
                 stream = engine.generate(
                     prompt,
                     params,
@@ -203,6 +215,7 @@ async def start_generation(
     if on_end is not None and choices.beams is not None:
         on_end = partial(_end_of_beams, on_end, choices.best_of)
     generation = Generation(streams, select, on_end)
+    generation.watch = None if receipt is None else receipt.add
     if (note := caller.note) is not None:
         note.request_id = note.request_id or streams[0].request_id
         note.num_prompt_tokens = sum(map(len, prompts))

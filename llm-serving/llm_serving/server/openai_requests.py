@@ -133,9 +133,14 @@ async def respond(
         or request.prompt_logprobs is not None
         or getattr(request, "logprobs", None) not in (None, False)
     )
-    if result.usage.total_tokens > MAX_INLINE_TOKENS and tells_tokens:
+    if tells_much(result.usage) and tells_tokens:
         return await large_json_response(result, headers)
     return json_response(result, headers=headers)
+
+
+def tells_much(usage: Usage) -> bool:
+    """Whether what is told of each of these tokens is much."""
+    return usage.total_tokens > MAX_INLINE_TOKENS
 
 
 def token_as_id(token_id: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from llm_serving.core.beam_search_params import LENGTH_PENALTY
@@ -20,7 +21,7 @@ from llm_serving.core.sampling_params import (
 )
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.choices import COUNT
+from llm_serving.server.choices import COUNT, Choices
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the seeds of all choices differ; 2^64 divided by the golden ratio spreads them."""
@@ -81,6 +82,20 @@ def bad_words(engine: AsyncEngine, words: list[str] | None) -> tuple[tuple[int, 
         tuple(encode(text, add_special_tokens=False)) for word in texts for text in (word.lstrip(), f" {word.lstrip()}")
     ]
     return tuple(dict.fromkeys(filter(None, sequences)))
+
+
+def sequences_of(sampling: SamplingParams, choices: Choices) -> list[SamplingParams]:
+    """The sampling of each sequence that is generated for a prompt; a beam search is one.
+
+    Args:
+        sampling: Of the first choice, as asked for.
+        choices: How many answers, and how they are found.
+    """
+    if choices.beams is not None:
+        return [replace(sampling, temperature=0.0)]
+    if choices.best_of > choices.n:  # they are compared by their log-probabilities
+        sampling = replace(sampling, logprobs=sampling.logprobs or 0)
+    return [with_choice_seed(sampling, choice) for choice in range(choices.best_of)]
 
 
 def with_choice_seed(sampling: SamplingParams, choice: int) -> SamplingParams:

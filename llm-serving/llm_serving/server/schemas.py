@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Raw, Struct, UnsetType, field
 
 from llm_serving.server.off_loop import Long
 
@@ -93,6 +93,9 @@ class GenerationRequest(CallerFields, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1: as many as fit."""
     request_id: str | None = None
+    receipt: bool | None = None
+    """Also give a receipt, by which the answer can be computed again (`llm-serving verify`); it has the prompt's token
+    ids. Of a stream, in its last piece."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -228,6 +231,7 @@ class Completion(Long, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    receipt: Raw | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -287,6 +291,7 @@ class ChatCompletion(Long, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    receipt: Raw | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -313,6 +318,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    receipt: Raw | UnsetType = UNSET
 
 
 class TokenizeResponse(Long):

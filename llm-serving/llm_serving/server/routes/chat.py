@@ -33,10 +33,12 @@ from llm_serving.server.openai_requests import (
     identify,
     read_request,
     respond,
+    tells_much,
     token_as_id,
     usage_so_far,
 )
 from llm_serving.server.prompt_logprobs import prompt_answer
+from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -64,12 +66,20 @@ async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> 
     choices = choices_of(request, 1)
     logprobs = _num_logprobs(request)
     offered = offered_tools(engine, request)
+    receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
     prompt, generation = await converse(
-        engine, request, caller=caller, identity=identity, choices=choices, logprobs=logprobs, offered=offered
+        engine,
+        request,
+        caller=caller,
+        identity=identity,
+        choices=choices,
+        logprobs=logprobs,
+        offered=offered,
+        receipt=receipt,
     )
     parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
     messages = [AnsweredMessage(each, offered) for each in parsers]
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages, receipt)
     return await respond(http_request, request, generation, answer, identity)
 
 
@@ -101,12 +111,14 @@ class _Answer:
         streamed_usage: StreamedUsage,
         prompt: list[int],
         messages: Sequence[AnsweredMessage],
+        receipt: ReceiptDraft | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._request = request
         self._identity = identity
         self._prompt = prompt
         self._messages = messages
+        self._receipt = receipt
         self._echo = _echo(request)
         self._streamed_usage = streamed_usage
         self._silent_pieces = bool(request.logprobs or request.return_token_ids or streamed_usage.in_every_piece)
@@ -149,7 +161,8 @@ class _Answer:
             created=identity.created,
             model=identity.model,
             choices=choices,
-            usage=self._usage.total(),
+            usage=(usage := self._usage.total()),
+            receipt=UNSET if self._receipt is None else await off_loop(tells_much(usage), self._receipt.sealed),
             prompt_token_ids=self._prompt if request.return_token_ids else UNSET,
             prompt_logprobs=UNSET
             if (count := request.prompt_logprobs) is None
@@ -188,7 +201,12 @@ class _Answer:
         return opening + event(self._chunk([choice], usage))
 
     def end(self) -> bytes:
-        return event(self._chunk([], self._usage.total())) + DONE if self._streamed_usage.at_end else DONE
+        if not self._streamed_usage.at_end and self._receipt is None:
+            return DONE
+        last = self._chunk([], self._usage.total() if self._streamed_usage.at_end else UNSET)
+        if self._receipt is not None:
+            last.receipt = self._receipt.sealed()
+        return event(last) + DONE
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:
         identity = self._identity

@@ -35,10 +35,12 @@ from llm_serving.server.openai_requests import (
     identify,
     read_request,
     respond,
+    tells_much,
     token_as_id,
     usage_so_far,
 )
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size, prompt_answer
+from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from llm_serving.server.streaming import DONE, event
@@ -83,6 +85,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         item if len(prompt) == len(all_of_it) else prompt
         for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
     ]
+    receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
     generation = await start_generation(
         engine,
         prompts,
@@ -91,8 +94,9 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         request_id=identity.request_id,
         caller=caller,
         visitor=visitor,
+        receipt=receipt,
     )
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n)
+    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n, receipt)
     return await respond(http_request, request, generation, answer, identity)
 
 
@@ -139,6 +143,7 @@ class _Answer:
         items: Sequence[str | list[int]],
         prompts: Sequence[list[int]],
         n: int,
+        receipt: ReceiptDraft | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._request = request
@@ -146,6 +151,7 @@ class _Answer:
         self._items = items
         self._prompts = prompts
         self._n = n
+        self._receipt = receipt
         self._streamed_usage = streamed_usage
         self._silent_pieces = bool(
             request.logprobs is not None or request.return_token_ids or streamed_usage.in_every_piece
@@ -196,7 +202,11 @@ class _Answer:
             of_prompt = choices[index * self._n : (index + 1) * self._n]
             tell = partial(self._tell_of_prompt, of_prompt, prompt, told.get(index))
             await off_loop(len(prompt) > INLINE_TOKENS, tell)
-        return self._completion(choices, usage=self._usage.total())
+        usage = self._usage.total()
+        completion = self._completion(choices, usage)
+        if self._receipt is not None:
+            completion.receipt = await off_loop(tells_much(usage), self._receipt.sealed)
+        return completion
 
     def _tell_of_prompt(
         self, choices: Sequence[CompletionChoice], prompt: list[int], told: PromptLogprobs | None
@@ -242,7 +252,12 @@ class _Answer:
         return event(self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET))
 
     def end(self) -> bytes:
-        return event(self._completion([], usage=self._usage.total())) + DONE if self._streamed_usage.at_end else DONE
+        if not self._streamed_usage.at_end and self._receipt is None:
+            return DONE
+        last = self._completion([], self._usage.total() if self._streamed_usage.at_end else UNSET)
+        if self._receipt is not None:
+            last.receipt = self._receipt.sealed()
+        return event(last) + DONE
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:
         identity = self._identity

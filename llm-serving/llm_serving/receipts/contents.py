@@ -1,0 +1,113 @@
+"""What the files of a model hold, as two hashes: of its weights and of its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from llm_serving.core.files import open_regular
+from llm_serving.errors import ModelError
+from llm_serving.formats.folder import INDEX_NAME, weight_files
+from llm_serving.text.vocabulary_files import find_vocabulary
+
+PIECE_BYTES: Final = 2**20
+"""Read and hashed at a time; threads give way to others meanwhile."""
+
+
+class FileState(NamedTuple):
+    """By which a file is known to be what it was."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Raises ModelError where the file is not there."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def check(self) -> None:
+        """Raises ModelError where the file is not what it was."""
+        if FileState.of(self.path) != self:
+            raise ModelError(f"{self.path}: has changed since it was loaded")
+
+
+class ModelFiles(NamedTuple):
+    """Files from which answers follow."""
+
+    weights: tuple[FileState, ...]
+    """With config.json."""
+    tokenizer: tuple[FileState, ...]
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
+        """Those of a model folder as they are now.
+
+        Args:
+            folder: The model.
+            tokenizer: A tokenizer file or folder in place of the model's own.
+
+        Raises:
+            ModelError: One is not there.
+        """
+        text_folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else folder
+        vocabulary = tokenizer if tokenizer is not None and not tokenizer.is_dir() else find_vocabulary(text_folder)
+        weights = [folder / "config.json", folder / INDEX_NAME, *weight_files(folder)]
+        texts = [vocabulary, text_folder / "tokenizer_config.json"]
+        return cls(_states(weights), _states(texts))
+
+    def check(self) -> None:
+        """Raises ModelError where one is not what it was."""
+        for state in (*self.weights, *self.tokenizer):
+            state.check()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.size for state in (*self.weights, *self.tokenizer))
+
+
+class ContentHashes(NamedTuple):
+    weights: str
+    tokenizer: str
+
+
+def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambda num_bytes: None) -> ContentHashes:
+    """The hashes of these files' contents; reads every byte of them.
+
+    A hash is SHA-256 over a line for each file, sorted: the SHA-256 of its content, two spaces and its name, as
+    `sha256sum` writes them.
+
+    Args:
+        files: As they are expected to be.
+        on_progress: Told how many bytes more have been read.
+
+    Raises:
+        ModelError: One cannot be read, or is not what it was.
+    """
+    return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
+
+
+def _states(paths: Sequence[Path]) -> tuple[FileState, ...]:
+    return tuple(FileState.of(path) for path in paths if path.exists())
+
+
+def _hash(states: Sequence[FileState], on_progress: Callable[[int], None]) -> str:
+    lines = sorted(f"{_file_hash(state, on_progress)}  {state.path.name}\n" for state in states)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_hash(state: FileState, on_progress: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with open_regular(state.path) as file:
+        while part := file.read(PIECE_BYTES):
+            digest.update(part)
+            on_progress(len(part))
+    state.check()
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""The hashes of a model's files."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import llm_serving.demo_model
+import pytest
+from llm_serving.errors import ModelError
+from llm_serving.receipts.contents import ModelFiles, content_hashes
+
+DEMO = Path(llm_serving.demo_model.__file__).parent
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in {
+        "config.json": "{}",
+        "model.safetensors": "weights",
+        "tokenizer.model": "words",
+        "tokenizer_config.json": "{}",
+        "generation_config.json": "{}",
+    }.items():
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def hashes(folder, tokenizer=None):
+    return content_hashes(ModelFiles.of(folder, tokenizer))
+
+
+def test_they_are_what_usual_tools_compute():
+    command = "sha256sum config.json model.safetensors | LC_ALL=C sort | sha256sum"
+    told = subprocess.run(command, shell=True, cwd=DEMO, capture_output=True, text=True, check=True).stdout
+    assert hashes(DEMO).weights == told.split()[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_every_file_of_the_weights_counts(folder, name):
+    before = hashes(folder)
+    (folder / name).write_text("{ }")
+    after = hashes(folder)
+    assert (before.weights != after.weights, before.tokenizer == after.tokenizer) == (True, True)
+
+
+def test_the_tokenizer_may_be_elsewhere(folder, tmp_path):
+    before = hashes(folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.model").write_text("words")
+    assert hashes(folder, other).weights == before.weights
+    assert hashes(folder, other).tokenizer != before.tokenizer, "there is no tokenizer_config.json"
+    only = hashlib.sha256(f"{hashlib.sha256(b'words').hexdigest()}  tokenizer.model\n".encode()).hexdigest()
+    assert hashes(folder, other).tokenizer == only
+
+
+def test_progress_is_told_in_bytes(folder):
+    files, told = ModelFiles.of(folder, None), []
+    content_hashes(files, told.append)
+    assert sum(told) == files.num_bytes
+
+
+def test_a_file_that_changes_is_no_file_that_was_loaded(folder):
+    files = ModelFiles.of(folder, None)
+    files.check()
+    (folder / "model.safetensors").write_text("weightz!")
+    with pytest.raises(ModelError, match="has changed"):
+        files.check()
+    with pytest.raises(ModelError, match="has changed"):
+        content_hashes(files)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        files.check()

@@ -1,0 +1,141 @@
+"""Receipts of completions and conversations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import llm_serving.demo_model
+import pytest
+from fakes import FakeEngine, Piece, Script
+from llm_serving.core.request import FinishReason
+from llm_serving.receipts import receipt as receipts
+from llm_serving.receipts.contents import ModelFiles, content_hashes
+from llm_serving.receipts.seal import opened
+from llm_serving.server import receipts as server_receipts
+from server_client import error_of, events, post
+
+DEMO = Path(llm_serving.demo_model.__file__).parent
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
+    engine.config = replace(engine.config, model=replace(engine.config.model, model_path=DEMO))
+    return engine
+
+
+def the_receipt(content):
+    found = opened(content)
+    assert found.altered == ()
+    return found.receipt
+
+
+def test_without_being_asked_for_there_is_none(engine):
+    assert "receipt" not in post(engine, "/v1/completions", {"prompt": "hello"}).json()
+    assert "receipt" not in post(engine, CHAT, {"messages": MESSAGES, "receipt": False}).json()
+
+
+def test_it_has_what_was_computed_and_by_what(engine):
+    body = {"prompt": ["hello", "you"], "receipt": True, "n": 2, "temperature": 0.7, "logit_bias": {"7": 1.5}}
+    answer = post(engine, "/v1/completions", body).json()
+    receipt = the_receipt(answer["receipt"])
+    assert receipt.id == answer["id"]
+    assert receipt.prompts == [engine.submitted[0].prompt_token_ids, engine.submitted[2].prompt_token_ids]
+    assert receipt.sampling == engine.submitted[0].sampling, "with the seed that the server drew"
+    assert receipt.computed_by == engine.computed_by
+    assert receipt.configuration["model_config.model_dtype"] == "bfloat16"
+    assert (receipt.n, receipt.best_of, receipt.beam_search) == (2, 2, None)
+    assert [choice.token_ids for choice in receipt.choices] == [[500, 501, 502]] * 4
+    assert {choice.finish_reason for choice in receipt.choices} == {"stop"}
+    assert receipt.tokenizer == content_hashes(ModelFiles.of(DEMO, None)).tokenizer
+
+
+def test_a_salt_and_who_asks_are_no_part_of_it(engine):
+    asked = {"prompt": "hello", "receipt": True, "cache_salt": "pepper", "user": "ann", "priority": 0, "temperature": 0}
+    text = json.dumps(post(engine, "/v1/completions", asked).json()["receipt"])
+    assert "pepper" not in text
+    assert "ann" not in text
+
+
+@pytest.mark.parametrize("usage", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_stream_has_it_in_its_last_piece(engine, path, usage):
+    ask = {"prompt": "hello"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = ask | {"stream": True, "receipt": True, "seed": 5, "stream_options": {"include_usage": usage}}
+    *others, last, done = events(post(engine, path, body))
+    assert done == "[DONE]"
+    assert all("receipt" not in each for each in others)
+    assert (last["choices"], "usage" in last) == ([], usage)
+    whole = post(engine, path, ask | {"receipt": True, "seed": 5}).json()["receipt"]
+    assert the_receipt(last["receipt"]).choices == the_receipt(whole).choices
+
+
+def test_log_probabilities_are_hashed_and_only_where_they_were_told(engine):
+    def choice(**fields):
+        content = post(engine, "/v1/completions", {"prompt": "hello", "receipt": True, **fields}).json()["receipt"]
+        return the_receipt(content)
+
+    assert choice().choices[0].logprobs is None
+    one, two = choice(logprobs=1).choices[0].logprobs, choice(logprobs=2).choices[0].logprobs
+    assert None not in (one, two)
+    assert one != two
+    assert choice(prompt_logprobs=1).prompt_logprobs != choice(prompt_logprobs=2).prompt_logprobs != [None]
+
+
+def test_the_parts_of_beams_and_of_the_best_are_those_of_the_answer(engine):
+    body = {"prompt": "x", "receipt": True, "best_of": 3, "n": 2}
+    receipt = the_receipt(post(engine, "/v1/completions", body).json()["receipt"])
+    assert (receipt.n, receipt.best_of, len(receipt.choices)) == (2, 3, 2)
+    assert receipt.sampling.logprobs is None, "as asked for"
+    beams = {"prompt": "x", "receipt": True, "use_beam_search": True, "best_of": 2, "temperature": 0}
+    receipt = the_receipt(post(engine, "/v1/completions", beams).json()["receipt"])
+    assert receipt.beam_search is not None
+    assert receipt.beam_search.width == 2
+
+
+def test_what_failed_has_none(engine):
+    engine.script = Script(pieces=[Piece("a", 1), Piece("b", 1)], error="broken", finish_reason=FinishReason.ERROR)
+    response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
+    assert response.status_code == 500
+    assert "receipt" not in post(engine, CHAT, {"messages": MESSAGES, "receipt": True, "stream": True}).text
+
+
+def test_one_that_would_be_too_long_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(server_receipts, "MAX_TOKENS", 40)
+    body = {"prompt": "x", "receipt": True, "max_tokens": 20, "n": 2}
+    response = post(engine, "/v1/completions", body)
+    assert (response.status_code, error_of(response)["param"]) == (400, "receipt")
+    assert engine.submitted == []
+    assert receipts.MAX_TOKENS == 2**18
+
+
+def test_the_configuration_may_have_none(engine):
+    none = FakeEngine(limits={"receipts": "none"})
+    none.config = replace(none.config, model=engine.config.model)
+    response = post(none, "/v1/completions", {"prompt": "x", "receipt": True})
+    assert (response.status_code, error_of(response)["param"]) == (400, "receipt")
+
+
+def test_files_that_were_exchanged_have_none(engine, tmp_path):
+    for file in DEMO.iterdir():
+        if file.is_file() and file.suffix != ".py":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    engine.config = replace(engine.config, model=replace(engine.config.model, model_path=tmp_path))
+    original = server_receipts.ModelFiles.check
+
+    def exchanged(files):
+        with (tmp_path / "model.safetensors").open("ab") as file:
+            file.write(b"x")
+        original(files)
+
+    server_receipts.ModelFiles.check = exchanged
+    try:
+        response = post(engine, "/v1/completions", {"prompt": "x", "receipt": True})
+    finally:
+        server_receipts.ModelFiles.check = original
+    assert response.status_code == 503
+    assert "has changed" in error_of(response)["message"]
