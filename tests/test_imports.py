@@ -6,7 +6,7 @@
 7   master                                 work_agent
 6   server                                 worker
 5   engine                                 lowering
-4   executor  admission -> observe, text
+4   executor  receipts, admission -> observe, text
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
 1            transport
@@ -57,6 +57,7 @@ PLACES = {
     "observe": Place(4.0, MASTER),
     "executor": Place(4.0, MASTER),
     "admission": Place(4.1, MASTER),
+    "receipts": Place(4.2, MASTER),
     "engine": Place(5, MASTER),
     "server": Place(6, MASTER),
     "master": Place(7, MASTER),
@@ -72,6 +73,8 @@ PLACES = {
     "model_command": Place(8, TOP),
     "convert_command": Place(8, TOP),
     "trace_file": Place(8, TOP),
+    "verify": Place(8.05, TOP),
+    "verify_command": Place(8.06, TOP),
     "cli": Place(8.1, TOP),
     "__main__": Place(8.2, TOP),
 }

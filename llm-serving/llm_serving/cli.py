@@ -26,8 +26,8 @@ EXIT_INTERRUPTED = 130
 EXIT_CODES = """\
 exit codes:
   0    done; a server: ended in order by SIGINT or SIGTERM
-  1    serving failed, or a replay differs from its recording
-  2    wrong arguments or configuration: a model that cannot be loaded, a port in use
+  1    serving failed, a replay differs from its recording, or an answer from its receipt
+  2    wrong arguments or configuration: a model that cannot be loaded, a port in use, a receipt that cannot be read
   3    every WorkAgent has used up its restarts (serving_config.exit_without_work_agents)
   130  interrupted by Ctrl-C before there was anything to end in order
 `start` answers as the server that it started, if that ends before it is ready.
@@ -99,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(batch)
     batch.set_defaults(run=_run_batch)
+
+    verify = commands.add_parser(
+        "verify", help="compute the answers of receipts again, alone, and say what differs", allow_abbrev=False
+    )
+    verify.add_argument(
+        "file",
+        type=Path,
+        metavar="RECEIPT",
+        help="JSON or JSON lines: receipts, or answers with one; - is stdin",
+    )
+    _add_config_arguments(verify)
+    verify.set_defaults(run=_verify)
 
     models = commands.add_parser(
         "models", help="list the models of the local caches, or what one takes and whether it fits", allow_abbrev=False
@@ -225,6 +237,18 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     counts = master.run_batch(config, arguments.source, arguments.target)
     _say(f"{arguments.target}: {counts.completed} of {counts.total} lines answered, {counts.failed} refused or failed")
     return EXIT_FAILED if counts.failed else 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from llm_serving.verify_command import verify_file
+
+    config, overrides = _load_servable(arguments), list(arguments.overrides)
+    configure_logging("WARNING", "verify")
+
+    def load(more: Sequence[str]) -> ServingConfig:
+        return load_config(arguments.config, [*overrides, *more], arguments.model) if more else config
+
+    return verify_file(arguments.file, load, _say, print)
 
 
 def _start(arguments: argparse.Namespace) -> int:
