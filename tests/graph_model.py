@@ -54,7 +54,7 @@ class GraphModel:
         self.kv_tensors = kv_tensors
         poison(kv_tensors, range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
-        weights = WeightReader(folder)
+        weights = WeightReader(folder, spec.scheme)
         lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)

@@ -57,8 +57,9 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """One file; uint16 arrays are written as bfloat16."""
+    """One file; uint16 arrays are written as bfloat16, uint8 as e4m3."""
     names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64"}
+    names |= {"int8": "I8", "int32": "I32", "uint8": "F8_E4M3"}
     header, offset = {}, 0
     for name, array in tensors.items():
         end = offset + array.nbytes

@@ -11,7 +11,8 @@ from llm_serving.formats import writing
 from llm_serving.formats.folder import read_tensors
 from llm_serving.models.contents import check_folder
 from llm_serving.models.weights import WeightReader
-from model_factories import to_bfloat16, write_safetensors
+from model_factories import TINY, to_bfloat16, write_safetensors
+from quantized_folders import LAYOUTS, write_quantized
 from small_model import write_small_model
 
 
@@ -177,3 +178,9 @@ def test_families_without_those_names_are_not_written_for_mindformers(tmp_path, 
     write_small_model(tmp_path / "source", architectures=["Qwen3ForCausalLM"], head_dim=16)
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "mindformers"]) == 2
     assert "must be given a model of LlamaForCausalLM, Qwen2ForCausalLM" in capsys.readouterr().err
+
+
+def test_quantised_models_are_not_converted(tmp_path, capsys):
+    write_quantized(tmp_path / "source", LAYOUTS["AWQ, 4 bits"], TINY)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert "must hold a model that is not quantised. Found: AWQ, 4 bits, groups of 32" in capsys.readouterr().err

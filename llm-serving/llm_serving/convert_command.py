@@ -63,6 +63,8 @@ def convert(
         raise ConfigError("--files ckpt must come with --to mindformers: Hugging Face has no such files")
     config = _config(source, yaml)
     spec = ModelSpec.from_hugging_face(config, str(yaml or source))
+    if spec.scheme is not None:
+        raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
     tensors = list(_tensors(read_tensors(source), order, config))
     if form == "mindformers" and spec.architecture not in _MINDFORMERS:
         known = ", ".join(_MINDFORMERS)

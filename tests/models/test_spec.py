@@ -210,23 +210,11 @@ def test_mindformers_names_and_its_rule_for_the_width_of_the_mlp():
     assert (spec.fact("intermediate_size"), spec.caches[0]) == (28672, CacheShape(8, 128, 128))
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ, 4 bits, groups of 128,"),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "AWQ, 4 bits, groups of 64,"),
-        ({"quant_method": "bitsandbytes", "_load_in_8bit": False, "load_in_4bit": True}, "bitsandbytes, 4 bits,"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8, 8 bits,"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
-            "compressed-tensors, 8 bits,",
-        ),
-        ({"quant_method": "newest", "bits": True, "group_size": -1}, "'newest',"),
-        ({}, "an unnamed method,"),
-        ("gptq", "'gptq',"),
-    ],
-)
-def test_quantised_weights_are_refused_with_their_method(given, told):
-    with pytest.raises(ModelError, match=f"^config.json: the weights are quantised by {told} which cannot be served"):
-        ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": given})
-    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": None})
+def test_quantised_weights_have_a_scheme_or_are_refused():
+    given = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": given}).scheme.described == (
+        "GPTQ, 4 bits, groups of 128"
+    )
+    assert ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": None}).scheme is None
+    with pytest.raises(ModelError, match="the weights are quantised by GPTQ, 3 bits, which cannot be served"):
+        ModelSpec.from_hugging_face({**LLAMA_2_7B, "quantization_config": {"quant_method": "gptq", "bits": 3}})

@@ -9,9 +9,11 @@ from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, Se
 from llm_serving.errors import ConfigError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
+from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
 from llm_serving.worker.loading import load_runner
-from model_factories import tiny_spec, write_model
+from model_factories import TINY, tiny_spec, write_model
+from quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
 
@@ -81,3 +83,14 @@ def test_larger_steps_and_larger_weights_leave_less_for_the_cache():
     assert working_bytes(large, 2, 2048, 1) == 2048 * 2 * 2 * gate_up_and_their_product + 4 * 3 * 2**16 + 3 * 2**25
     wide = tiny_spec(hidden_size=4096, intermediate_size=11008)
     assert working_bytes(wide, 2, 1, 1) == 2 * (2 * 4096 * 2 * 11008)
+
+
+def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    write_quantized(tmp_path, LAYOUTS["GPTQ, 4 bits"], TINY)
+    monkeypatch.setattr(loading.ModelRunner, "warm_up", lambda runner: None)
+    monkeypatch.setenv("LLM_SERVING_THREADS", "2")
+    with caplog.at_level("INFO"):
+        load_runner(settings(tmp_path, num_blocks=9), lambda text: None)
+    assert "the weights are quantised by GPTQ, 4 bits, groups of 32: they are served in bfloat16" in caplog.messages
+    on_its_way = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
+    assert on_its_way == 12 * SPEC.largest_weight  # two of float32, the codes of one, and what it becomes

@@ -36,7 +36,8 @@ def describe_quantisation(config: Mapping[str, Any]) -> str | None:
     method = given.get("quant_method")
     known = method.lower() if isinstance(method, str) else ""
     parts = [_METHODS[known] if known in _METHODS else shorten(method) if method is not None else "an unnamed method"]
-    places = [given, *_groups_of(given)]
+    weights = [row.get("weights") for row in groups_of(given)]
+    places = [given, *(each for each in weights if isinstance(each, Mapping))]
     bits = _first(places, _BITS) or _BITS_OF_METHODS.get(known) or _bits_by_name(given)
     if bits:
         parts.append(f"{bits} bits")
@@ -55,9 +56,8 @@ def _bits_by_name(given: Mapping[str, Any]) -> int | None:
     return next((bits for name, bits in names.items() if given.get(name) is True), None)
 
 
-def _groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """compressed-tensors says it of groups of modules."""
+def groups_of(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rows of `config_groups`: compressed-tensors says what it says of groups of modules."""
     groups = given.get("config_groups")
     rows = list(groups.values()) if isinstance(groups, Mapping) else []
-    found = [row.get("weights") for row in rows if isinstance(row, Mapping)]
-    return [each for each in found if isinstance(each, Mapping)]
+    return [row for row in rows if isinstance(row, Mapping)]

@@ -17,9 +17,9 @@ from llm_serving.formats.stored import StoredTensor
 INDEX_NAME: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 
-_READERS: Final[Mapping[str, Callable[[Path], dict[str, StoredTensor]]]] = {
+_READERS: Final[Mapping[str, Callable[[Path, bool], dict[str, StoredTensor]]]] = {
     ".safetensors": read_safetensors,
-    ".ckpt": read_checkpoint,
+    ".ckpt": lambda file, packed: read_checkpoint(file),
 }
 """Ending of a file -> what reads it; a folder is read by the first of which it has files."""
 
@@ -47,8 +47,12 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} holds no *.safetensors file{how_to_convert(folder)}")
 
 
-def read_tensors(source: Path) -> dict[str, StoredTensor]:
+def read_tensors(source: Path, packed: bool = False) -> dict[str, StoredTensor]:
     """Every tensor of a folder, or of one file, by the name it is stored under.
+
+    Args:
+        source: A folder, or one file of weights.
+        packed: Whether there may be tensors of types that only quantised weights have.
 
     Raises:
         ModelError: A file is missing, damaged or of a form that is not read, or two have a tensor of one name.
@@ -59,7 +63,7 @@ def read_tensors(source: Path) -> dict[str, StoredTensor]:
         reader = _READERS.get(file.suffix)
         if reader is None:
             raise ModelError(f"{file} must be one of {', '.join(f'*{each}' for each in _READERS)}{_converting(file)}")
-        for name, tensor in reader(file).items():
+        for name, tensor in reader(file, packed).items():
             if name in tensors:
                 raise ModelError(f"{file}: tensor {name} stands twice, also in {tensors[name].file}")
             tensors[name] = tensor

@@ -11,18 +11,22 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.stored import NUMPY_DTYPES, StoredTensor
+from llm_serving.formats.stored import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _MAX_DIMENSIONS: Final = 8
 
 
-def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
     """Name -> tensor of one file; every extent lies in the file and is no other tensor's.
+
+    Args:
+        file: The file.
+        packed: Whether it may hold what only quantised weights are made of.
 
     Raises:
         ModelError: The file is none, is cut short, or has a tensor of a type that is not read.
@@ -36,7 +40,9 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(content, object_pairs_hook=_distinct)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {name: _stored_tensor(file, name, entry, 8 + header_bytes, size) for name, entry in entries.items()}
+        dtypes = (*NUMPY_DTYPES, *PACKED_DTYPES) if packed else tuple(NUMPY_DTYPES)
+        place = _Place(file, 8 + header_bytes, size, dtypes)
+        tensors = {name: _stored_tensor(place, name, entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
     _check_apart(file, tensors)
@@ -51,10 +57,20 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stored_tensor(file: Path, name: str, entry: dict[str, Any], data_start: int, file_size: int) -> StoredTensor:
+class _Place(NamedTuple):
+    """A file, where its data begin and the file ends, and the types it may have."""
+
+    file: Path
+    data_start: int
+    file_size: int
+    dtypes: tuple[str, ...]
+
+
+def _stored_tensor(place: _Place, name: str, entry: dict[str, Any]) -> StoredTensor:
+    file, data_start, file_size, dtypes = place
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if dtype not in NUMPY_DTYPES:
-        raise ModelError(f"{file}: tensor {name} must be {', '.join(NUMPY_DTYPES)}. Found: {shorten(dtype)}")
+    if dtype not in dtypes:
+        raise ModelError(f"{file}: tensor {name} must be {', '.join(dtypes)}. Found: {shorten(dtype)}")
     if len(shape) > _MAX_DIMENSIONS or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         rule = f"must have at most {_MAX_DIMENSIONS} lengths and two offsets, integers >= 0"
         raise ModelError(f"{file}: tensor {name} {rule}. Found: {shorten(shape)}, {shorten((start, end))}")

@@ -18,6 +18,17 @@ Array = NDArray[Any]
 NUMPY_DTYPES: Final[Mapping[str, type[np.generic]]] = {each.safetensors: each.numpy for each in MODEL_DTYPES.values()}
 """Type as safetensors names it -> what an array of it has."""
 
+PACKED_DTYPES: Final[Mapping[str, type[np.generic]]] = {
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": np.uint8,
+}
+"""The same of what only tensors of quantised weights have; `F8_E4M3` as its bits."""
+
+_ALL_DTYPES: Final = {**NUMPY_DTYPES, **PACKED_DTYPES}
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -25,7 +36,7 @@ class StoredTensor:
 
     Attributes:
         file: The file.
-        dtype: A key of `NUMPY_DTYPES`.
+        dtype: A key of `NUMPY_DTYPES` or `PACKED_DTYPES`.
         shape: Lengths.
         pieces: (first byte, bytes) of each piece, in order; their sum is `num_bytes`.
     """
@@ -36,8 +47,13 @@ class StoredTensor:
     pieces: tuple[tuple[int, int], ...]
 
     @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The tensors of the file that make this one."""
+        return (self,)
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+        return math.prod(self.shape) * np.dtype(_ALL_DTYPES[self.dtype]).itemsize
 
     def read(self) -> Array:
         """The elements: a read-only memory map, whose pages are read as they are touched, or a copy.
@@ -45,7 +61,7 @@ class StoredTensor:
         Several pieces are put together; a piece that begins between two elements is copied, since kernels read whole
         ones.
         """
-        dtype = np.dtype(NUMPY_DTYPES[self.dtype])
+        dtype = np.dtype(_ALL_DTYPES[self.dtype])
         if not math.prod(self.shape):
             return np.empty(self.shape, dtype)
         (start, _), *more = self.pieces

@@ -19,7 +19,9 @@ def check_folder(folder: Path) -> ModelSpec:
         ModelError: A form that is not read, a damaged file, or other tensors than the model has.
     """
     spec = ModelSpec.from_folder(folder)
-    check_tensors(str(folder), spec.tensors, WeightReader(folder).shapes(), spare_tensors(spec))
+    reader = WeightReader(folder, spec.scheme)
+    spare = {**reader.spare_biases(), **spare_tensors(spec)}
+    check_tensors(str(folder), spec.tensors, reader.shapes(), spare)
     return spec
 
 

@@ -26,13 +26,13 @@ def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int
 
     A step holds a few of the widest values for each token, the logits of every row with what sampling makes of them,
     and a piece of those of a prompt, in the same way. A weight is there as stored, and once more where several are
-    stacked.
+    stacked; one that was quantised as float32, with its codes beside it.
     """
     token = dtype_bytes * 2 * spec.widest_row
     row = 4 * 3 * spec.vocab_size
     piece = 3 * min(max(LOGITS_BYTES, 4 * spec.vocab_size), max_num_batched_tokens * 4 * spec.vocab_size)
-    largest_weight = dtype_bytes * spec.largest_weight
-    return max(max_num_batched_tokens * token + max_num_seqs * row + piece, 2 * largest_weight)
+    on_its_way = 2 * dtype_bytes if spec.scheme is None else 3 * 4
+    return max(max_num_batched_tokens * token + max_num_seqs * row + piece, on_its_way * spec.largest_weight)
 
 
 def bytes_for_cache(

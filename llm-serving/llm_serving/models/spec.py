@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
-from llm_serving.core.quantisation import describe_quantisation
 from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.packed import Scheme
+from llm_serving.formats.schemes import scheme_of
 from llm_serving.models import chatglm
 from llm_serving.models.facts import Facts
 from llm_serving.models.mindformers import hugging_face_config
@@ -55,6 +56,11 @@ class ModelSpec:
         """What the family makes of the configuration."""
         network: Network = describe(self.architecture, Facts(self.config, CONFIG_NAME))
         return network
+
+    @cached_property
+    def scheme(self) -> Scheme | None:
+        """How the weights of its files are quantised; None: they are not."""
+        return scheme_of(self.config, CONFIG_NAME)
 
     def fact(self, key: str) -> Any:
         """What the configuration says, with the number of key heads and layers where it leaves them out."""
@@ -149,11 +155,7 @@ class ModelSpec:
         if architecture in chatglm.ARCHITECTURES:
             config = chatglm.facts_of(Facts(config, where))
         facts = Facts(config, where)
-        if (quantised := describe_quantisation(config)) is not None:
-            raise ModelError(
-                f"{where}: the weights are quantised by {quantised}, which cannot be served: name a copy of the model "
-                f"in bfloat16, float16 or float32"
-            )
+        scheme = scheme_of(config, where)
         network = describe(architecture, facts)
         longest = facts.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
         spec = cls(
@@ -166,6 +168,7 @@ class ModelSpec:
             pad_token_id=next(iter(facts.token_ids("pad_token_id")), None),
         )
         spec.__dict__["network"] = network
+        spec.__dict__["scheme"] = scheme
         for token_id in (spec.bos_token_id, *spec.eos_token_ids, spec.pad_token_id):
             if token_id is not None and token_id >= spec.vocab_size:
                 raise ModelError(f"{where}: token id {token_id} must be < `vocab_size` {spec.vocab_size}")

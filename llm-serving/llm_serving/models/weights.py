@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,9 @@ from llm_serving.errors import ModelError
 from llm_serving.formats.compare import DERIVED
 from llm_serving.formats.folder import INDEX_NAME, read_tensors
 from llm_serving.formats.mindformers import ORDERS, are_of_mindformers, hugging_face_name, is_joined, order_of
-from llm_serving.formats.stored import Array, StoredTensor
+from llm_serving.formats.packed import PackedTensor, ReadableTensor, Scheme
+from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.stored import Array
 from llm_serving.models.read_ahead import Extent, ReadAhead
 
 __all__ = ["INDEX_NAME", "WeightReader"]
@@ -33,15 +36,20 @@ class WeightReader:
     A model takes each tensor it needs once, with the shape it expects, and calls `check_all_taken` at the end.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, scheme: Scheme | None = None) -> None:
         """Reads the headers.
+
+        Args:
+            folder: The folder.
+            scheme: How its weights are quantised.
 
         Raises:
             ModelError: No safetensors file, a file of the index is missing, or a header is malformed.
         """
         self._folder = folder
-        self._tensors: dict[str, StoredTensor] = {}
-        stored = read_tensors(folder)
+        self._tensors: dict[str, ReadableTensor] = {}
+        files = read_tensors(folder, packed=scheme is not None)
+        stored: Mapping[str, ReadableTensor] = files if scheme is None else scheme.weights(files)
         theirs = are_of_mindformers(stored)
         prefix = _BASE if _WITHOUT_BASE in stored else ""
         for stored_name, tensor in stored.items():
@@ -66,20 +74,38 @@ class WeightReader:
         """Hugging Face name -> shape of every tensor."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
+    def spare_biases(self) -> dict[str, tuple[int, ...]]:
+        """Biases of quantised weights that hold nothing but zeros: some exporters write one for every layer."""
+        found = {name: tensor for name, tensor in self._tensors.items() if name.endswith(".bias")}
+        return {
+            name: tensor.shape
+            for name, tensor in found.items()
+            if isinstance(self._tensors.get(f"{name.removesuffix('bias')}weight"), PackedTensor)
+            and not tensor.read().any()
+        }
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
-        """One tensor, as stored: float32, float16, or bfloat16 as uint16 bits.
+        """One tensor, as stored: float32, float16, or bfloat16 as uint16 bits; of quantised ones the values.
 
         Returns:
-            A read-only memory map; pages are read as they are touched.
+            A read-only memory map, whose pages are read as they are touched; of a quantised one an array, float32.
 
         Raises:
             ModelError: There is no such tensor, or it has another shape.
         """
+        return self._take(name, shape).read()
+
+    def take_packed(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | Array:
+        """As `take`, with the codes and scales of what is quantised so."""
+        found = self._take(name, shape)
+        return found.read_packed() if isinstance(found, PackedTensor) else found.read()
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> ReadableTensor:
         stored = self._tensors.get(name)
         if stored is None:
             raise ModelError(f"{self._folder}: tensor {name} of shape {list(shape)} is missing")
@@ -89,7 +115,7 @@ class WeightReader:
                 f"Found: {list(stored.shape)}"
             )
         self._advance(name, stored)
-        return stored.read()
+        return stored
 
     def leave(self, name: str) -> None:
         """The model has no use for this tensor, and it may be there."""
@@ -101,18 +127,19 @@ class WeightReader:
         """
         if self._read_ahead is not None:
             self._read_ahead.close()
-        if self._left:
-            names = sorted(self._left)
+        if left := self._left and self._left - self.spare_biases().keys():
+            names = sorted(left)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
                 f"{self._folder}: the model of config.json has no place for tensor {', '.join(names[:3])}{more}"
             )
 
-    def _advance(self, name: str, stored: StoredTensor) -> None:
+    def _advance(self, name: str, stored: ReadableTensor) -> None:
         """Has the tensors after this one read while it is used, roughly in the order in which models take them."""
         if self._read_ahead is None and self.num_bytes >= _LEAST_READ_AHEAD:
             following = [self._tensors[each] for each in sorted(self._left, key=_model_order)]
-            self._read_ahead = ReadAhead(Extent(each.file, *piece) for each in following for piece in each.pieces)
+            parts = [part for each in following for part in each.parts]
+            self._read_ahead = ReadAhead(Extent(part.file, *piece) for part in parts for piece in part.pieces)
             weakref.finalize(self, self._read_ahead.close)  # where the model turns out to be another one
         if self._read_ahead is not None and name in self._left:
             self._read_ahead.taken(stored.num_bytes)

@@ -16,6 +16,7 @@ from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
+from llm_serving.log import get_logger
 from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
 from llm_serving.models.spec import ModelSpec
@@ -23,6 +24,8 @@ from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
+
+logger = get_logger(__name__)
 
 
 def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
@@ -55,6 +58,8 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     backend, notice = backend_for(device, settings.dtype)
     folder = Path(settings.model_path)
     spec = check_folder(folder)
+    if spec.scheme is not None:
+        logger.info("the weights are quantised by %s: they are served in %s", spec.scheme.described, settings.dtype)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
     on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
     runner = ModelRunner(

@@ -71,7 +71,7 @@ class ModelRunner:
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
         max_positions = min(max_model_len, room)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
-        reader = WeightReader(folder)
+        reader = WeightReader(folder, spec.scheme)
         lowered = lower(
             spec,
             backend,

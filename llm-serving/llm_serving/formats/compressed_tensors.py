@@ -1,0 +1,137 @@
+"""Integers as compressed-tensors stores them (LLM Compressor writes it), of 4 and of 8 bits.
+
+    weight               [out, in]               I8: codes of `int-quantized`, W8A8
+    weight_packed        [out, in * bits / 32]   I32: codes of `pack-quantized`, W4A16 and W8A16, plus half their range
+    weight_shape         [2]                     I64 or I32: out, in
+    weight_scale         [out, groups], [out] or [1]
+    weight_zero_point    [out, groups] I8, or [out * bits / 32, groups] I32, packed along its rows as weights are
+    weight_g_idx         [in]                    I32: group of each column
+
+What a layer multiplies with is stored as it is where the layer is not quantised. Scales of activations and of a cache
+are left alone: activations are rounded by what each row needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from llm_serving.errors import ModelError
+from llm_serving.formats.fp8 import IGNORED, Fp8
+from llm_serving.formats.gptq import group_of_columns, quantized
+from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
+from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor, to_float32
+from llm_serving.formats.words import Uint8Array, codes_of_words, per_word
+
+SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
+_ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """Weights of 4 and of 8 bits; those in 8-bit floating point are `fp8`'s.
+
+    Attributes:
+        group_size: Columns of a group, where a row has several; 0: their number tells.
+    """
+
+    described: str
+    activation_bits: int | None = None
+    group_size: int = 0
+    block: tuple[int, int] | None = None
+
+    def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
+        return put_together(left, _ENDINGS, self._packed)
+
+    def _packed(self, name: str, parts: Parts) -> ReadableTensor:
+        if (plain := parts.get("weight")) is not None:
+            if plain.dtype in NUMPY_DTYPES and len(parts) == 1:
+                return plain
+            if plain.dtype == "F8_E4M3":
+                return Fp8(self.described, self.block).packed(name, parts)
+            (out, width), bits = part(name, parts, "weight", ["I8"]).shape, 8
+            shape = out, width
+        else:
+            shape = _told_shape(name, parts)
+            words = part(name, parts, PACKED, ["I32"]).shape
+            fitting = [each for each in (4, 8) if words == (shape[0], -(-shape[1] // per_word(each)))]
+            if not fitting:
+                raise ModelError(
+                    f"{parts[PACKED].file}: {name}: {PACKED} must hold 4 or 8 bits of {list(shape)}. "
+                    f"Found: {list(words)}"
+                )
+            bits = fitting[0]
+        groups = self._check_scale(name, parts, shape)
+        if (zeros := parts.get(ZERO)) is not None and zeros.shape != parts[SCALE].shape:
+            part(name, parts, ZERO, ["I32"])
+            check_shape(name, parts, ZERO, (-(-shape[0] // per_word(bits)), groups))
+        if ORDER in parts:
+            part(name, parts, ORDER, ["I32"], 1)
+            check_shape(name, parts, ORDER, (shape[1],))
+        size = self._columns_of_group(name, parts, shape[1], groups)
+        return PackedTensor(name, shape, parts, lambda arrays: _unpacked(arrays, shape, bits, size))
+
+    def _check_scale(self, name: str, parts: Parts, shape: tuple[int, int]) -> int:
+        """Groups of a row."""
+        scale = part(name, parts, SCALE, [*NUMPY_DTYPES], len(parts[SCALE].shape) if SCALE in parts else 2)
+        if scale.shape in ((), (1,), (1, 1), (shape[0],)):
+            return 1
+        if len(scale.shape) != 2 or scale.shape[0] != shape[0] or not 1 <= scale.shape[1] <= max(1, shape[1]):
+            raise ModelError(
+                f"{scale.file}: {name}: {SCALE} must be of the whole, of each row or of groups of {list(shape)}. "
+                f"Found: {list(scale.shape)}"
+            )
+        return scale.shape[1]
+
+    def _columns_of_group(self, name: str, parts: Parts, width: int, groups: int) -> int:
+        size = width if groups == 1 else -(-width // groups)
+        if groups > 1 and self.group_size and -(-width // self.group_size) == groups:
+            size = self.group_size
+        if -(-width // max(1, size)) != groups:
+            raise ModelError(f"{parts[SCALE].file}: {name}: {groups} groups must have equal parts of {width} columns")
+        return max(1, size)
+
+
+def _told_shape(name: str, parts: Parts) -> tuple[int, int]:
+    told: StoredTensor = part(name, parts, SHAPE, ["I64", "I32"], 1)
+    check_shape(name, parts, SHAPE, (2,))
+    out, width = (int(length) for length in told.read())
+    if not (0 < out < 2**31 and 0 < width < 2**31):
+        raise ModelError(f"{told.file}: {name}: {SHAPE} must be two lengths. Found: {[out, width]}")
+    return out, width
+
+
+def _unpacked(
+    arrays: Mapping[str, Array], shape: tuple[int, int], bits: int, group_size: int
+) -> QuantizedTensor | Array:
+    scales = np.ascontiguousarray(_by_row(to_float32(arrays[SCALE]), shape[0]))
+    zeros = None if ZERO not in arrays else _zeros(arrays[ZERO], scales.shape, bits)
+    if PACKED in arrays:
+        codes = np.ascontiguousarray(codes_of_words(arrays[PACKED], bits)[:, : shape[1]])
+    else:
+        codes = np.asarray(arrays["weight"]).view(np.uint8) ^ np.uint8(128)
+    columns = group_of_columns(arrays[ORDER], group_size, scales.shape[1]) if ORDER in arrays else None
+    return quantized(codes, scales, zeros, bits, group_size, columns)
+
+
+def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
+    """[out, groups], plus half the range of codes as the codes are."""
+    if given.dtype == np.int32:
+        return np.ascontiguousarray(codes_of_words(given.T, bits).T[: shape[0]])
+    half = 2 ** (bits - 1)
+    signed = np.broadcast_to(_by_row(given, shape[0]), shape).astype(np.int16)
+    if not ((signed >= -half) & (signed < half)).all():
+        raise ModelError(f"{ZERO} must be of {bits} bits")
+    zeros: Uint8Array = (signed + half).astype(np.uint8)
+    return zeros
+
+
+def _by_row(values: Array, out: int) -> Array:
+    """[out, groups] of numbers of a whole, of rows or of groups."""
+    rows = values if values.ndim == 2 else values.reshape(-1, 1)
+    return np.broadcast_to(rows, (out, rows.shape[1]))

@@ -1,0 +1,46 @@
+"""Models out of quantised folders: greedy tokens of a float32 run of the values that the folder stands for."""
+
+import json
+
+import numpy as np
+import pytest
+from graph_model import GraphModel, backend
+from llm_serving.models.contents import check_folder
+from model_factories import TINY, write_safetensors
+from quantized_folders import LAYOUTS, write_quantized
+
+pytestmark = pytest.mark.mindspore
+
+FAMILIES = {"llama": TINY, "qwen2": {**TINY, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}}
+PROMPT = np.random.default_rng(5).integers(0, 97, 20).tolist()
+
+
+def greedy(folder, num_tokens=6) -> list[int]:
+    model = GraphModel(check_folder(folder), folder, backend("cpu", "float32"))
+    tokens, done = list(PROMPT), 0
+    for _ in range(num_tokens):
+        logits = model.logits((tokens[done:], done, [4, 9, 2]))
+        done = len(tokens)
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "compressed-tensors, W8A8",
+        "compressed-tensors, W4A16, zeros",
+        "GPTQ, 4 bits, act-order",
+        "AWQ, 4 bits",
+        "FP8, a scale for a block",
+    ],
+)
+def test_tokens_are_those_of_the_values(tmp_path, family, layout):
+    config = FAMILIES[family]
+    values = write_quantized(tmp_path / "quantised", LAYOUTS[layout], config, seed=3)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    write_safetensors(plain / "model.safetensors", values)
+    assert greedy(tmp_path / "quantised") == greedy(plain)
