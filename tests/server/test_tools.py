@@ -89,9 +89,22 @@ def test_a_stream_tells_calls_and_reasoning(hermes: Tokenizer) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [(call["index"], call["function"]["arguments"]) for call in calls] == [(0, ARGUMENTS), (1, ARGUMENTS)]
+    assert all(set(call) == {"index", "id", "type", "function"} for call in calls)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hmm."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "tool_calls"]
+
+
+def test_arguments_come_as_they_are_written(hermes: Tokenizer) -> None:
+    for parallel in (True, False):
+        pieces = [CALL[:50], CALL[50:62], CALL[62:], CALL, ""]
+        response, _ = ask(hermes, *pieces, stream=True, parallel_tool_calls=parallel)
+        deltas = [chunk["choices"][0]["delta"] for chunk in events(response)[:-1]]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [0, 0, 0, 1][: 4 if parallel else 3]
+        assert "".join(call["function"]["arguments"] for call in calls[:3]) == ARGUMENTS
+        assert [set(call) for call in calls[1:3]] == [{"index", "function"}] * 2
+        assert [set(call["function"]) for call in calls[1:3]] == [{"arguments"}] * 2
 
 
 def test_reasoning_is_told_apart_without_tools_too(hermes: Tokenizer) -> None:

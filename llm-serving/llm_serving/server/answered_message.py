@@ -8,7 +8,14 @@ from msgspec import UNSET
 
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.server.schemas import CalledFunction, ChatAnswer, ChatDelta, ToolCall, ToolCallDelta
+from llm_serving.server.schemas import (
+    CalledFunction,
+    ChatAnswer,
+    ChatDelta,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from llm_serving.server.tools import OfferedTools
 from llm_serving.text.answer_parts import AnswerParser, AnswerParts
 from llm_serving.text.tools import Call
@@ -30,7 +37,9 @@ class AnsweredMessage:
         self._offered = offered
         self._said: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._calls: list[ToolCall] = []
+        self._arguments: list[list[str]] = []
+        """Pieces of the arguments of each call."""
 
     def add(self, output: RequestOutput) -> ChatDelta | None:
         """What has become certain by a piece; None: nothing."""
@@ -49,7 +58,9 @@ class AnsweredMessage:
 
     def whole(self, echo: str) -> ChatAnswer:
         said, reasoning = echo + "".join(self._said), "".join(self._reasoning)
-        calls = [ToolCall(id=each.id, function=each.function) for each in self._calls]
+        calls = self._calls
+        for call, arguments in zip(calls, self._arguments, strict=True):
+            call.function.arguments = "".join(arguments)
         return ChatAnswer(
             content=None if calls and not said else said,
             reasoning_content=reasoning or UNSET,
@@ -60,7 +71,12 @@ class AnsweredMessage:
         return CALLED if self._calls and output.finish_reason is FinishReason.STOP else output.finish_reason
 
     def _call(self, call: Call) -> ToolCallDelta:
+        if not call.name:
+            self._arguments[-1].append(call.arguments)
+            return ToolCallDelta(index=len(self._calls) - 1, function=FunctionDelta(call.arguments))
         assert self._offered is not None
-        function = CalledFunction(call.name, call.arguments)
-        self._calls.append(ToolCallDelta(id=self._offered.new_id(), function=function, index=len(self._calls)))
-        return self._calls[-1]
+        begun = ToolCall(id=self._offered.new_id(), function=CalledFunction(call.name, ""))
+        self._calls.append(begun)
+        self._arguments.append([call.arguments])
+        function = FunctionDelta(call.arguments, call.name)
+        return ToolCallDelta(index=len(self._calls) - 1, id=begun.id, type=begun.type, function=function)

@@ -260,9 +260,20 @@ class ToolCall(Struct, kw_only=True):
     function: CalledFunction
 
 
-class ToolCallDelta(ToolCall, kw_only=True):
+class FunctionDelta(Struct):
+    arguments: str
+    """Further text."""
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """A call that begins, with its id and name, or more of its arguments."""
+
     index: int
     """Among the calls of its choice."""
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class ChatAnswer(Struct, kw_only=True):

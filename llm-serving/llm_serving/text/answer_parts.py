@@ -29,7 +29,8 @@ class AnswerParser:
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._calls_left = max_calls
+        self._max_calls = max_calls
+        self._num_calls = 0
 
     def add(self, text: str, *, ended: bool) -> AnswerParts:
         """What has become certain by the next piece; all that is left when it is the last."""
@@ -42,10 +43,12 @@ class AnswerParser:
             parts.reasoning += rest.reasoning
             parts.said += last.said
             parts.calls += last.calls
-        if self._calls_left is not None:
-            parts.calls = parts.calls[: self._calls_left]
-            self._calls_left -= len(parts.calls)
+        parts.calls = [call for call in parts.calls if self._tells(call)]
         return parts
+
+    def _tells(self, call: Call) -> bool:
+        self._num_calls += bool(call.name)  # without one it goes on with the last
+        return self._max_calls is None or self._num_calls <= self._max_calls
 
     def _parts(self, text: str, *, ended: bool = False) -> AnswerParts:
         found: list[Part] = [text]

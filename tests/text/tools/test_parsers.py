@@ -31,7 +31,19 @@ def answer_of(form: str, text: str, cuts: Sequence[int] = ()) -> tuple[str, list
         parts += parser.add(text[start:end])
     parts += parser.flush()
     said = "".join(part for part in parts if isinstance(part, str))
-    return said, [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls = [*calls, part] if part.name else [*calls[:-1], Call(calls[-1].name, calls[-1].arguments + part[1])]
+    return said, [(call.name, value_of(call.arguments)) for call in calls]
+
+
+def value_of(arguments: str) -> Any:
+    """Of JSON, or the text that a model took for it."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 GLM = (
@@ -123,13 +135,14 @@ def test_what_holds_no_call_is_said_as_it_is(form: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": 5}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "other", "arguments": {{"a": {"[" * 100_000}{"]" * 100_000}}}}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
-        ("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 100_000}{"]" * 100_000}}}}}</tool_call>'),
         ("llama", '{"name": "no such tool", "parameters": {}}'),
         ("llama", '{"answer": 42}'),
         ("mistral", "[TOOL_CALLS] two words {}"),
@@ -144,20 +157,69 @@ def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> Non
 
 def test_half_a_character_in_arguments_stays_an_escape() -> None:
     parser = TOOL_FORMATS["hermes"].create(NAMES)
-    [call] = parser.add('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>')
-    assert call == Call("add", '{"a": "\\ud83d"}')
+    for name in ("add", "other"):
+        [call] = parser.add(f'<tool_call>{{"name": "{name}", "arguments": {{"a": "\\ud83d"}}}}</tool_call>')
+        assert call == Call(name, '{"a": "\\ud83d"}')
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>!', {"a": 1}, "!"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [1}}', '{"a": [1', "}}"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>', "{a: 1}", ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x', '{"a": "x', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "x\\', '{"a": "x\\', ""),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": "x"}</tool_call>', {"a": 1}, ""),
+        ("llama", '{"name": "add", "parameters": {"a": 1', '{"a": 1', ""),
+        ("llama", '{"name": "add", "parameters": {"a": ]', '{"a": ', "]"),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1', '{"a": 1', ""),
+        ("glm_lines", 'add\n{"a": 1', '{"a": 1', ""),
+    ],
+)
+def test_a_call_that_has_begun_is_one(form: str, text: str, arguments: Any, rest: str) -> None:
+    """Its name and the opening brace have been told."""
+    expected = (rest, [("add", arguments)])
+    assert answer_of(form, text) == expected
+    assert answer_of(form, text, range(len(text))) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", f"<tool_call>{as_json('add', ADD)}"),
+        ("llama", as_json("add", ADD, "parameters")),
+        ("mistral", f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD)}"),
+        ("glm_lines", f"add\n{json.dumps(ADD)}"),
+    ],
+)
+def test_arguments_are_told_as_they_are_written(form: str, text: str) -> None:
+    parser = TOOL_FORMATS[form].create(NAMES)
+    parts = [part for char in text for part in parser.add(char)]
+    assert parts[0] == Call("add", "{")
+    assert [part.arguments for part in parts if isinstance(part, Call)] == list(json.dumps(ADD))
+    assert {part.name for part in parts[1:] if isinstance(part, Call)} == {""}
 
 
 def test_the_longest_call_is_bounded_however_it_comes() -> None:
-    text = f'<tool_call>{{"name": "add", "arguments": {{"a": "{"x" * MAX_CALL_CHARS}"}}}}</tool_call> and on'
-    assert answer_of("hermes", text) == answer_of("hermes", text, range(0, len(text), 5000)) == (text, [])
+    for name in ("add", "other"):
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": "{"x" * MAX_CALL_CHARS}"}}}}</tool_call> and on'
+        whole = answer_of("hermes", text)
+        assert whole == answer_of("hermes", text, range(0, len(text), 5000))
+        if name == "other":
+            assert whole == (text, [])
+        else:
+            rest, [(_, arguments)] = whole
+            begin = len("<tool_call>")
+            assert (begin + len('{"name": "add", "arguments": ') + len(arguments)) == begin + MAX_CALL_CHARS + 1
+            assert text.endswith(arguments[-1:] + rest)
 
 
 def test_what_is_said_before_a_call_comes_at_once() -> None:
     parser = TOOL_FORMATS["hermes"].create(NAMES)
     assert parser.add("Let me see <tool") == ["Let me see"]
     assert parser.add("s> first.") == [" <tools> first."]
-    assert parser.add(HERMES) == [Call("get_weather", json.dumps(WEATHER, ensure_ascii=False))]
+    assert parser.add(HERMES) == [Call("get_weather", json.dumps(WEATHER))]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ MAX_FALSE_OPENINGS: Final = 64
 
 
 class Call(NamedTuple):
-    """One call of a function."""
+    """One call of a function, or its beginning, or with an empty name what goes on with the arguments of the last."""
 
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, as text; what the model makes of it where it is told as it is written."""
 
 
 Part = str | Call
@@ -33,6 +33,8 @@ class Read(NamedTuple):
     calls: list[Call]
     end: int
     """The index behind it."""
+    goes_on: bool = False
+    """Whether more may follow: further calls, or more of the last one's arguments. Nothing that was told changes."""
 
 
 class CallReader(Protocol):
@@ -46,7 +48,8 @@ class CallReader(Protocol):
             ended: Nothing will follow.
 
         Returns:
-            The calls; None: more is needed. What it returns depends on the text alone, not on how often it was asked.
+            The calls; None: more is needed. What it returns depends on the text alone, not on how often it was asked,
+            and begins with what it returned for less of it.
 
         Raises:
             NotACallError: Whatever follows, this is no call.
@@ -81,7 +84,9 @@ class MarkedCalls:
         self._opened_by = ""
         """What stands before `_text` where a reader reads it."""
         self._text = ""
-        """Not yet told."""
+        """Not yet told, or within a call."""
+        self._num_calls = self._num_chars = 0
+        """Calls of the present reader that were told, and how much of the last one's arguments."""
         self._num_false = 0
         self._spaces = ""
         """Said last, perhaps; dropped when a call follows."""
@@ -135,11 +140,24 @@ class MarkedCalls:
             return True
         if found is None:
             return False
-        parts += found.calls
+        self._tell(found.calls, parts)
+        if found.goes_on and is_whole:
+            return False
+        self._reader, self._text = None, self._text[found.end :]
+        self._num_calls = self._num_chars = 0
+        return True
+
+    def _tell(self, calls: list[Call], parts: list[Part]) -> None:
+        for index in range(max(self._num_calls - 1, 0), len(calls)):
+            call = calls[index]
+            if index >= self._num_calls:
+                parts.append(call)
+                self._num_calls = index + 1
+            elif len(call.arguments) > self._num_chars:
+                parts.append(Call("", call.arguments[self._num_chars :]))
+            self._num_chars = len(call.arguments)
         self._has_called = True
         self._spaces = ""
-        self._reader, self._text = None, self._text[found.end :]
-        return True
 
     def _say(self, text: str, parts: list[Part]) -> None:
         text = self._spaces + text
@@ -156,11 +174,14 @@ def _overlap(text: str, opening: str) -> int:
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """With what is said in a row as one."""
+    """With what is said in a row as one, and a call with what goes on with it."""
     joined: list[Part] = []
     for part in parts:
-        if joined and isinstance(part, str) and isinstance(joined[-1], str):
-            joined[-1] += part
+        last = joined[-1] if joined else None
+        if isinstance(part, str) and isinstance(last, str):
+            joined[-1] = last + part
+        elif isinstance(part, Call) and isinstance(last, Call) and not part.name:
+            joined[-1] = Call(last.name, last.arguments + part.arguments)
         else:
             joined.append(part)
     return joined

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
-from llm_serving.text.tools.json_text import JsonEnd, arguments_of, parsed
+from llm_serving.text.tools.json_text import JsonEnd, WrittenCall, arguments_of, parsed
 
 OPENING: Final = "<|assistant|>"
 """Before a second call; the first one needs none."""
@@ -19,9 +19,9 @@ class _Reader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._end = JsonEnd()
+        self._written: WrittenCall | None = None
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        del ended
         line, found, _ = body.lstrip().partition("\n")
         name = line.strip()
         if not found:
@@ -31,6 +31,11 @@ class _Reader:
         if name not in self._names:
             raise NotACallError
         start = body.index("\n", body.index(name)) + 1
+        begin = start + len(body[start:]) - len(body[start:].lstrip())
+        if body[begin : begin + 1] == "{":
+            self._written = self._written or WrittenCall(name, begin)
+            call = self._written.read(body, ended=ended)
+            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
         end = self._end.find(body, start)
         return None if end is None else Read([Call(name, arguments_of(parsed(body[start:end])))], end)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any, Final, TypeGuard
 
 from llm_serving.text.tools.calls import Call, NotACallError
@@ -11,6 +12,8 @@ from llm_serving.text.tools.calls import Call, NotACallError
 MAX_NAME_CHARS: Final = 256
 _MARKS: Final = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
 """What is to be looked at outside of strings."""
+_HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 _IN_STRING: Final = re.compile(r'["\\]')
 
 
@@ -19,6 +22,7 @@ class JsonEnd:
 
     def __init__(self) -> None:
         self._at = 0
+        """So far it has looked."""
         self._closing: list[str] = []
         self._in_string = False
 
@@ -49,6 +53,11 @@ class JsonEnd:
                     return self._at
         return None
 
+    @property
+    def at(self) -> int:
+        """The index behind what has been looked at; no escape is cut there."""
+        return self._at
+
     def _is_end(self, char: str) -> bool:
         """Takes a quotation mark or a bracket."""
         if char == '"':
@@ -58,6 +67,42 @@ class JsonEnd:
         elif not self._closing or self._closing.pop() != char:
             raise NotACallError
         return not self._closing
+
+
+class WrittenCall:
+    """A call that is told while its arguments, a JSON object, are written; whatever comes of them, it is one.
+
+    Args:
+        name: Of the tool.
+        start: Index of the opening brace.
+    """
+
+    def __init__(self, name: str, start: int) -> None:
+        self._name = name
+        self._start = self.end = start
+        self._json = JsonEnd()
+        self.is_whole = False
+        """Whether `end` is where the arguments end: behind their last brace, or before what no JSON has there."""
+
+    def read(self, body: str, *, ended: bool) -> Call:
+        """The call as far as it is written; every `body` begins with the one before."""
+        if not self.is_whole:
+            try:
+                end = self._json.find(body, self._start)
+                self.is_whole = end is not None
+                self.end = self._json.at if end is None else end
+            except NotACallError:
+                self.is_whole, self.end = True, self._json.at - 1
+            if ended and not self.is_whole:
+                self.end = len(body)
+        return Call(self._name, body[self._start : self.end])
+
+
+def written_call(body: str, start: int, names: Collection[str]) -> WrittenCall | None:
+    """The call that an object at an index begins to write, where the name of an offered tool stands before arguments;
+    None: it does not, or not yet."""
+    head = _HEAD.match(body[start : start + _MAX_HEAD_CHARS])
+    return WrittenCall(head[1], start + head.end()) if head is not None and head[1] in names else None
 
 
 def parsed(text: str) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
-from llm_serving.text.tools.json_text import JsonEnd, call_of, parsed
+from llm_serving.text.tools.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
 
 OPENING: Final = "<|python_tag|>"
 
@@ -20,6 +20,7 @@ class _Reader:
         self._calls: list[Call] = []
         self._start = self._told = 0
         self._end = JsonEnd()
+        self._written: WrittenCall | None = None
 
     def read(self, body: str, *, ended: bool) -> Read | None:
         while True:
@@ -27,25 +28,27 @@ class _Reader:
                 rest = body[self._told :]
                 behind = rest.lstrip().removeprefix(";").lstrip()
                 if not behind and not ended:
-                    return None
+                    return Read(self._calls, self._told, goes_on=True)
                 if not behind.startswith("{"):
                     return Read(self._calls, self._told)
                 self._start = len(body) - len(behind)
+            self._written = written = self._written or written_call(body, self._start, self._names)
+            begun = [] if written is None else [written.read(body, ended=ended)]
+            told = self._told if written is None else written.end
             try:
                 end = self._end.find(body, self._start)
                 if end is None:
-                    if self._calls and ended:
-                        return Read(self._calls, self._told)
-                    return None
-                call = call_of(parsed(body[self._start : end]))
+                    calls = self._calls + begun
+                    return Read(calls, told, goes_on=not ended) if calls else None
+                call = begun[0] if begun else call_of(parsed(body[self._start : end]))
                 if call.name not in self._names:
                     raise NotACallError
             except NotACallError:
-                if self._calls:
-                    return Read(self._calls, self._told)
+                if self._calls or begun:
+                    return Read(self._calls + begun, told)
                 raise
             self._calls.append(call)
-            self._told, self._end = end, JsonEnd()
+            self._told, self._end, self._written = end, JsonEnd(), None
 
 
 def create(names: Collection[str]) -> ToolParser:

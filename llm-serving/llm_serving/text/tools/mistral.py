@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import partial
 from typing import Final
 
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
-from llm_serving.text.tools.json_text import MAX_NAME_CHARS, JsonEnd, arguments_of, call_of, is_name, parsed
+from llm_serving.text.tools.json_text import (
+    MAX_NAME_CHARS,
+    JsonEnd,
+    WrittenCall,
+    arguments_of,
+    call_of,
+    is_name,
+    parsed,
+)
 
 OPENING: Final = "[TOOL_CALLS]"
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -16,18 +25,23 @@ _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._written: WrittenCall | None = None
         self._end = JsonEnd()
         self._head: tuple[str | None, int] | None = None
         """Name before the arguments, if there is one, and where the JSON begins."""
 
     def read(self, body: str, *, ended: bool) -> Read | None:
-        del ended
         if self._head is None:
             self._head = _head(body)
         if self._head is None:
             return None
         name, start = self._head
+        if name in self._names:
+            self._written = self._written or WrittenCall(name, start)
+            call = self._written.read(body, ended=ended)
+            return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))
         end = self._end.find(body, start)
         if end is None:
             return None
@@ -56,6 +70,5 @@ def _head(body: str) -> tuple[str | None, int] | None:
 
 
 def create(names: Collection[str]) -> ToolParser:
-    """A parser; calls are marked well enough without the names of the tools."""
-    del names
-    return MarkedCalls(OPENING, _Reader)
+    """A parser; calls of other tools than these are told once they are whole."""
+    return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
