@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
-from fakes import DEMO_FOLDER, FakeEngine, Piece, Script
+from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
-from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, events, post
+from tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -19,19 +18,11 @@ WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zurich"}}\n</tool_call>'
-ARGUMENTS = '{"city": "Zurich"}'
-
-
-def tokenizer_with(template: str) -> Tokenizer:
-    vocabulary = SentencePieceVocabulary(DEMO_FOLDER / "tokenizer.model", {})
-    return Tokenizer(vocabulary, {}, chat_templates={"default": template})
 
 
 @pytest.fixture(scope="module")
 def hermes() -> Tokenizer:
-    """Its template shows all it is given, and that the model writes calls as Qwen does and thinks before it answers."""
-    return tokenizer_with("{{ messages | tojson }}{{ tools | tojson }}{# <tool_call> <think></think> #}")
+    return tokenizer_with(HERMES)
 
 
 def ask(
@@ -42,13 +33,6 @@ def ask(
     engine = FakeEngine(script, limits=limits or {}, max_body_bytes=2**16)
     engine.tokenizer = tokenizer
     return post(engine, PATH, {"messages": USER, "tools": [WEATHER], **body}), engine
-
-
-def prompt_of(engine: FakeEngine) -> Any:
-    """Messages and tools, as the template got them."""
-    text = engine.tokenizer.decode(engine.submitted[0].prompt_token_ids)
-    messages, end = json.JSONDecoder().raw_decode(text)
-    return messages, json.loads(text[end:])
 
 
 def test_a_call_is_told(hermes: Tokenizer) -> None:

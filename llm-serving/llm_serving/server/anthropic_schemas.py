@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llm_serving.server.off_loop import Long
-from llm_serving.server.schemas import CallerFields
+from llm_serving.server.schemas import CallerFields, JsonObject
 
 
-class ContentBlock(Struct):
+class ContentBlock(Struct, kw_only=True):
+    """Something said; of the assistant also a call of a tool or a thought, of the user also what a tool gave."""
+
     type: str
     text: str | None = None
+    id: str | None = None
+    """Of `tool_use`; so are name and input."""
+    name: str | None = None
+    input: JsonObject | None = None
+    tool_use_id: str | None = None
+    """Of `tool_result`; so is content: a text, or blocks of type text."""
+    content: str | list[ContentBlock] | None = None
+    thinking: str | None = None
+
+
+class AnthropicTool(Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    input_schema: JsonObject | None = None
+    type: str | None = None
+    """`custom`, if anything."""
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    type: str
+    """auto, any, tool or none."""
+    name: str | None = None
+    """Of `tool`."""
+    disable_parallel_tool_use: bool | None = None
+    """Of several calls only the first is told."""
 
 
 class ConversationTurn(Struct):
@@ -24,6 +52,8 @@ class CountTokensRequest(Struct, kw_only=True):
     messages: list[ConversationTurn]
     model: str | None = None
     system: str | list[ContentBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class MessagesRequest(CallerFields, kw_only=True):
@@ -33,6 +63,8 @@ class MessagesRequest(CallerFields, kw_only=True):
     model: str | None = None
     system: str | list[ContentBlock] | None = None
     stream: bool | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -43,6 +75,21 @@ class MessagesRequest(CallerFields, kw_only=True):
 
 class TextBlock(Struct, tag="text", tag_field="type"):
     text: str
+
+
+class ThinkingBlock(Struct, tag="thinking", tag_field="type"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag="tool_use", tag_field="type"):
+    id: str
+    name: str
+    input: Raw
+    """A JSON object; where the model wrote none, {"INVALID_JSON": what it wrote}."""
+
+
+AnsweredBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessagesUsage(Struct):
@@ -59,7 +106,7 @@ class MessageAnswer(Long, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[AnsweredBlock]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
@@ -67,6 +114,14 @@ class MessageAnswer(Long, kw_only=True):
 
 class TextDelta(Struct, tag="text_delta", tag_field="type"):
     text: str
+
+
+class ThinkingDelta(Struct, tag="thinking_delta", tag_field="type"):
+    thinking: str
+
+
+class InputDelta(Struct, tag="input_json_delta", tag_field="type"):
+    partial_json: str
 
 
 class MessageDelta(Struct):
@@ -80,8 +135,8 @@ class StreamEvent(Struct, kw_only=True):
     type: str
     message: MessageAnswer | UnsetType = UNSET
     index: int | UnsetType = UNSET
-    content_block: TextBlock | UnsetType = UNSET
-    delta: TextDelta | MessageDelta | UnsetType = UNSET
+    content_block: AnsweredBlock | UnsetType = UNSET
+    delta: TextDelta | ThinkingDelta | InputDelta | MessageDelta | UnsetType = UNSET
     usage: MessagesUsage | UnsetType = UNSET
 
 

@@ -12,6 +12,8 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.answer_blocks import AnswerBlocks
+from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
@@ -22,7 +24,7 @@ from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
-from llm_serving.server.tools import OfferedTools, plain_call
+from llm_serving.server.tools import OfferedTools, answer_parser, offered_tools, plain_call
 from llm_serving.text.chat_template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
@@ -114,7 +116,7 @@ async def converse_once(
     caller: Caller,
     prefix: str,
     reworded: Callable[[RequestError], RequestError],
-) -> tuple[Identity, Generation]:
+) -> tuple[Identity, Generation, AnswerBlocks]:
     """Starts to give one answer to a conversation that came in the words of another protocol.
 
     Args:
@@ -125,17 +127,22 @@ async def converse_once(
         prefix: Of the answer's id.
         reworded: Gives an error the names that its fields have there.
 
+    Returns:
+        What the answer is called, its pieces, and what they become.
+
     Raises:
         LLMServingError: As `converse`.
     """
     identity = identify(engine, http_request, request, prefix)
     try:
-        _, generation = await converse(
-            engine, request, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None
+        offered = offered_tools(engine, request)
+        prompt, generation = await converse(
+            engine, request, caller=caller, identity=identity, choices=ONE_ANSWER, logprobs=None, offered=offered
         )
     except RequestError as error:
         raise reworded(error) from None
-    return identity, generation
+    message = AnsweredMessage(answer_parser(engine, request, prompt, offered), offered)
+    return identity, generation, AnswerBlocks(message)
 
 
 async def render_chat(

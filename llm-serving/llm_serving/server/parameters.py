@@ -22,10 +22,12 @@ from starlette.requests import Request
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError, shorten
 from llm_serving.server.anthropic_schemas import (
+    AnthropicTool,
     ContentBlock,
     ConversationTurn,
     CountTokensRequest,
     MessagesRequest,
+    ToolChoice,
 )
 from llm_serving.server.batches.objects import BatchRequest
 from llm_serving.server.request_body import read_as
@@ -149,9 +151,7 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
     Ignored("never had an effect on these routes"),
 )
 _NOT_COUNTED: Final[Rows] = {
-    "tools": _TOOLS,
-    "tool_choice": Refused(_TOOLS.why, ({"type": "none"}, {"type": "auto"})),
-    "thinking": Refused("is not supported: answers are not split", ({"type": "disabled"},)),
+    "thinking": Refused("is not supported: how long a model thinks is its own matter", ({"type": "disabled"},)),
     "output_config": _GRAMMAR,
     "output_format": _GRAMMAR,
     "mcp_servers": Refused(),
@@ -171,8 +171,20 @@ _BLOCK: Final[Rows] = {
     "cache_control": Ignored("only a hint for speed"),
     "citations": Refused(),
     **dict.fromkeys(("source", "title", "context"), Refused("is not supported: only text is")),
-    **dict.fromkeys(("id", "name", "input", "tool_use_id", "content", "is_error"), _TOOLS),
-    **dict.fromkeys(("thinking", "signature", "data"), Refused("is not supported: answers are not split")),
+    **dict.fromkeys(("signature", "data"), Ignored("only tells of an answer that comes back")),
+    "is_error": Ignored("the content tells of an error"),
+    "caller": Ignored("only tells of an answer that comes back"),
+}
+_ANTHROPIC_TOOL: Final[Rows] = {
+    "cache_control": Ignored("only a hint for speed"),
+    "eager_input_streaming": Ignored("arguments are always told as they are written"),
+    **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples"), Refused()),
+}
+_OF_ANTHROPIC: Final = {
+    "messages": ConversationTurn,
+    "system": ContentBlock,
+    "tools": AnthropicTool,
+    "tool_choice": ToolChoice,
 }
 _RESPONSES: Final[Rows] = {
     "tools": _TOOLS,
@@ -234,7 +246,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
         nested={"messages": ChatMessage, "tools": Tool},
     ),
     Tool: BodyFields(nested={"function": Function}),
-    Function: BodyFields({"strict": Refused("is not supported: calls are not bound to their schema", (False,))}),
+    Function: BodyFields(),
     ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": FunctionOfMessage}),
     FunctionOfMessage: BodyFields(),
     ChatMessage: BodyFields(
@@ -246,10 +258,12 @@ BODIES: Final[Mapping[type, BodyFields]] = {
         },
         nested={"tool_calls": ToolCallOfMessage},
     ),
-    MessagesRequest: BodyFields(_ANTHROPIC, nested={"messages": ConversationTurn, "system": ContentBlock}),
-    CountTokensRequest: BodyFields(_NOT_COUNTED, nested={"messages": ConversationTurn, "system": ContentBlock}),
+    MessagesRequest: BodyFields(_ANTHROPIC, nested=_OF_ANTHROPIC),
+    CountTokensRequest: BodyFields(_NOT_COUNTED, nested=_OF_ANTHROPIC),
     ConversationTurn: BodyFields(nested={"content": ContentBlock}),
-    ContentBlock: BodyFields(_BLOCK),
+    ContentBlock: BodyFields(_BLOCK, nested={"content": ContentBlock}),
+    AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
+    ToolChoice: BodyFields(),
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem}),
     InputItem: BodyFields(_ITEM, nested={"content": InputPart}),
     InputPart: BodyFields(_PART),

@@ -139,6 +139,8 @@ class Function(Struct, omit_defaults=True):
     description: str | None = None
     parameters: JsonObject | None = None
     """A JSON schema of the arguments."""
+    strict: bool | None = None
+    """Bind the arguments of calls to that schema: false, if anything."""
 
 
 class Tool(Struct, omit_defaults=True):

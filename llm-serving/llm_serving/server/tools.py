@@ -110,6 +110,10 @@ def _check(tools: list[Tool]) -> None:
             raise RequestError(f"tools[{i}].type", "must be function", tool.type)
         if not _NAME.fullmatch(name):
             raise RequestError(f"tools[{i}].function.name", "must be 1 to 64 letters, digits or any of _ . -", name)
+        if tool.function.strict:
+            raise RequestError(
+                f"tools[{i}].function.strict", "must be false: calls are not bound to their schema", True
+            )
         if name in seen:
             raise RequestError(f"tools[{i}].function.name", "must be another than those before", name)
         seen.add(name)

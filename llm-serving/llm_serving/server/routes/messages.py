@@ -6,8 +6,11 @@ read it. Events of a stream are named.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from msgspec import DecodeError, Raw, json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,12 +29,16 @@ from llm_serving.errors import (
     TimedOutError,
     UnavailableError,
 )
+from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind
+from llm_serving.server.answered_message import CALLED
+from llm_serving.server.anthropic_conversation import choice_of, messages_of, tools_of
 from llm_serving.server.anthropic_schemas import (
-    ContentBlock,
+    AnsweredBlock,
     ConversationTurn,
     CountTokensRequest,
     CountTokensResponse,
     ErrorBody,
+    InputDelta,
     MessageAnswer,
     MessageDelta,
     MessagesError,
@@ -40,16 +47,21 @@ from llm_serving.server.anthropic_schemas import (
     StreamEvent,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
 )
 from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once, render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import error_headers, json_response
 from llm_serving.server.generation import Generation, encode_text, raise_on_error
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, check_model
 from llm_serving.server.parameters import read_fields
-from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, ContentPart
+from llm_serving.server.schemas import ChatCompletionRequest
 from llm_serving.server.streaming import StreamResponse, complete, named_event
+from llm_serving.server.tools import offered_tools
 
 _ERROR_TYPES: Final[tuple[tuple[type[LLMServingError], str], ...]] = (
     (AuthenticationError, "authentication_error"),
@@ -70,7 +82,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
     check_model(engine, request.model)
     caller = caller_of(engine.config, http_request, request)
     chat = ChatCompletionRequest(
-        messages=_messages(request.system, request.messages),
+        messages=messages_of(request.system, request.messages),
         continue_final_message=_goes_on(request.messages),
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -78,11 +90,14 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         top_p=request.top_p,
         stop=request.stop_sequences,
         seed=request.seed,
+        tools=tools_of(request.tools),
+        tool_choice=choice_of(request.tool_choice),
+        parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
     )
-    identity, generation = await converse_once(
+    identity, generation, blocks = await converse_once(
         engine, http_request, chat, caller=caller, prefix="msg", reworded=_in_our_words
     )
-    answer = _Answer(identity)
+    answer = _Answer(identity, blocks)
     if request.stream:
         return StreamResponse(generation, answer, _error_event, headers=identity.headers)
     message = await complete(http_request.receive, generation, answer.whole(generation))
@@ -94,8 +109,15 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     request = await read_fields(engine, http_request, CountTokensRequest)
     check_model(engine, request.model)
     continues = _goes_on(request.messages)
-    messages = _messages(request.system, request.messages)
-    text = await render_chat(engine, messages, not continues, continue_final_message=continues)
+    messages = messages_of(request.system, request.messages)
+    tools, choice = tools_of(request.tools), choice_of(request.tool_choice)
+    chat = ChatCompletionRequest(messages=messages, tools=tools, tool_choice=choice)
+    try:
+        offered = offered_tools(engine, chat)
+        shown = None if offered is None else offered.for_template
+        text = await render_chat(engine, messages, not continues, continue_final_message=continues, tools=shown)
+    except RequestError as error:
+        raise _in_our_words(error) from None
     tokens = await encode_text(engine, text, "messages", add_special_tokens=False)
     return json_response(CountTokensResponse(len(tokens)))
 
@@ -108,6 +130,8 @@ def _in_our_words(error: RequestError) -> RequestError:
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
         )
+    if error.field.startswith("tools["):
+        return error.renamed(error.field.replace(".function.", "."))
     return error
 
 
@@ -116,81 +140,101 @@ def _goes_on(turns: list[ConversationTurn]) -> bool:
     return bool(turns) and turns[-1].role == "assistant"
 
 
-def _messages(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
-    """The conversation as chat templates know it; nothing is added to what holds nothing."""
-    opening = [ChatMessage("system", _content("system", system))] if system and turns else []
-    said = [ChatMessage(turn.role, _content(f"messages[{i}].content", turn.content)) for i, turn in enumerate(turns)]
-    return opening + said
-
-
-def _content(place: str, content: str | list[ContentBlock]) -> str | list[ContentPart]:
-    if isinstance(content, str):
-        return content
-    for i, block in enumerate(content):
-        if block.type != "text" or block.text is None:
-            raise RequestError(f"{place}[{i}].type", "must be text", block.type)
-    return [ContentPart(block.type, block.text) for block in content]
-
-
 class _Answer:
     """Puts the pieces of a generation into the form of the protocol."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, blocks: AnswerBlocks) -> None:
         self._identity = identity
-        self._started = False
+        self._blocks = blocks
         self._last: RequestOutput | None = None
 
     async def whole(self, generation: Generation) -> MessageAnswer:
-        texts, output = [], None
+        output = None
         async for _, output in generation.outputs():
             _raise_on_failure(output)
-            texts.append(output.text)
+            await off_loop(len(output.text) > INLINE_BYTES, partial(self._blocks.add, output))
         assert output is not None
-        ending = _ending(output)
-        return self._message(output, [TextBlock("".join(texts))], ending)
+        content = [_written(block) for block in self._blocks.blocks] or [TextBlock("")]
+        return self._message(output, content, self._ending(output))
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
         _raise_on_failure(output)
-        self._last = output
-        told = b""
-        if not self._started:
-            self._started = True
-            told += _event(StreamEvent(type="message_start", message=self._message(output, [])))
-            told += _event(StreamEvent(type="content_block_start", index=0, content_block=TextBlock("")))
-        if output.text:
-            told += _event(StreamEvent(type="content_block_delta", index=0, delta=TextDelta(output.text)))
+        begun, self._last = self._last is not None, output
+        told = b"" if begun else _event(StreamEvent(type="message_start", message=self._message(output, [])))
+        for block, begins, text in self._blocks.add(output):
+            if begins:
+                if block.index:
+                    told += _stopped(block.index - 1)
+                opening = _OPENINGS[block.kind](block)
+                told += _event(StreamEvent(type="content_block_start", index=block.index, content_block=opening))
+            delta = _DELTAS[block.kind](text)
+            told += _event(StreamEvent(type="content_block_delta", index=block.index, delta=delta))
         return told
 
     def end(self) -> bytes:
         assert self._last is not None
+        count = len(self._blocks.blocks)
         return (
-            _event(StreamEvent(type="content_block_stop", index=0))
-            + _event(StreamEvent(type="message_delta", delta=_ending(self._last), usage=_usage(self._last)))
+            (_stopped(count - 1) if count else b"")
+            + _event(StreamEvent(type="message_delta", delta=self._ending(self._last), usage=_usage(self._last)))
             + _event(StreamEvent(type="message_stop"))
         )
 
     def _message(
-        self, output: RequestOutput, content: list[TextBlock], ending: MessageDelta | None = None
+        self, output: RequestOutput, content: list[AnsweredBlock], ending: MessageDelta | None = None
     ) -> MessageAnswer:
         message = MessageAnswer(id=self._identity.id, model=self._identity.model, content=content, usage=_usage(output))
         if ending is not None:
             message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
         return message
 
+    def _ending(self, output: RequestOutput) -> MessageDelta:
+        if output.finish_reason is not FinishReason.STOP:
+            return MessageDelta("max_tokens", None)
+        if self._blocks.finish_reason(output) == CALLED:
+            return MessageDelta("tool_use", None)
+        if isinstance(output.stop_reason, str):
+            return MessageDelta("stop_sequence", output.stop_reason)
+        return MessageDelta("end_turn", None)
+
+
+_OPENINGS: Final[dict[BlockKind, Callable[[Block], AnsweredBlock]]] = {
+    BlockKind.TEXT: lambda block: TextBlock(""),
+    BlockKind.REASONING: lambda block: ThinkingBlock(""),
+    BlockKind.CALL: lambda block: ToolUseBlock(block.id, block.name, Raw(b"{}")),
+}
+_DELTAS: Final[dict[BlockKind, Callable[[str], TextDelta | ThinkingDelta | InputDelta]]] = {
+    BlockKind.TEXT: TextDelta,
+    BlockKind.REASONING: ThinkingDelta,
+    BlockKind.CALL: InputDelta,
+}
+
+
+def _written(block: Block) -> AnsweredBlock:
+    if block.kind is BlockKind.TEXT:
+        return TextBlock(block.text)
+    if block.kind is BlockKind.REASONING:
+        return ThinkingBlock(block.text)
+    return ToolUseBlock(block.id, block.name, _object(block.text))
+
+
+def _object(arguments: str) -> Raw:
+    try:
+        json.decode(arguments, type=dict)
+    except (DecodeError, RecursionError):
+        return Raw(json.encode({"INVALID_JSON": arguments}))
+    return Raw(arguments.encode())
+
+
+def _stopped(index: int) -> bytes:
+    return _event(StreamEvent(type="content_block_stop", index=index))
+
 
 def _raise_on_failure(output: RequestOutput) -> None:
     raise_on_error(output)
     if output.finish_reason is FinishReason.ABORT:  # the protocol has no word for an end that somebody else has made
         raise RequestCancelledError
-
-
-def _ending(output: RequestOutput) -> MessageDelta:
-    if output.finish_reason is not FinishReason.STOP:
-        return MessageDelta("max_tokens", None)
-    if isinstance(output.stop_reason, str):
-        return MessageDelta("stop_sequence", output.stop_reason)
-    return MessageDelta("end_turn", None)
 
 
 def _usage(output: RequestOutput) -> MessagesUsage:

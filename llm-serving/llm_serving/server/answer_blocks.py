@@ -1,0 +1,89 @@
+"""One answer of a conversation as blocks that follow one another, for protocols whose answers consist of them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.server.answered_message import AnsweredMessage
+from llm_serving.server.schemas import ChatDelta
+
+
+class BlockKind(enum.Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """What was thought or said in a row, or a call."""
+
+    kind: BlockKind
+    index: int
+    id: str = ""
+    """Of a call; so is its name."""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of its text; of a call, of its arguments."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Told(NamedTuple):
+    """What has become certain of a block."""
+
+    block: Block
+    begins: bool
+    text: str
+
+
+class AnswerBlocks:
+    """Puts the parts of an answer into blocks: another kind of part, and every call, begins one.
+
+    Args:
+        message: Takes the text of the answer apart.
+    """
+
+    def __init__(self, message: AnsweredMessage) -> None:
+        self._message = message
+        self.blocks: list[Block] = []
+
+    def add(self, output: RequestOutput) -> list[Told]:
+        """What a piece adds, in order."""
+        delta = self._message.add(output)
+        return [] if delta is None else list(self._told(delta))
+
+    def finish_reason(self, output: RequestOutput) -> str | None:
+        """Why the answer ended: as `AnsweredMessage` tells it."""
+        return self._message.finish_reason(output)
+
+    def _told(self, delta: ChatDelta) -> Iterator[Told]:
+        for kind, text in ((BlockKind.REASONING, delta.reasoning_content), (BlockKind.TEXT, delta.content)):
+            if text is not UNSET and text:
+                begins = not self.blocks or self.blocks[-1].kind is not kind
+                yield self._add(self._begin(kind) if begins else self.blocks[-1], begins, text)
+        for call in () if delta.tool_calls is UNSET else delta.tool_calls:
+            begins = call.id is not UNSET
+            block = self._begin(BlockKind.CALL) if begins else self._last_call()
+            if call.id is not UNSET and call.function.name is not UNSET:
+                block.id, block.name = call.id, call.function.name
+            yield self._add(block, begins, call.function.arguments)
+
+    def _begin(self, kind: BlockKind) -> Block:
+        self.blocks.append(Block(kind, len(self.blocks)))
+        return self.blocks[-1]
+
+    def _last_call(self) -> Block:
+        return next(block for block in reversed(self.blocks) if block.kind is BlockKind.CALL)
+
+    def _add(self, block: Block, begins: bool, text: str) -> Told:
+        block.pieces.append(text)
+        return Told(block, begins, text)

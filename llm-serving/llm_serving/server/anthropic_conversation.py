@@ -1,0 +1,109 @@
+"""Conversations and tools of Anthropic's messages as those of chat."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from llm_serving.errors import RequestError
+from llm_serving.server.anthropic_schemas import AnthropicTool, ContentBlock, ConversationTurn, ToolChoice
+from llm_serving.server.schemas import (
+    ChatMessage,
+    ContentPart,
+    Function,
+    FunctionOfMessage,
+    JsonObject,
+    Tool,
+    ToolCallOfMessage,
+)
+
+_CHOICES: Final[dict[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def messages_of(system: str | list[ContentBlock] | None, turns: list[ConversationTurn]) -> list[ChatMessage]:
+    """The conversation as chat templates know it; nothing is added to what holds nothing.
+
+    Raises:
+        RequestError: A block has no place where it stands.
+    """
+    opening = [ChatMessage("system", _texts("system", system))] if system and turns else []
+    said = [message for i, turn in enumerate(turns) for message in _turn(f"messages[{i}].content", turn)]
+    return opening + said
+
+
+def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
+    """Raises RequestError where one is computed by who serves it."""
+    for i, tool in enumerate(tools or ()):
+        if tool.type not in (None, "custom"):
+            raise RequestError(f"tools[{i}].type", "must be custom: this server has no tools of its own", tool.type)
+    return tools and [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
+
+
+def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
+    """`tool_choice` of chat.
+
+    Raises:
+        RequestError: It is none of the protocol.
+    """
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if not choice.name:
+            raise RequestError("tool_choice.name", "is required")
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type not in _CHOICES:
+        raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
+    return _CHOICES[choice.type]
+
+
+def _turn(place: str, turn: ConversationTurn) -> list[ChatMessage]:
+    if isinstance(turn.content, str):
+        return [ChatMessage(turn.role, turn.content)]
+    return (_said_by_assistant if turn.role == "assistant" else _said_by_user)(place, turn.content)
+
+
+def _said_by_assistant(place: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
+    texts: list[ContentPart] = []
+    thoughts: list[str] = []
+    calls: list[ToolCallOfMessage] = []
+    for i, block in enumerate(blocks):
+        if block.type == "tool_use":
+            if block.id is None or block.name is None or block.input is None:
+                raise RequestError(f"{place}[{i}]", "of type tool_use must have `id`, `name` and `input`")
+            calls.append(ToolCallOfMessage(FunctionOfMessage(block.name, block.input), block.id))
+        elif block.type == "thinking" and block.thinking is not None:
+            thoughts.append(block.thinking)
+        elif block.type != "redacted_thinking":
+            texts.append(_text(f"{place}[{i}]", block))
+    message = ChatMessage("assistant", texts, tool_calls=calls or None)
+    message.reasoning_content = "\n".join(thoughts) or None
+    return [message]
+
+
+def _said_by_user(place: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
+    """Results of tools are messages of their own, in the order of the blocks."""
+    messages: list[ChatMessage] = []
+    texts: list[ContentPart] = []
+    for i, block in enumerate(blocks):
+        if block.type != "tool_result":
+            texts.append(_text(f"{place}[{i}]", block))
+            continue
+        if block.tool_use_id is None:
+            raise RequestError(f"{place}[{i}].tool_use_id", "is required")
+        if texts:
+            messages.append(ChatMessage("user", texts))
+            texts = []
+        result = _texts(f"{place}[{i}].content", block.content or "")
+        messages.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
+    return [*messages, ChatMessage("user", texts)] if texts or not messages else messages
+
+
+def _texts(place: str, content: str | list[ContentBlock]) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    return [_text(f"{place}[{i}]", block) for i, block in enumerate(content)]
+
+
+def _text(place: str, block: ContentBlock) -> ContentPart:
+    if block.type != "text" or block.text is None:
+        raise RequestError(f"{place}.type", "must be text here", block.type)
+    return ContentPart(block.type, block.text)
