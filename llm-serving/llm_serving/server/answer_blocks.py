@@ -61,6 +61,10 @@ class AnswerBlocks:
         delta = self._message.add(output)
         return [] if delta is None else list(self._told(delta))
 
+    def say_nothing(self) -> Told:
+        """An answer without anything in it, as a block."""
+        return self._add(self._begin(BlockKind.TEXT), True, "")
+
     def finish_reason(self, output: RequestOutput) -> str | None:
         """Why the answer ended: as `AnsweredMessage` tells it."""
         return self._message.finish_reason(output)

@@ -32,10 +32,12 @@ def messages_of(system: str | list[ContentBlock] | None, turns: list[Conversatio
 
 def tools_of(tools: list[AnthropicTool] | None) -> list[Tool] | None:
     """Raises RequestError where one is computed by who serves it."""
-    for i, tool in enumerate(tools or ()):
+    if tools is None:
+        return None
+    for i, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             raise RequestError(f"tools[{i}].type", "must be custom: this server has no tools of its own", tool.type)
-    return tools and [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
+    return [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
 
 
 def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:

@@ -31,7 +31,7 @@ from llm_serving.server.anthropic_schemas import (
 )
 from llm_serving.server.batches.objects import BatchRequest
 from llm_serving.server.request_body import read_as
-from llm_serving.server.responses_schemas import InputItem, InputPart, ResponsesRequest
+from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart, ResponsesRequest
 from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -187,11 +187,11 @@ _OF_ANTHROPIC: Final = {
     "tool_choice": ToolChoice,
 }
 _RESPONSES: Final[Rows] = {
-    "tools": _TOOLS,
-    "tool_choice": Refused(_TOOLS.why, ("none", "auto")),
-    "max_tool_calls": _TOOLS,
+    "max_tool_calls": Refused("is not supported: it bounds tools of a server, and this one has none"),
     "text": Refused("must be of format text: answers are not bound to a form", ({"format": {"type": "text"}},)),
-    "reasoning": Refused("is not supported: answers are not split", ({"effort": None, "summary": None},)),
+    "reasoning": Refused(
+        "is not supported: how long a model thinks is its own matter", ({"effort": None, "summary": None},)
+    ),
     "truncation": Refused("must be disabled: nothing is left out of a conversation", ("disabled",)),
     "include": Refused("is not supported: a response tells all there is"),
     "prompt": Refused("is not supported: no templates are kept"),
@@ -200,7 +200,6 @@ _RESPONSES: Final[Rows] = {
     "top_logprobs": Refused(),
     "max_tokens": _named("max_output_tokens"),
     "messages": _named("input"),
-    "parallel_tool_calls": Ignored("only matters to tools"),
     "stream_options": Ignored("events hide nothing"),
     "service_tier": Ignored("`priority` and `priority_class` say who goes first"),
     "safety_identifier": Ignored("only names who asks"),
@@ -209,7 +208,7 @@ _RESPONSES: Final[Rows] = {
 }
 _ITEM: Final[Rows] = {
     **dict.fromkeys(("id", "status"), Ignored("only tells of an answer that comes back")),
-    **dict.fromkeys(("call_id", "name", "arguments", "output"), _TOOLS),
+    "encrypted_content": Refused("is not supported: nothing is encrypted"),
     "phase": Ignored("only tells of an answer that comes back"),
 }
 _PART: Final[Rows] = {
@@ -264,8 +263,9 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ContentBlock: BodyFields(_BLOCK, nested={"content": ContentBlock}),
     AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
     ToolChoice: BodyFields(),
-    ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem}),
-    InputItem: BodyFields(_ITEM, nested={"content": InputPart}),
+    ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem, "tools": FunctionTool}),
+    InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),
+    FunctionTool: BodyFields({"defer_loading": Refused()}),
     InputPart: BodyFields(_PART),
     EmbeddingsRequest: BodyFields(
         {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from msgspec import json
+
 from llm_serving.errors import RequestNotFoundError
 from llm_serving.server.responses_schemas import ResponseObject
-from llm_serving.server.schemas import ChatMessage
+from llm_serving.server.schemas import ChatMessage, ToolCallOfMessage
 
 OVERHEAD_BYTES = 4096
 """What a response takes beside its texts."""
@@ -28,6 +30,16 @@ class StoredResponse:
     @property
     def in_progress(self) -> bool:
         return self.response.status == "in_progress"
+
+
+def _chars_of(message: ChatMessage) -> int:
+    calls = message.tool_calls or ()
+    texts = (message.content, message.reasoning_content, *(each for call in calls for each in _texts_of(call)))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _texts_of(call: ToolCallOfMessage) -> tuple[str, str]:
+    return call.function.name, str(call.function.arguments)
 
 
 class ResponseStore:
@@ -79,8 +91,8 @@ class ResponseStore:
 
 
 def _size_of(stored: StoredResponse) -> int:
-    said = sum(len(message.content) for message in stored.messages if isinstance(message.content, str))
+    said = sum(map(_chars_of, stored.messages))
     response = stored.response
-    answered = sum(len(part.text) for item in response.output for part in item.content)
+    answered = len(json.encode((response.output, response.tools, response.tool_choice)))
     noted = len(response.instructions or "") + sum(len(key) + len(value) for key, value in response.metadata.items())
     return OVERHEAD_BYTES + 4 * (said + answered + noted)  # a character takes up to four

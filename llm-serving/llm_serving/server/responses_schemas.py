@@ -11,16 +11,36 @@ from llm_serving.server.schemas import CallerFields, JsonObject
 
 
 class InputPart(Struct):
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
 
 
-class InputItem(Struct):
-    """A message: of the one who asks, or of an answer that comes back."""
+class InputItem(Struct, kw_only=True):
+    """A message, or a thought or a call of an answer that comes back, or what a called function gave."""
 
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputPart]
-    type: Literal["message"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    """Of a message; of reasoning, if it is told."""
+    call_id: str | None = None
+    """Of a call and of its output."""
+    name: str | None = None
+    arguments: str | None = None
+    """Of a call: a JSON object, as text."""
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    """Of reasoning."""
+
+
+class FunctionTool(Struct, kw_only=True):
+    type: str
+    """`function`."""
+    name: str | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+    """Bind the arguments of calls to that schema: false, if anything."""
 
 
 class ResponsesRequest(CallerFields, kw_only=True):
@@ -36,6 +56,12 @@ class ResponsesRequest(CallerFields, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     """Beyond the protocol: the same seed has the same answer."""
+    tools: list[FunctionTool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | JsonObject | None = None
+    """`auto` or `none`; nothing else is enforced."""
+    parallel_tool_calls: bool | None = None
+    """False: of several calls only the first is told."""
     stream: bool | None = None
     background: bool | None = None
     """Answer at once and compute on; only with `store`, not with `stream`."""
@@ -55,6 +81,29 @@ class OutputMessage(Struct, tag="message", tag_field="type", kw_only=True):
     status: str
     role: str = "assistant"
     content: list[OutputText]
+
+
+class FunctionCallItem(Struct, tag="function_call", tag_field="type", kw_only=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    status: str
+
+
+class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
+    text: str
+
+
+class ReasoningItem(Struct, tag="reasoning", tag_field="type", kw_only=True):
+    id: str
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+    status: str
+
+
+OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
 
 
 class InputTokensDetails(Struct):
@@ -95,14 +144,14 @@ class ResponseObject(Long, kw_only=True):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     model: str
-    output: list[OutputMessage] = field(default_factory=list)
+    output: list[OutputItem] = field(default_factory=list)
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     store: bool = True
     temperature: float | None = None
     text: JsonObject = field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: str = "auto"
-    tools: list[Any] = field(default_factory=list)
+    tool_choice: str | JsonObject = "auto"
+    tools: list[FunctionTool] = field(default_factory=list)
     top_p: float | None = None
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
@@ -117,10 +166,12 @@ class ResponseEvent(Struct, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
-    part: OutputText | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET
 
 

@@ -18,6 +18,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError, RequestCancelledError, RequestError
 from llm_serving.log import get_logger
+from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind, Told
 from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once
@@ -27,21 +28,25 @@ from llm_serving.server.generation import Generation, raise_on_error
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.response_store import ResponseStore, StoredResponse
+from llm_serving.server.responses_conversation import choice_of, messages_of, tools_of
 from llm_serving.server.responses_schemas import (
     DeletedResponse,
     Failure,
+    FunctionCallItem,
     IncompleteDetails,
-    InputItem,
     InputTokensDetails,
+    OutputItem,
     OutputMessage,
     OutputText,
     OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
 )
-from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, FunctionOfMessage, ToolCallOfMessage
 from llm_serving.server.streaming import StreamResponse, complete, internal_error, named_event
 
 logger = get_logger(__name__)
@@ -61,7 +66,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
     store = store_of(http_request)
     _check(request, store)
     caller = caller_of(engine.config, http_request, request)
-    said = _messages(request.input)
+    said = messages_of(request.input)
     if request.previous_response_id is not None:
         said = [*_conversation(store, request.previous_response_id, tenant_seen(http_request)), *said]
     instructions = [ChatMessage("system", request.instructions)] if request.instructions else []
@@ -72,8 +77,11 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
+        tools=tools_of(request.tools),
+        tool_choice=choice_of(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
     )
-    identity, generation = await converse_once(
+    identity, generation, blocks = await converse_once(
         engine, http_request, chat, caller=caller, prefix="resp", reworded=_in_our_words
     )
     response = ResponseObject(
@@ -86,12 +94,15 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         metadata=request.metadata or {},
         model=identity.model,
         previous_response_id=request.previous_response_id,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
         store=request.store is not False and store.keeps,
         temperature=request.temperature,
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
         top_p=request.top_p,
     )
     stored = StoredResponse(response, caller.tenant, said)
-    answer = _Answer(stored, store)
+    answer = _Answer(stored, store, blocks)
     if request.stream:
         return StreamResponse(generation, answer, answer.failed, headers=identity.headers)
     if request.background:
@@ -128,7 +139,10 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 def _in_our_words(error: RequestError) -> RequestError:
-    return error.renamed(_FIELDS[error.field]) if error.field in _FIELDS else error
+    if error.field.startswith("tools["):
+        return error.renamed(error.field.replace(".function.", "."))
+    name = error.field.partition("[")[0]
+    return error.renamed(_FIELDS[name]) if name in _FIELDS else error
 
 
 def store_of(http_request: Request) -> ResponseStore:
@@ -167,16 +181,6 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         raise RequestError("metadata", f"{rule}{MAX_METADATA_VALUE_CHARS} characters at most", len(pairs))
 
 
-def _messages(items: str | list[InputItem]) -> list[ChatMessage]:
-    if isinstance(items, str):
-        return [ChatMessage("user", items)]
-    return [ChatMessage("system" if item.role == "developer" else item.role, _text(item)) for item in items]
-
-
-def _text(item: InputItem) -> str:
-    return item.content if isinstance(item.content, str) else "\n".join(part.text for part in item.content)
-
-
 async def _compute(generation: Generation, answer: _Answer) -> None:
     """A response for which nobody waits on a connection."""
     try:
@@ -202,15 +206,14 @@ async def _end(stored: StoredResponse) -> None:
 class _Answer:
     """Puts the pieces of a generation into the form of the protocol, and the whole into the store."""
 
-    def __init__(self, stored: StoredResponse, store: ResponseStore) -> None:
+    def __init__(self, stored: StoredResponse, store: ResponseStore, blocks: AnswerBlocks) -> None:
         self._stored = stored
         self._store = store
+        self._blocks = blocks
         self._response = stored.response
-        self._item = OutputMessage(
-            id=stored.response.id.replace("resp", "msg", 1), status="in_progress", content=[OutputText("")]
-        )
-        self._texts: list[str] = []
         self._num_events = 0
+        self._ending = "in_progress"
+        """What has become of the last item."""
 
     async def whole(self, generation: Generation) -> ResponseObject:
         async for _, output in generation.outputs():
@@ -219,22 +222,21 @@ class _Answer:
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
-        started = bool(self._texts)
-        told = b"" if started else self._opening()
-        self._take(output)
-        if output.text:
-            told += self._event("response.output_text.delta", item_id=self._item.id, delta=output.text, logprobs=[])
+        told = b""
+        if not self._num_events:
+            told += self._event("response.created", response=self._response)
+            told += self._event("response.in_progress", response=self._response)
+        for block, begins, text in self._take(output):
+            if begins:
+                told += self._closed(self._blocks.blocks[block.index - 1]) if block.index else b""
+                told += self._opened(block)
+            if text:
+                told += self._of_block(_DELTAS[block.kind], block, delta=text, **_logprobs(block))
         return told
 
     def end(self) -> bytes:
-        part, item_id = self._item.content[0], self._item.id
         response = self._response
-        return (
-            self._event("response.output_text.done", item_id=item_id, text=part.text, logprobs=[])
-            + self._event("response.content_part.done", item_id=item_id, part=part)
-            + self._event("response.output_item.done", item=self._item)
-            + self._event(f"response.{response.status}", response=response)
-        )
+        return self._closed(self._blocks.blocks[-1]) + self._event(f"response.{response.status}", response=response)
 
     def failed(self, error: LLMServingError) -> bytes:
         """Notes that there will be no answer; the last event of a stream."""
@@ -247,13 +249,15 @@ class _Answer:
         """Notes what there is of an answer that somebody has ended."""
         self._close("cancelled", "incomplete")
 
-    def _take(self, output: RequestOutput) -> None:
+    def _take(self, output: RequestOutput) -> list[Told]:
         raise_on_error(output)
         if output.finish_reason is FinishReason.ABORT:
             raise RequestCancelledError
-        self._texts.append(output.text)
+        told = self._blocks.add(output)
         if not output.finished:
-            return
+            return told
+        if not self._blocks.blocks:
+            told.append(self._blocks.say_nothing())
         num_prompt, num_output = output.num_prompt_tokens, output.num_output_tokens
         self._response.usage = ResponseUsage(
             num_prompt,
@@ -267,12 +271,12 @@ class _Answer:
             self._close("incomplete", "incomplete")
         else:
             self._close("completed", "completed")
+        return told
 
     def _close(self, status: str, item_status: str) -> None:
-        text = "".join(self._texts)
-        self._item.content, self._item.status = [OutputText(text)], item_status
-        self._response.output, self._response.status = [self._item], status
-        self._stored.messages = [*self._stored.messages, ChatMessage("assistant", text)]
+        self._ending = item_status
+        self._response.output, self._response.status = [self._item(block) for block in self._blocks.blocks], status
+        self._stored.messages = [*self._stored.messages, _message(self._blocks.blocks)]
         self._keep()
 
     def _keep(self) -> None:
@@ -280,24 +284,80 @@ class _Answer:
         if self._response.store:
             self._store.keep(self._stored)
 
-    def _opening(self) -> bytes:
-        response, item = self._response, self._item
-        opened = OutputMessage(id=item.id, status="in_progress", content=[])
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", item=opened)
-            + self._event("response.content_part.added", item_id=item.id, part=item.content[0])
+    def _item(self, block: Block) -> OutputItem:
+        """As it is at this moment; all but the last one are complete."""
+        is_last = block.index == len(self._blocks.blocks) - 1
+        status, item_id, text = self._ending if is_last else "completed", self._item_id(block), block.text
+        if block.kind is BlockKind.CALL:
+            return FunctionCallItem(id=item_id, call_id=block.id, name=block.name, arguments=text, status=status)
+        if block.kind is BlockKind.REASONING:
+            return ReasoningItem(id=item_id, content=[ReasoningText(text)], status=status)
+        return OutputMessage(id=item_id, status=status, content=[OutputText(text)])
+
+    def _item_id(self, block: Block) -> str:
+        return f"{self._response.id.replace('resp', _PREFIXES[block.kind], 1)}_{block.index}"
+
+    def _opened(self, block: Block) -> bytes:
+        item = self._item(Block(block.kind, block.index, block.id, block.name))
+        item.status = "in_progress"
+        if isinstance(item, FunctionCallItem):
+            return self._of_block("output_item.added", block, item=item)
+        part, item.content = item.content[0], []
+        return self._of_block("output_item.added", block, item=item) + self._of_block(
+            "content_part.added", block, part=part
         )
 
-    def _event(self, kind: str, **fields: object) -> bytes:
-        if "response" not in fields:
-            fields["output_index"] = 0
-            if "item" not in fields:
+    def _closed(self, block: Block) -> bytes:
+        item = self._item(block)
+        if isinstance(item, FunctionCallItem):
+            kind = "function_call_arguments.done"
+            done = self._of_block(kind, block, arguments=item.arguments, name=item.name)
+        else:
+            part, kind = item.content[0], _DELTAS[block.kind].replace("delta", "done")
+            done = self._of_block(kind, block, text=part.text, **_logprobs(block))
+            done += self._of_block("content_part.done", block, part=part)
+        return done + self._of_block("output_item.done", block, item=item)
+
+    def _of_block(self, kind: str, block: Block, **fields: object) -> bytes:
+        """An event of an item, by its place and its id, and where it is of its text, by the place of that."""
+        if "item" not in fields:
+            fields["item_id"] = self._item_id(block)
+            if block.kind is not BlockKind.CALL:
                 fields["content_index"] = 0
+        return self._event(f"response.{kind}", output_index=block.index, **fields)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
         content = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)  # type: ignore[arg-type]
         self._num_events += 1
         return named_event(kind, content)
+
+
+_PREFIXES: Final = {BlockKind.TEXT: "msg", BlockKind.CALL: "fc", BlockKind.REASONING: "rs"}
+_DELTAS: Final = {
+    BlockKind.TEXT: "output_text.delta",
+    BlockKind.CALL: "function_call_arguments.delta",
+    BlockKind.REASONING: "reasoning_text.delta",
+}
+
+
+def _logprobs(block: Block) -> dict[str, object]:
+    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+
+def _message(blocks: list[Block]) -> ChatMessage:
+    """An answer as the conversation goes on with it."""
+    texts = {kind: "".join(block.text for block in blocks if block.kind is kind) for kind in BlockKind}
+    calls = [
+        ToolCallOfMessage(FunctionOfMessage(block.name, block.text), block.id)
+        for block in blocks
+        if block.kind is BlockKind.CALL
+    ]
+    return ChatMessage(
+        "assistant",
+        texts[BlockKind.TEXT],
+        tool_calls=calls or None,
+        reasoning_content=texts[BlockKind.REASONING] or None,
+    )
 
 
 _PATH: Final = "/v1/responses/{response_id}"

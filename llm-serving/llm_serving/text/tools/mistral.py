@@ -38,7 +38,7 @@ class _Reader:
         if self._head is None:
             return None
         name, start = self._head
-        if name in self._names:
+        if name is not None and name in self._names:
             self._written = self._written or WrittenCall(name, start)
             call = self._written.read(body, ended=ended)
             return Read([call], self._written.end, goes_on=not (ended or self._written.is_whole))

@@ -1,0 +1,88 @@
+"""Conversations and tools of OpenAI's responses as those of chat."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from llm_serving.errors import RequestError
+from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart
+from llm_serving.server.schemas import ChatMessage, Function, FunctionOfMessage, JsonObject, Tool, ToolCallOfMessage
+
+_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+"""Type of an item -> the fields that it has."""
+_OPTIONAL: Final = {"content", "summary"}
+"""Of reasoning."""
+_NAMES: Final = tuple(dict.fromkeys(name for names in _FIELDS.values() for name in names))
+
+
+def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
+    """The conversation as chat templates know it: what the assistant thought, said and called in a row is one message.
+
+    Raises:
+        RequestError: An item lacks what its type has, or has what another one has.
+    """
+    if isinstance(items, str):
+        return [ChatMessage("user", items)]
+    messages: list[ChatMessage] = []
+    is_open = False  # whether what the assistant calls next belongs to the last message
+    for index, item in enumerate(items):
+        _check(f"input[{index}]", item)
+        if item.type == "function_call_output":
+            messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
+            is_open = False
+            continue
+        is_assistant = item.type != "message" or item.role == "assistant"
+        if not is_assistant:
+            messages.append(ChatMessage("system" if item.role == "developer" else str(item.role), _text(item.content)))
+            is_open = False
+            continue
+        if not is_open or (item.type != "function_call" and messages[-1].content) or item.type == "reasoning":
+            messages.append(ChatMessage("assistant", ""))
+            is_open = True
+        last = messages[-1]
+        if item.type == "message":
+            last.content = _text(item.content)
+        elif item.type == "reasoning":
+            last.reasoning_content = _text(item.content or item.summary or "") or None
+        else:
+            call = ToolCallOfMessage(FunctionOfMessage(str(item.name), str(item.arguments)), item.call_id)
+            last.tool_calls = [*(last.tool_calls or []), call]
+    return messages
+
+
+def tools_of(tools: list[FunctionTool] | None) -> list[Tool] | None:
+    """Raises RequestError where one is no function."""
+    if tools is None:
+        return None
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(f"tools[{i}].type", "must be function: this server has no tools of its own", tool.type)
+        if tool.name is None:
+            raise RequestError(f"tools[{i}].name", "is required")
+    return [Tool(Function(str(tool.name), tool.description, tool.parameters, tool.strict)) for tool in tools]
+
+
+def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
+    """`tool_choice` of chat, where a named function stands in an object of its own."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _check(place: str, item: InputItem) -> None:
+    own = _FIELDS[item.type]
+    for name in _NAMES:
+        given = getattr(item, name) is not None
+        if given and name not in own:
+            raise RequestError(f"{place}.{name}", f"is no field of an item of type {item.type}")
+        if not given and name in own and not (item.type == "reasoning" and name in _OPTIONAL):
+            raise RequestError(f"{place}.{name}", "is required")
+
+
+def _text(content: str | list[InputPart] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())

@@ -1,0 +1,160 @@
+"""Functions and thoughts in OpenAI's responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, Piece, Script
+from llm_serving.core.request import FinishReason
+from llm_serving.server.app import create_app
+from server_client import named_events, post
+from tool_cases import ARGUMENTS, CALL, HERMES, prompt_of, tokenizer_with
+
+PATH = "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": SCHEMA}
+USER = {"role": "user", "content": "hello"}
+
+
+def engine_that_says(*pieces: str, ends: FinishReason = FinishReason.STOP) -> FakeEngine:
+    engine = FakeEngine(Script(tuple(Piece(text) for text in pieces), ends), max_body_bytes=2**16)
+    engine.tokenizer = tokenizer_with(HERMES)
+    return engine
+
+
+def ask(*pieces: str, ends: FinishReason = FinishReason.STOP, **body: Any) -> tuple[Any, FakeEngine]:
+    engine = engine_that_says(*pieces, ends=ends)
+    return post(engine, PATH, {"input": "hello", "tools": [TOOL], **body}), engine
+
+
+def test_a_call_is_an_item():
+    response, engine = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:])
+    answer = response.json()
+    thought, said, called = answer["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hmm."}])
+    assert (said["type"], said["content"][0]["text"]) == ("message", "I look.")
+    assert (called["type"], called["name"], called["arguments"]) == ("function_call", "get_weather", ARGUMENTS)
+    assert called["call_id"].startswith("call_")
+    assert len({thought["id"], said["id"], called["id"]}) == 3
+    assert {item["status"] for item in answer["output"]} == {"completed"}
+    assert answer["tools"][0]["name"] == "get_weather"
+    assert (answer["tool_choice"], answer["parallel_tool_calls"]) == ("auto", True)
+    function = {"name": "get_weather", "description": "d", "parameters": SCHEMA}
+    assert prompt_of(engine) == ([USER], [{"type": "function", "function": function}])
+
+
+def test_a_stream_of_items():
+    response, _ = ask("<think>Hmm.</think>", "I look.\n", CALL[:55], CALL[55:], CALL, "", stream=True)
+    told = named_events(response)
+    assert [data["sequence_number"] for _, data in told] == list(range(len(told)))
+    names = [name.removeprefix("response.") for name, _ in told]
+    assert names == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    data = [each for _, each in told]
+    final = data[-1]["response"]["output"]
+    assert final == [each["item"] for each in data if each["type"] == "response.output_item.done"]
+    for index, item in enumerate(final):
+        own = [each for each in data if each.get("output_index") == index]
+        assert {each["item_id"] for each in own if "item_id" in each} == {item["id"]}
+    deltas = [each["delta"] for each in data if each["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas[:2]) == deltas[2] == ARGUMENTS
+    opened = next(each["item"] for each in data if each.get("item", {}).get("type") == "function_call")
+    assert (opened["status"], opened["arguments"], opened["name"]) == ("in_progress", "", "get_weather")
+    done = next(each for each in data if each["type"] == "response.function_call_arguments.done")
+    assert (done["arguments"], done["name"]) == (ARGUMENTS, "get_weather")
+
+
+def test_a_call_that_is_cut_off_is_incomplete():
+    response, _ = ask(CALL, CALL[:55], ends=FinishReason.LENGTH)
+    first, second = response.json()["output"]
+    assert (response.json()["status"], first["status"], second["status"]) == ("incomplete", "completed", "incomplete")
+
+
+def test_of_several_calls_the_first_is_told_where_one_is_wanted():
+    response, _ = ask(CALL, CALL, parallel_tool_calls=False)
+    assert len(response.json()["output"]) == 1
+    assert response.json()["parallel_tool_calls"] is False
+
+
+def test_an_answer_of_nothing_is_an_empty_message():
+    for stream in (False, True):
+        response, _ = ask("", stream=stream)
+        answer = named_events(response)[-1][1]["response"] if stream else response.json()
+        assert [item["content"][0]["text"] for item in answer["output"]] == [""]
+
+
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zurich"}}}
+
+
+def test_calls_thoughts_and_outputs_reach_the_template():
+    called = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": ARGUMENTS}
+    items = [
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hmm."}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        called | {"id": "fc_1", "status": "completed"},
+        called | {"call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "sun"}]},
+        called | {"call_id": "call_3"},
+        {"type": "function_call_output", "call_id": "call_3", "output": "fog"},
+        {"role": "assistant", "content": "Fog."},
+        {"role": "assistant", "content": "Yes."},
+        USER,
+    ]
+    response, engine = ask("Yes.", input=items)
+    assert response.status_code == 200, response.text
+    messages, _ = prompt_of(engine)
+    calls = [CALLED | {"id": f"call_{i}"} for i in (1, 2, 3)]
+    assert messages == [
+        USER,
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hmm.", "tool_calls": calls[:2]},
+        {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_2"},
+        {"role": "assistant", "content": "", "tool_calls": calls[2:]},
+        {"role": "tool", "content": "fog", "tool_call_id": "call_3"},
+        {"role": "assistant", "content": "Fog."},
+        {"role": "assistant", "content": "Yes."},
+        USER,
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stored_response_is_gone_on_with(stream):
+    engine = engine_that_says("<think>Hmm.</think>", "I look.", CALL)
+
+    async def talk() -> str:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"input": "hello", "tools": [TOOL], "stream": stream}
+            response = await client.post(PATH, json=body)
+            first = named_events(response)[-1][1]["response"] if stream else response.json()
+            call_id = first["output"][-1]["call_id"]
+            output = {"type": "function_call_output", "call_id": call_id, "output": "rain"}
+            goes_on = {"input": [output], "tools": [TOOL], "previous_response_id": first["id"]}
+            assert (await client.post(PATH, json=goes_on)).status_code == 200
+            return call_id
+
+    call_id = asyncio.run(talk())
+    messages, _ = prompt_of(engine, 1)
+    called = CALLED | {"id": call_id}
+    assert messages == [
+        USER,
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hmm.", "tool_calls": [called]},
+        {"role": "tool", "content": "rain", "tool_call_id": call_id},
+    ]
+    assert json.loads(ARGUMENTS) == called["function"]["arguments"]
