@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.errors import RequestError
-from llm_serving.server.anthropic_schemas import AnthropicTool, ContentBlock, ConversationTurn, ToolChoice
+from llm_serving.server.anthropic_schemas import (
+    AnthropicTool,
+    ContentBlock,
+    ConversationTurn,
+    ResultBlock,
+    ToolChoice,
+)
 from llm_serving.server.schemas import (
     ChatMessage,
     ContentPart,
@@ -99,13 +106,13 @@ def _said_by_user(place: str, blocks: list[ContentBlock]) -> list[ChatMessage]:
     return [*messages, ChatMessage("user", texts)] if texts or not messages else messages
 
 
-def _texts(place: str, content: str | list[ContentBlock]) -> str | list[ContentPart]:
+def _texts(place: str, content: str | Sequence[ContentBlock | ResultBlock]) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
     return [_text(f"{place}[{i}]", block) for i, block in enumerate(content)]
 
 
-def _text(place: str, block: ContentBlock) -> ContentPart:
+def _text(place: str, block: ContentBlock | ResultBlock) -> ContentPart:
     if block.type != "text" or block.text is None:
         raise RequestError(f"{place}.type", "must be text here", block.type)
     return ContentPart(block.type, block.text)

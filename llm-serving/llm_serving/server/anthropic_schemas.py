@@ -10,6 +10,13 @@ from llm_serving.server.off_loop import Long
 from llm_serving.server.schemas import CallerFields, JsonObject
 
 
+class ResultBlock(Struct, kw_only=True):
+    """A part of what a tool gave."""
+
+    type: str
+    text: str | None = None
+
+
 class ContentBlock(Struct, kw_only=True):
     """Something said; of the assistant also a call of a tool or a thought, of the user also what a tool gave."""
 
@@ -21,7 +28,7 @@ class ContentBlock(Struct, kw_only=True):
     input: JsonObject | None = None
     tool_use_id: str | None = None
     """Of `tool_result`; so is content: a text, or blocks of type text."""
-    content: str | list[ContentBlock] | None = None
+    content: str | list[ResultBlock] | None = None
     thinking: str | None = None
 
 

@@ -27,6 +27,7 @@ from llm_serving.server.anthropic_schemas import (
     ConversationTurn,
     CountTokensRequest,
     MessagesRequest,
+    ResultBlock,
     ToolChoice,
 )
 from llm_serving.server.batches.objects import BatchRequest
@@ -260,7 +261,8 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     MessagesRequest: BodyFields(_ANTHROPIC, nested=_OF_ANTHROPIC),
     CountTokensRequest: BodyFields(_NOT_COUNTED, nested=_OF_ANTHROPIC),
     ConversationTurn: BodyFields(nested={"content": ContentBlock}),
-    ContentBlock: BodyFields(_BLOCK, nested={"content": ContentBlock}),
+    ContentBlock: BodyFields(_BLOCK, nested={"content": ResultBlock}),
+    ResultBlock: BodyFields(_BLOCK),
     AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
     ToolChoice: BodyFields(),
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem, "tools": FunctionTool}),
