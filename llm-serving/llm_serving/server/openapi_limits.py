@@ -49,6 +49,7 @@ LIMITS: Final[dict[str, str]] = {
     "limit": "1 to 100.",
     "after": "Of the last one that was told.",
     "purpose": "Of the files that are told.",
+    "receipt": "Where `serving_config.receipts` is not none.",
     "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
     "calls of the model can be read.",
     "tool_choice": "auto or none.",
