@@ -146,7 +146,7 @@ def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch, capsys):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_command, "_copy_small_files", fail)
+    monkeypatch.setattr(convert_command, "copy_small_files", fail)
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 130
     assert sorted(tmp_path.iterdir()) == before
 

@@ -131,6 +131,22 @@ def _parser() -> argparse.ArgumentParser:
     converting.add_argument("--config", type=Path, metavar="YAML", help="MindFormers YAML, for lack of a config.json")
     converting.set_defaults(run=_convert)
 
+    quantizing = commands.add_parser(
+        "quantize", help="write a model with weights of 8 or 4 bits, as compressed-tensors does", allow_abbrev=False
+    )
+    quantizing.add_argument("source", type=Path, metavar="FOLDER", help="folder of a model that is not quantised")
+    quantizing.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
+    quantizing.add_argument(
+        "--format",
+        required=True,
+        choices=("w8a8", "w8a16", "w4a16"),
+        help="bits of weights and of activations; w8: a scale for each row",
+    )
+    quantizing.add_argument(
+        "--group-size", type=int, metavar="N", help="columns that share a scale, of w4a16; default 128"
+    )
+    quantizing.set_defaults(run=_quantize)
+
     replay = commands.add_parser(
         "replay", help="run the scheduler on a recording; it must decide the same", allow_abbrev=False
     )
@@ -339,6 +355,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     joined, yaml = arguments.joined, arguments.config
     convert(arguments.source, arguments.target, arguments.to, files=arguments.files, order=joined, yaml=yaml)
+    _say(f"{arguments.target}: done")
+    return 0
+
+
+def _quantize(arguments: argparse.Namespace) -> int:
+    from llm_serving.quantize_command import quantize
+
+    quantize(arguments.source, arguments.target, arguments.format, arguments.group_size)
     _say(f"{arguments.target}: done")
     return 0
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +25,10 @@ from llm_serving.formats.mindformers import (
 )
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writing import Tensor, write_checkpoint, write_safetensors
-from llm_serving.hub.contents import small_files
 from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import spare_tensors
-from llm_serving.models.memory import readable_size
-from llm_serving.models.pooling import POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
+from llm_serving.new_folder import check_absent, copy_small_files, new_folder
 
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")
@@ -57,8 +52,7 @@ def convert(
     Raises:
         ConfigError: The source cannot be read or is not the model it says, or the target exists or has no room.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists: OUT must be a folder that does not")
+    check_absent(target)
     if files == "ckpt" and form == "hf":
         raise ConfigError("--files ckpt must come with --to mindformers: Hugging Face has no such files")
     config = _config(source, yaml)
@@ -74,12 +68,12 @@ def convert(
     if form == "mindformers":
         tensors = [tensor._replace(name=mindformers_name(tensor.name)) for tensor in tensors]
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    with _beside(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
+    with new_folder(target, num_bytes) as folder, Progress(total=num_bytes, unit="B", unit_scale=True) as bar:
         if files == "ckpt":
             write_checkpoint(folder / "model.ckpt", tensors, bar.update)
         else:
             write_safetensors(folder, tensors, bar.update)
-        _copy_small_files(source, folder)
+        copy_small_files(source, folder)
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -126,36 +120,3 @@ def _tensors(stored: dict[str, StoredTensor], order: Order | None, config: dict[
 
 def _reader(name: str, tensor: StoredTensor, order: Order, heads: int, kv_heads: int) -> Callable[[], dict[str, Array]]:
     return lambda: dict(split(name, tensor.read(), order, heads, kv_heads))
-
-
-def _copy_small_files(source: Path, folder: Path) -> None:
-    """Tokenizer and the like."""
-    beside = source if source.is_dir() else source.parent
-    paths = [*beside.iterdir(), *(beside / name for name in POOLING_FILES)]
-    sizes = {str(path.relative_to(beside)): path.stat().st_size for path in paths if path.is_file()}
-    for name in small_files(sizes):
-        if not name.endswith(".index.json"):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(beside / name, folder / name)
-
-
-@contextmanager
-def _beside(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that gets the target's name at the end; it is removed where something fails."""
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise ConfigError(f"{parent} must exist: OUT is written beside its name first")
-    free = shutil.disk_usage(parent).free
-    if free < num_bytes:
-        raise ConfigError(f"{parent} must have {readable_size(num_bytes)} free. Found: {readable_size(free)}")
-    folder = parent / f".{target.name}.{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-        for path in filter(Path.is_file, folder.rglob("*")):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

@@ -25,7 +25,7 @@ from llm_serving.formats.gptq import group_of_columns, quantized
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
 from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor, to_float32
-from llm_serving.formats.words import Uint8Array, codes_of_words, per_word
+from llm_serving.formats.words import Uint8Array, codes_of_words, per_word, words_of_codes
 
 SCALE, ZERO, PACKED, SHAPE, ORDER = (f"weight_{each}" for each in ("scale", "zero_point", "packed", "shape", "g_idx"))
 _ENDINGS: Final = ("weight", SCALE, ZERO, PACKED, SHAPE, ORDER)
@@ -135,3 +135,20 @@ def _by_row(values: Array, out: int) -> Array:
     """[out, groups] of numbers of a whole, of rows or of groups."""
     rows = values if values.ndim == 2 else values.reshape(-1, 1)
     return np.broadcast_to(rows, (out, rows.shape[1]))
+
+
+def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
+    """Ending -> array of each part in which a tensor is stored; symmetric ones, whose columns are in order.
+
+    Args:
+        tensor: The tensor.
+        packed: As `pack-quantized` has it; otherwise as `int-quantized`, of 8 bits.
+    """
+    assert tensor.zeros is None
+    assert tensor.columns is None
+    if not packed:
+        return {"weight": tensor.codes, SCALE: tensor.scales}
+    bits = tensor.codes.view(np.uint8)
+    codes = bits if tensor.bits == 4 else bits ^ np.uint8(128)
+    shape = np.array(tensor.shape, np.int64)
+    return {PACKED: words_of_codes(codes, tensor.bits), SCALE: tensor.scales, SHAPE: shape}

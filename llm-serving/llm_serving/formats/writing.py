@@ -11,15 +11,20 @@ import numpy as np
 
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.formats.folder import INDEX_NAME
-from llm_serving.formats.stored import Array
+from llm_serving.formats.stored import PACKED_DTYPES, Array
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 _AT_ONCE: Final = 2**24
 _MAX_CONTENT_BYTES: Final = 2**29
-_DTYPES: Final[Mapping[np.dtype[np.generic], tuple[str, str]]] = {
-    np.dtype(dtype.numpy): (dtype.safetensors, dtype.checkpoint) for dtype in MODEL_DTYPES.values()
+_DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
+    **{np.dtype(dtype.numpy): dtype.safetensors for dtype in MODEL_DTYPES.values()},
+    **{np.dtype(PACKED_DTYPES[name]): name for name in ("I8", "I32", "I64")},
 }
-"""Type of an array -> its name in safetensors, and in checkpoints."""
+"""Type of an array -> its name in safetensors."""
+_CHECKPOINT_DTYPES: Final[Mapping[np.dtype[np.generic], str]] = {
+    np.dtype(dtype.numpy): dtype.checkpoint for dtype in MODEL_DTYPES.values()
+}
+"""The same in checkpoints."""
 
 Advance = Callable[[int], object]
 
@@ -86,7 +91,7 @@ def _write_shard(file: BinaryIO, tensors: list[Tensor], advance: Advance) -> Non
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
-        dtype, end = _DTYPES[tensor.dtype][0], at + tensor.num_bytes
+        dtype, end = _DTYPES[tensor.dtype], at + tensor.num_bytes
         header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     content = json.dumps(header).encode()
@@ -98,7 +103,7 @@ def _write_shard(file: BinaryIO, tensors: list[Tensor], advance: Advance) -> Non
 
 def _write_value(file: BinaryIO, tensor: Tensor, part: Array, advance: Advance) -> None:
     dims = b"".join(b"\x08" + _varint(length) for length in tensor.shape)
-    kind = _DTYPES[tensor.dtype][1].encode()
+    kind = _CHECKPOINT_DTYPES[tensor.dtype].encode()
     before = dims + b"\x12" + _varint(len(kind)) + kind + b"\x1a" + _varint(part.nbytes)
     name = tensor.name.encode()
     head = b"\x0a" + _varint(len(name)) + name + b"\x12" + _varint(len(before) + part.nbytes) + before
