@@ -102,6 +102,34 @@ def packed(weight: Typed) -> Typed:
     return Typed(target, weight.dtype)
 
 
+def coded(
+    codes: Any, scales: Any, dtype: str, *, widened: bool = False, zeros: Any = None, group_size: int | None = None
+) -> Typed:
+    """A weight of codes (int8 of 8 bits, uint8 of 4) in the order of the products; as `packed`, it stays registered.
+
+    Args:
+        codes: [N, K].
+        scales: [N] or [N, groups].
+        dtype: Of the rows it multiplies.
+        widened: It multiplies rows as they are.
+        zeros: [N, groups], of 4 bits.
+        group_size: Columns with one scale; all of them unless given.
+    """
+    codes = np.ascontiguousarray(codes)
+    scales = np.ascontiguousarray(scales, np.float32)
+    zeros = None if zeros is None else np.ascontiguousarray(zeros, np.uint8)
+    bits = 4 if codes.dtype == np.uint8 else 8
+    n, k = codes.shape
+    shown = k * bits // 8
+    memory = np.empty(library.load().llm_packed_codes_bytes(widened, bits, n, k) + 64, np.int8)
+    arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
+    group = group_size or max(k, 1)
+    place = memory.ctypes.data, dtype.encode(), n, k, shown
+    if library.load().llm_pack_codes(widened, bits, *arrays, group, *place) != 0:
+        raise ValueError("no product takes such codes")
+    return Typed(memory[: n * shown].reshape(n, shown), "int8")
+
+
 def linear(x: Typed, weight: Typed, result: str | None = None) -> Typed:
     """MatMul with a weight, packed or not, [N, K]."""
     y = empty((x.array.shape[0], weight.array.shape[0]), result or x.dtype)

@@ -58,12 +58,14 @@ def with_operand(index: int, value: int) -> dict[str, Typed]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (with_header(0, 2), "the version must be 1, is 2"),
+        (with_header(0, 1), "the version must be 2, is 1"),
+        (with_header(5, 3), "the model's type must be 0, 1 or 2, is 3"),
+        (with_header(5, 0), "weight 0 must be [V, H] of the model's type or int8"),
         (with_header(4, 18), "instructions have 17 numbers, the header says 18"),
         (with_header(1, 0), "the header says 0 weights, 1 layers and "),
         (with_header(2, 2), "expects 9 parameters, "),
         (with_header(3, 4), "operand 0: bytes "),
-        ({"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 5"),
+        ({"instructions": integers(np.zeros((2, 4)))}, "instructions must be int32 [1 + n, L], L at least 6"),
         ({"operands": integers(np.zeros((2, 5)))}, "operands must be int32 [m, 6]"),
         (with_operand(0, -4), "operand 0: bytes -4 to "),
         (with_operand(1, 3), "operand 0: columns 0 to 45 are not of a buffer of 3"),
@@ -115,7 +117,7 @@ def floats(*shape: int, dtype: str = "bfloat16") -> Typed:
         ({"sample_indices": integers([2])}, "sample_indices[0] = 2 is outside the 2 rows"),
         ({"result": empty((1, 71), "float32")}, "instruction 12 (output): weight, weight 0, must be packed, [71, 45]"),
         ({"result": empty((2, 70), "float32")}, "the result must be float32, a row for each of 1 that give one"),
-        ({"weight0": integers(np.ones((70, HIDDEN)))}, "weight 0 must be floats [V, H]"),
+        ({"weight0": integers(np.ones((70, HIDDEN)))}, "weight 0 must be [V, H] of the model's type or int8"),
         ({"value0": floats(23, 16, 2, 16)}, "instruction 3 (attend): caches must be [num_blocks, block_size, "),
         (
             {"value0": floats(24, 16, 2, 32)},
@@ -135,7 +137,7 @@ def test_weights_of_another_shape_and_weights_that_are_not_packed_are_refused() 
     for weight in (packed(floats(128, 46)), packed(floats(128, HIDDEN, dtype="float16")), floats(128 * HIDDEN), plain):
         rule = f"instruction 1 (norm): the reader, weight {number}, must be packed, of 45 columns"
         assert refusal(**{f"weight{number}": weight}) == rule
-    rule = f"instruction 2 (linear): weight, weight {number}, must be packed, [128, 45], of the type of weight 0"
+    rule = f"instruction 2 (linear): weight, weight {number}, must be packed, [128, 45], of the model's type"
     assert refusal(**{f"weight{number}": packed(floats(144, HIDDEN))}) == rule
 
 

@@ -25,7 +25,8 @@ from llm_serving.backends.parameters import (
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.network.description import CacheShape, Network
 from llm_serving.network.elements import rounded_to
 from llm_serving.network.primitives import lacking
@@ -100,6 +101,9 @@ class AscendBackend:
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
+
+    def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
+        raise ModelError(f"the operations of {self.name} multiply by no weights in codes; kernels: program does")
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)

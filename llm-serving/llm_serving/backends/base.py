@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError
+from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.network.description import CacheShape, Network
 
 Array = NDArray[Any]
@@ -132,10 +133,10 @@ class Backend(Protocol):
         """(instructions, operands, then the step, weights and caches) -> logits; None where programs are not run.
 
         The step is as `lowering.step.STEP_INPUTS`, weights as `network.program.Program` numbers them, each from
-        `linear_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
+        `linear_weight`, `coded_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
 
         Args:
-            kinds: A letter for each weight: "f" of the model dtype, "s" of float32.
+            kinds: A letter for each weight: "f" of the model dtype, "s" of float32, "b" from `coded_weight`.
             num_layers: Layers with a cache.
             of_states: The program ends in states, float32 [S, H], and not in logits.
         """
@@ -155,6 +156,18 @@ class Backend(Protocol):
         Args:
             array: The weight; it is copied and may be a read-only memory map.
             name: Parameter name; without it a Cell names the parameter after its attribute.
+        """
+
+    def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
+        """As `linear_weight`, of codes; for programs alone.
+
+        Args:
+            weight: Codes and scales; they are copied.
+            widened: It multiplies rows as they are; otherwise rows brought to 8 bits, by 8 bits without groups.
+            name: Parameter name.
+
+        Raises:
+            ModelError: This backend has no products of them.
         """
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:

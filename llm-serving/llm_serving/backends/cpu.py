@@ -20,10 +20,17 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.ascend import AscendBackend
 from llm_serving.backends.base import Array, BlockMemory
-from llm_serving.backends.parameters import copy_blocks_in_memory, parameter_over, to_model_dtype, zeroed_array
+from llm_serving.backends.parameters import (
+    copy_blocks_in_memory,
+    parameter_over,
+    to_model_dtype,
+    zeroed_array,
+    zeroed_bytes,
+)
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
-from llm_serving.errors import ConfigError, KernelError
+from llm_serving.errors import ConfigError, KernelError, ModelError
+from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.ending import announce_ending
 from llm_serving.network.description import CacheShape
@@ -89,6 +96,28 @@ class CpuBackend(AscendBackend):
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
+    def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
+        _require_dispatch()
+        kernels = library.load()
+        (rows, columns), bits = weight.shape, weight.bits
+        codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
+        zeros = None if weight.zeros is None else np.ascontiguousarray(weight.zeros)
+        # MindSpore is shown bytes of the codes, as many in each row as come to less than the panels that they fill.
+        shown = (rows, columns * bits // 8)
+        memory = zeroed_bytes(kernels.llm_packed_codes_bytes(widened, bits, rows, columns))
+        address = memory.ctypes.data
+        arrays = codes.ctypes.data, scales.ctypes.data, None if zeros is None else zeros.ctypes.data
+        status = kernels.llm_pack_codes(
+            *(widened, bits, *arrays, weight.group_size, address, self.dtype.encode(), rows, columns, shown[1])
+        )
+        if status != 0 or weight.columns is not None:
+            rule = "groups of 32, 64, 128, .. inputs in order" if widened else "8 bits, one group, at most 65536 inputs"
+            told = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
+            raise ModelError(f"products take weights of {rule}. Given: {told}")
+        parameter = parameter_over(memory[: shown[0] * shown[1]].view(np.int8).reshape(shown), "int8", name)
+        weakref.finalize(parameter, kernels.llm_release_weight, address)
+        return parameter
+
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
@@ -137,7 +166,7 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
 
     Args:
         function: Its name.
-        inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always.
+        inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always, "b" of int8.
         dtype: The model dtype.
     """
     # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
@@ -145,7 +174,7 @@ def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
     for index in range(len(inputs)):
         register = register.input(index, f"x{index}")
     register = register.output(0, "y").target("CPU")
-    types = {"f": _FORMATS[dtype], "i": DataType.I32_Default, "s": DataType.F32_Default}
+    types = {"f": _FORMATS[dtype], "i": DataType.I32_Default, "s": DataType.F32_Default, "b": DataType.I8_Default}
     register = register.dtype_format(*(types[letter] for letter in inputs), DataType.F32_Default)
     path = f"{library.library_path()}:{function}"
     return ops.Custom(path, None, ms.float32, "aot", reg_info=register.get_op_info())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -37,7 +36,12 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
     the processor more time in finding pages than in reading them.
     """
     storage = np.dtype(MODEL_DTYPES[dtype].numpy)
-    size = int(np.prod(shape)) * storage.itemsize
+    elements: Array = zeroed_bytes(int(np.prod(shape)) * storage.itemsize).view(storage).reshape(shape)
+    return elements
+
+
+def zeroed_bytes(size: int) -> NDArray[np.uint8]:
+    """As `zeroed_array`, of no type yet."""
     large = size >= 2 * _LARGE_PAGE
     alignment = _LARGE_PAGE if large else _ALIGNMENT
     if large:
@@ -47,8 +51,7 @@ def zeroed_array(shape: tuple[int, ...], dtype: str) -> Array:
     else:
         raw = np.zeros(size + alignment, dtype=np.uint8)
     offset = -raw.ctypes.data % alignment
-    aligned: NDArray[Any] = raw[offset : offset + size].view(storage).reshape(shape)
-    return aligned
+    return raw[offset : offset + size]
 
 
 def resident_zeros(shape: tuple[int, ...], dtype: str) -> Array:

@@ -58,7 +58,7 @@ _POLLS_A_LINE = 100
 _LONGEST_SILENCE_S = 10.0
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLLM_AMX"),
     "avx512_bf16": _AVX512_BF16,
@@ -162,6 +162,12 @@ def load() -> ctypes.CDLL:
         ctypes.c_char_p,
         ctypes.c_int64,
         ctypes.c_int64,
+    ]
+    library.llm_packed_codes_bytes.argtypes = [ctypes.c_int64] * 4
+    library.llm_packed_codes_bytes.restype = ctypes.c_int64
+    library.llm_pack_codes.argtypes = [
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
     ]
     library.llm_release_weight.argtypes = [ctypes.c_void_p]
     library.llm_release_weight.restype = None

@@ -21,13 +21,14 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 1
+VERSION: Final = 2
 KINDS: Final = tuple(SIGNATURES)
 LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
 )
 FUNCTIONS: Final = ("", "silu", "gelu_tanh")
 SCORES: Final = ("softmax", "sigmoid")
+DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _ABSENT: Final = -1
 _PASS: Final = 1024
@@ -46,7 +47,8 @@ _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 class Program:
     """
     Attributes:
-        instructions: int32 [1 + n, LENGTH]; row 0 is VERSION, weights, caches, bytes of memory for a row, LENGTH.
+        instructions: int32 [1 + n, LENGTH]; row 0 is VERSION, weights, caches, bytes of memory for a row, LENGTH and
+            the number of the model dtype in DTYPES.
         operands: int32 [m, 6]: place of the buffer in bytes for each row, its columns, first column and columns of the
             operand, whether it has only the rows that give a result, and its kind (0 model, 1 float32, 2 int32).
         weights: What instructions number; the head comes first.
@@ -120,7 +122,7 @@ def assemble(plan: Plan, num_caches: int, dtype: str, head: Weight | None = None
             *(_word(role, each, number, dtype) for role in signature.attributes),
         ]
         row[: len(words)] = words
-    instructions[0, :5] = VERSION, len(weights), num_caches, memory.bytes_per_row, LENGTH
+    instructions[0, :6] = VERSION, len(weights), num_caches, memory.bytes_per_row, LENGTH, DTYPES.index(dtype)
     return Program(instructions, np.array(list(operands), np.int32), tuple(weights))
 
 

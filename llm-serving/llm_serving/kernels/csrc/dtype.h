@@ -11,7 +11,7 @@
 
 namespace llm {
 
-enum class DType : uint8_t { kNone, kBool, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kOther };
+enum class DType : uint8_t { kNone, kBool, kInt32, kInt64, kFloat32, kFloat16, kBFloat16, kInt8, kOther };
 
 struct BFloat16 {
   uint16_t bits;

@@ -14,7 +14,9 @@
 
 #include "linear.h"
 
-#if defined(__AVX512VNNI__)
+// CPUs with units for bfloat16 have no use for it.
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#define LLM_FIXED_POINT
 namespace llm::LLM_ISA {
 
 constexpr size_t kBlockInputs = 128;
@@ -179,6 +181,8 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
 
 // Activations as multiples: a block of every row, then the next block of every row.
 struct FixedActivations {
+  using Packed = BFloat16;
+
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: of products with weights whose unit is the power of two alone
   size_t inputs;
@@ -231,7 +235,7 @@ inline FixedActivations prepare_fixed_activations(const LinearArgs& args) {
       const size_t k = block * kBlockInputs;
       const size_t count = args.k - k < kBlockInputs ? args.k - k : kBlockInputs;
       const BFloat16* x = static_cast<const BFloat16*>(args.x) + row * stride + k;
-      unit[block * args.m + row] = to_multiples(x, count, args.units->activation_norm, data + passes.at(row, k));
+      unit[block * args.m + row] = to_multiples(x, count, args.codes->activation_norm, data + passes.at(row, k));
     }
   });
   return {data, unit, inputs, passes};
@@ -254,7 +258,7 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
     multiply(product);
   }
   for (size_t p = 0; p < panels.count; p++) {
-    const Floats units = load(args.units->unit + panels.index[p] * kPanelWidth);
+    const Floats units = load(args.codes->scale + panels.index[p] * kPanelWidth);
     for (size_t r = 0; r < rows; r++) {
       float* target = sums + (p * rows + r) * kPanelWidth;
       store(target, load(target) * units);
@@ -262,10 +266,7 @@ inline void sum_products(const LinearArgs& args, const FixedActivations& x, size
   }
 }
 
-inline void fixed_point_linear(const LinearArgs& args) {
-  if (args.units == nullptr || args.m == 0 || args.n == 0) return linear(args);
-  linear_with<BFloat16>(args, prepare_fixed_activations(args));
-}
+inline void fixed_point_linear(const LinearArgs& args) { linear_with<BFloat16>(args, prepare_fixed_activations(args)); }
 
 }  // namespace llm::LLM_ISA
 #endif

@@ -63,10 +63,11 @@ struct Supported {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
     if (bf16 && has_amx()) sets[count++] = &amx::kKernels;
     if (bf16) sets[count++] = &avx512_bf16::kKernels;
-    if (avx512 && __builtin_cpu_supports("avx512vnni")) sets[count++] = &avx512_vnni::kKernels;
+    if (vnni) sets[count++] = &avx512_vnni::kKernels;
     if (avx512) sets[count++] = &avx512::kKernels;
     if (avx2) sets[count++] = &avx2::kKernels;
 #endif

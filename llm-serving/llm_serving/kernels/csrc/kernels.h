@@ -10,10 +10,27 @@ namespace llm {
 // Columns of a packed panel: one AVX-512 register of float32, one AMX tile.
 constexpr size_t kPanelWidth = 16;
 
-// Of a packed bfloat16 weight that is kept as multiples of units (fixed_point.h).
-struct WeightUnits {
-  const float* unit;      // [columns of whole panels], times 2^14
-  float activation_norm;  // norm of a block of activations, in their units, up to which sums stay in 32 bits
+// Inputs of whole panels of codes: a multiple of these.
+constexpr size_t kFourInputs = 4;        // kW8A8
+constexpr size_t kWidenedMultiple = 32;  // kWidened
+
+// How a packed weight is kept that is not elements of the model's type; a file each.
+enum class WeightFormat : uint8_t {
+  kMultiples,  // bfloat16 as 16-bit multiples of a unit for each column (fixed_point.h)
+  kW8A8,       // 8-bit codes with a scale for each column, times rows brought to 8 bits (w8a8.h)
+  kWidened,    // codes of 8 or 4 bits with a scale for each column and group of inputs, times rows (widened.h)
+};
+
+// What products know of such a weight beside its codes.
+struct WeightCodes {
+  WeightFormat format = WeightFormat::kMultiples;
+  const float* scale = nullptr;   // [groups][stride], a number for each column; of multiples, units times 2^14
+  const int32_t* sums = nullptr;  // kW8A8: of each column's codes
+  float activation_norm = 0.0f;   // kMultiples: norm of a block of activations, in their units, up to which sums fit
+  const uint8_t* zero = nullptr;  // kWidened, of 4 bits: as scale; null: 8
+  size_t bits = 8;
+  size_t group = 0;   // inputs with one scale
+  size_t stride = 0;  // columns of all panels
 };
 
 // What is made of the first half of a row before it is multiplied by the second: x * sigmoid(x), or x times the normal
@@ -29,7 +46,7 @@ struct LinearArgs {
   DType dtype;
   DType y_dtype;
   size_t m, n, k;
-  const WeightUnits* units = nullptr;  // null: the weight is kept as it is
+  const WeightCodes* codes = nullptr;  // null: the weight is kept as elements
   Passes x_passes = {};                // how x lies: as rows, or as `Kernels::passes` says
   const void* bias = nullptr;          // [n], added to each row; null: nothing is
   const void* added = nullptr;         // [m, n], to which the rest is added, times `scale`; may be y
@@ -175,9 +192,9 @@ struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
   // How x [m, k] must lie for `linear` to read it in its place; rows where it is converted in any case.
-  Passes (*passes)(DType dtype, size_t m, size_t k, const WeightUnits* units);
-  // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightUnits has; false if it
-  // has no units and stays as it is. Null where products are in floating point.
+  Passes (*passes)(DType dtype, size_t m, size_t k, const WeightCodes* codes);
+  // Turns a packed bfloat16 weight [n, k] into multiples in its place and fills in what WeightCodes has of them; false
+  // if it has no units and stays as it is. Null where products are in floating point.
   bool (*to_fixed_point)(void* packed, size_t n, size_t k, float* unit, float* activation_norm);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);
@@ -196,7 +213,11 @@ struct Kernels {
 const Kernels& kernels();
 
 // Whether the kernels in use can read the weight: one kept as multiples serves those only that multiply in integers.
-inline bool can_multiply(const WeightUnits* units) { return units == nullptr || kernels().to_fixed_point != nullptr; }
+inline bool can_multiply(const WeightCodes* codes) {
+  return codes == nullptr || codes->format != WeightFormat::kMultiples || kernels().to_fixed_point != nullptr;
+}
+// Whether a weight has codes in place of elements or of multiples of the same size.
+inline bool is_coded(const WeightCodes* codes) { return codes != nullptr && codes->format != WeightFormat::kMultiples; }
 constexpr char kOtherKernels[] = "the weight was packed for another instruction set";
 
 // Selects by name; false when the name is unknown or this CPU cannot run it.

@@ -5,6 +5,8 @@
 #include "linear.h"
 #include "routing.h"
 #include "sampling.h"
+#include "w8a8.h"
+#include "widened.h"
 
 #define LLM_TEXT_OF(name) #name
 #define LLM_TEXT(name) LLM_TEXT_OF(name)
@@ -57,9 +59,9 @@ void weigh(const WeighArgs& args) {
   with_element(args.dtype, [&](auto tag) { weigh_rows<typename decltype(tag)::Element>(args); });
 }
 
-Passes passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
+Passes passes(DType dtype, size_t m, size_t k, const WeightCodes* codes) {
   Passes result = {m, k};
-  if (units != nullptr) return result;  // made into multiples first
+  if (codes != nullptr) return result;  // made into codes first
   with_element(dtype, [&](auto tag) {
     const ActivationForm<typename decltype(tag)::Element> form(m, k);
     if (!form.converts) result = form.passes;
@@ -67,19 +69,31 @@ Passes passes(DType dtype, size_t m, size_t k, const WeightUnits* units) {
   return result;
 }
 
-#if defined(__AVX512VNNI__)
-constexpr auto kLinear = fixed_point_linear;
+#if defined(LLM_FIXED_POINT)
 constexpr auto kToFixedPoint = weight_to_fixed_point;
 #else
-constexpr auto kLinear = linear;
 constexpr std::nullptr_t kToFixedPoint = nullptr;
+inline void fixed_point_linear(const LinearArgs&) {}  // never called: see `can_multiply`
 #endif
+
+void linear_of_format(const LinearArgs& args) {
+  if (args.m == 0 || args.n == 0) return;
+  if (args.codes == nullptr) return linear(args);
+  switch (args.codes->format) {
+    case WeightFormat::kMultiples:
+      return fixed_point_linear(args);
+    case WeightFormat::kW8A8:
+      return w8a8_linear(args);
+    case WeightFormat::kWidened:
+      return widened_linear(args);
+  }
+}
 
 }  // namespace
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    LLM_TEXT(LLM_ISA), kLinear,    passes,     kToFixedPoint, rms_norm, rotary, swiglu, add, round, weigh,
-    cap_logits,        route_rows, gather_sum, attention,     sample};
+    LLM_TEXT(LLM_ISA), linear_of_format, passes,     kToFixedPoint, rms_norm, rotary, swiglu, add, round, weigh,
+    cap_logits,        route_rows,       gather_sum, attention,     sample};
 
 }  // namespace llm::LLM_ISA

@@ -60,6 +60,8 @@ struct ActivationForm {
 
 template <class Element>
 struct Activations : ActivationForm<Element> {
+  using Packed = Element;
+
   const ActivationOf<Element>* data;
 
   Activations(const ActivationForm<Element>& form, const void* data)
@@ -215,8 +217,8 @@ struct PassPanels {
 
 // Sums [count][rows][16] of a block of rows with the panels of a unit, in passes over the inputs.
 template <class Element>
-void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows,
-                  const UnitPanels<Element>& panels, float* sums) {
+void add_products(const Activations<Element>& x, size_t row, size_t rows, const UnitPanels<Element>& panels,
+                  float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
   for (size_t k = 0; k < x.inputs; k += x.pass) {
     const size_t inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
@@ -228,6 +230,12 @@ void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, 
     product.next = pass.next;
     multiply(product);
   }
+}
+
+template <class Element>
+void sum_products(const LinearArgs&, const Activations<Element>& x, size_t row, size_t rows,
+                  const UnitPanels<Element>& panels, float* sums) {
+  add_products(x, row, rows, panels, sums);
 }
 
 // Sixteen columns of a row from their sums, with what follows the product.
@@ -247,8 +255,8 @@ LLM_INLINE Floats finish(const LinearArgs& args, const float* sums, size_t row, 
 }
 
 // Writes a unit's rows of y.
-template <class Element, class Result, Gate kGate>
-void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Element>& panels, const float* sums) {
+template <class Element, class Result, Gate kGate, class Packed>
+void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanels<Packed>& panels, const float* sums) {
   const size_t all_columns = args.n / halves(args);
   const size_t column = panels.first * kPanelWidth;
   const size_t width = panels.each * kPanelWidth;
@@ -285,9 +293,10 @@ void write_rows(const LinearArgs& args, size_t row, size_t rows, const UnitPanel
   }
 }
 
+// x is `Prepared`, for a weight of panels of Prepared::Packed.
 template <class Element, class Result, class Prepared>
 void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, size_t unit) {
-  const UnitPanels<Element> panels(args, units, unit, x.inputs);
+  const UnitPanels<typename Prepared::Packed> panels(args, units, unit, x.inputs);
   const size_t row = unit / units.panel_groups * units.rows;
   const size_t rows = args.m - row < units.rows ? args.m - row : units.rows;
   const size_t size = panels.count * rows * kPanelWidth * sizeof(float);
@@ -308,7 +317,7 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args, unit_panels<Element>(args.m));
+  const Units units(args, unit_panels<typename Prepared::Packed>(args.m));
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }
@@ -323,7 +332,6 @@ void linear_with(const LinearArgs& args, const Prepared& x) {
 }
 
 inline void linear(const LinearArgs& args) {
-  if (args.m == 0 || args.n == 0) return;
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     linear_with<Element>(args, prepare_activations<Element>(args));

@@ -19,12 +19,13 @@ void for_copies(size_t count, size_t bytes_each, Body body) {
 
 int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stride) {
   const size_t rows = call.dim(table, 0);
-  const size_t columns = call.dim(table, 1);
-  const size_t bytes = columns * call.element_bytes(table);
+  const char* data = call.data<const char>(table);
+  const PackedWeight weight(data, call.dtype(table), rows, call.dim(table, 1));
+  const size_t columns = weight.columns();
+  const size_t bytes =
+      columns * (weight.is_packed() ? element_size(weight.dtype(), nullptr) : call.element_bytes(table));
   if (y_stride == 0) y_stride = bytes;
   if (const int status = check_indices(call, indices, rows)) return status;
-  const char* data = call.data<const char>(table);
-  const PackedWeight weight(data, call.dtype(table), rows, columns);
   for_copies(call.elements(indices), bytes, [&](size_t i) {
     const size_t row = static_cast<size_t>(call.integer(indices, i));
     if (weight.is_packed()) {

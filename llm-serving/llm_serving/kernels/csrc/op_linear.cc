@@ -41,28 +41,29 @@ LLM_OPERATOR(MatMul) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
   const DType dtype = call.dtype(0);
-  if (!is_float(dtype) || call.dtype(1) != dtype || !is_float(call.dtype(4))) {
+  if (call.rank(0) != 2 || call.rank(1) != 2 || call.rank(4) != 2) return call.fail("inputs must have two dimensions");
+  const PackedWeight weight(call.data<void>(1), call.dtype(1), call.dim(1, 0), call.dim(1, 1));
+  if (!is_float(dtype) || weight.dtype() != dtype || !is_float(call.dtype(4))) {
     return call.fail("both inputs must be float32, float16 or bfloat16, of one type");
   }
-  if (call.rank(0) != 2 || call.rank(1) != 2 || call.rank(4) != 2) return call.fail("inputs must have two dimensions");
   const bool transpose_a = call.boolean(2);
   const bool transpose_b = call.boolean(3);
   const size_t m = call.dim(0, transpose_a ? 1 : 0);
   const size_t k = call.dim(0, transpose_a ? 0 : 1);
   const size_t n = call.dim(1, transpose_b ? 0 : 1);
-  if (call.dim(1, transpose_b ? 1 : 0) != k || call.dim(4, 0) != m || call.dim(4, 1) != n) {
-    return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", m, k, call.dim(1, 0), call.dim(1, 1));
+  const size_t weight_k = transpose_b ? weight.columns() : call.dim(1, 0);
+  if (weight_k != k || call.dim(4, 0) != m || call.dim(4, 1) != n) {
+    return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", m, k, call.dim(1, 0), weight.columns());
   }
   if (call.dtype(4) != dtype && call.dtype(4) != DType::kFloat32) return call.fail("the result has another type");
   LinearArgs args = {call.data<void>(0), call.data<void>(1), call.data<void>(4), dtype, call.dtype(4), m, n, k};
-  const PackedWeight weight(args.weight, dtype, call.dim(1, 0), call.dim(1, 1));
   if (!weight.is_packed()) {
     multiply_unpacked(args, call.element_bytes(0), transpose_a, transpose_b);
     return 0;
   }
   if (transpose_a || !transpose_b) return call.fail("a packed weight is multiplied as x * weight^T only");
-  args.units = weight.units();
-  if (!can_multiply(args.units)) return call.fail("%s", kOtherKernels);
+  args.codes = weight.codes();
+  if (!can_multiply(args.codes)) return call.fail("%s", kOtherKernels);
   multiply_counted(args);
   return 0;
 }

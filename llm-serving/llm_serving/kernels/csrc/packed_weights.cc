@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -15,14 +16,19 @@
 namespace llm {
 namespace {
 
-// WeightUnits::unit is this much larger than the unit.
+// WeightCodes::scale of multiples is this much larger than the unit.
 constexpr float kUnitOfOne = 0x1p-14f;
 
 struct Packed {
-  DType dtype;
-  size_t n, k;
-  std::vector<float> column_units;  // none where the weight is kept as it is
-  WeightUnits units;
+  DType tensor;       // as MindSpore knows it
+  DType dtype;        // of the rows it multiplies
+  size_t n, columns;  // likewise
+  size_t k;           // inputs
+  bool has_codes = false;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;
+  std::vector<uint8_t> zero;
+  WeightCodes codes;
 };
 
 std::shared_mutex registry_mutex;
@@ -30,6 +36,16 @@ std::shared_mutex registry_mutex;
 std::unordered_map<const void*, std::unique_ptr<Packed>>& registry() {
   static auto* const instance = new std::unordered_map<const void*, std::unique_ptr<Packed>>;
   return *instance;
+}
+
+size_t whole_panels(size_t n) { return Passes::padded(n, kPanelWidth); }
+
+void remember(void* data, std::unique_ptr<Packed> packed) {
+  packed->codes.scale = packed->scale.data();
+  packed->codes.sums = packed->sums.empty() ? nullptr : packed->sums.data();
+  packed->codes.zero = packed->zero.empty() ? nullptr : packed->zero.data();
+  const std::unique_lock<std::shared_mutex> lock(registry_mutex);
+  registry()[data] = std::move(packed);
 }
 
 // Position of input k of a feature inside its panel of `width` columns.
@@ -89,19 +105,16 @@ void pack_weight(const void* source, void* target, DType dtype, size_t n, size_t
 
 void register_packed(void* data, DType dtype, size_t n, size_t k) {
   auto packed = std::make_unique<Packed>();
-  packed->dtype = dtype;
+  packed->tensor = packed->dtype = dtype;
   packed->n = n;
-  packed->k = k;
+  packed->columns = packed->k = k;
   const auto to_fixed_point = kernels().to_fixed_point;
   if (to_fixed_point != nullptr && dtype == DType::kBFloat16) {
-    std::vector<float> units((n + kPanelWidth - 1) / kPanelWidth * kPanelWidth);
-    if (to_fixed_point(data, n, k, units.data(), &packed->units.activation_norm)) {
-      packed->column_units = std::move(units);
-      packed->units.unit = packed->column_units.data();
-    }
+    packed->scale.resize(whole_panels(n));
+    packed->codes.format = WeightFormat::kMultiples;
+    packed->has_codes = to_fixed_point(data, n, k, packed->scale.data(), &packed->codes.activation_norm);
   }
-  const std::unique_lock<std::shared_mutex> lock(registry_mutex);
-  registry()[data] = std::move(packed);
+  remember(data, std::move(packed));
 }
 
 void release_packed(const void* data) {
@@ -109,22 +122,63 @@ void release_packed(const void* data) {
   registry().erase(data);
 }
 
-PackedWeight::PackedWeight(const void* data, DType dtype, size_t n, size_t k)
-    : data_(data), dtype_(dtype), n_(n), k_(k) {
+void register_codes(void* data, const CodedWeight& weight, size_t columns) {
+  auto packed = std::make_unique<Packed>();
+  packed->tensor = DType::kInt8;
+  packed->dtype = weight.dtype;
+  packed->n = weight.n;
+  packed->columns = columns;
+  packed->k = weight.k;
+  packed->has_codes = true;
+  const size_t stride = whole_panels(weight.n), groups = weight.groups();
+  packed->codes.format = weight.format;
+  packed->codes.bits = weight.bits;
+  packed->codes.group = std::max(weight.group, size_t{1});
+  packed->codes.stride = stride;
+  packed->scale.resize(groups * stride);
+  packed->zero.resize(weight.zero == nullptr ? 0 : groups * stride, 8);
+  if (weight.format == WeightFormat::kW8A8) packed->sums.resize(stride);
+  for (size_t row = 0; row < weight.n; row++) {
+    for (size_t group = 0; group < groups; group++) {
+      packed->scale[group * stride + row] = weight.scale[row * groups + group];
+      if (weight.zero != nullptr) packed->zero[group * stride + row] = weight.zero[row * groups + group];
+    }
+    if (packed->sums.empty()) continue;
+    const auto* codes = reinterpret_cast<const int8_t*>(weight.codes) + row * weight.k;
+    packed->sums[row] = std::accumulate(codes, codes + weight.k, int32_t{0});
+  }
+  remember(data, std::move(packed));
+}
+
+PackedWeight::PackedWeight(const void* data, DType tensor, size_t n, size_t k)
+    : data_(data), dtype_(tensor), n_(n), k_(k) {
   const std::shared_lock<std::shared_mutex> lock(registry_mutex);
   const auto found = registry().find(data);
   if (found == registry().end()) return;
   const Packed& packed = *found->second;
-  is_packed_ = packed.dtype == dtype && packed.n == n && packed.k == k;
-  if (is_packed_ && !packed.column_units.empty()) units_ = &packed.units;
+  is_packed_ = packed.tensor == tensor && packed.n == n && packed.columns == k;
+  if (!is_packed_) return;
+  dtype_ = packed.dtype;
+  k_ = packed.k;
+  if (packed.has_codes) codes_ = &packed.codes;
+}
+
+size_t PackedWeight::row_bytes() const {
+  if (!is_coded(codes_)) return k_ * element_size(dtype_, nullptr);
+  return panel_bytes(codes_->format, codes_->bits, k_) / kPanelWidth;
 }
 
 void PackedWeight::unpack_row(size_t row, void* target) const {
+  if (is_coded(codes_)) {
+    std::vector<float> values(k_);
+    decode_row(*codes_, dtype_, data_, k_, row, values.data());
+    return kernels().round({values.data(), nullptr, target, dtype_, 1, k_, 0, k_, 1.0f});
+  }
   if (dtype_ == DType::kFloat32) return unpack<uint32_t>(data_, target, n_, k_, row, false);
   unpack<uint16_t>(data_, target, n_, k_, row, dtype_ == DType::kBFloat16);
-  if (units_ == nullptr) return;
+  if (codes_ == nullptr) return;
   // A product of a power of two and of an integer that eight bits could tell: nothing is lost.
-  const float unit = units_->unit[row] * kUnitOfOne;
+  const float unit = codes_->scale[row] * kUnitOfOne;
   for (size_t i = 0; i < k_; i++) {
     int16_t multiple;
     std::memcpy(&multiple, static_cast<char*>(target) + i * sizeof(multiple), sizeof(multiple));

@@ -27,46 +27,53 @@ int check_indices(const Call& call, int indices, size_t rows);
 // A parameter that products multiply by.
 class Weight {
  public:
-  Weight(const Call& call, int parameter, DType dtype)
-      : data_(call.data<void>(parameter)), dtype_(dtype), n_(call.dim(parameter, 0)), k_(call.dim(parameter, 1)) {
-    const PackedWeight packed(data_, dtype, n_, k_);
+  Weight(const Call& call, int parameter)
+      : data_(call.data<void>(parameter)), n_(call.dim(parameter, 0)), k_(call.dim(parameter, 1)) {
+    const PackedWeight packed(data_, call.dtype(parameter), n_, k_);
     is_packed_ = packed.is_packed();
-    if (packed.units() == nullptr) return;
-    has_units_ = true;
-    units_ = *packed.units();
+    dtype_ = packed.dtype();
+    k_ = packed.columns();
+    row_bytes_ = packed.row_bytes();
+    if (packed.codes() == nullptr) return;
+    has_codes_ = true;
+    codes_ = *packed.codes();
   }
 
   bool is_packed() const { return is_packed_; }
+  // Of the rows it multiplies.
+  DType dtype() const { return dtype_; }
   size_t rows() const { return n_; }
   size_t columns() const { return k_; }
-  // Of a weight that is kept as multiples, otherwise null.
-  const WeightUnits* units() const { return has_units_ ? &units_ : nullptr; }
+  // Null for a weight that is kept as elements.
+  const WeightCodes* codes() const { return has_codes_ ? &codes_ : nullptr; }
 
   // `count` rows of a packed weight, from `first` on; both are whole panels.
   Weight part(size_t first, size_t count) const {
     Weight result = *this;
-    result.data_ = static_cast<const char*>(data_) + first * k_ * element_size(dtype_, nullptr);
+    result.data_ = static_cast<const char*>(data_) + first * row_bytes_;
     result.n_ = count;
-    if (has_units_) result.units_.unit += first;
+    if (has_codes_) result.codes_.scale += first;
+    if (has_codes_ && codes_.sums != nullptr) result.codes_.sums += first;
+    if (has_codes_ && codes_.zero != nullptr) result.codes_.zero += first;
     return result;
   }
 
   // How products want their `count` rows.
-  Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, units()); }
+  Passes passes(size_t count) const { return kernels().passes(dtype_, count, k_, codes()); }
 
   // y = x * weight^T, of which x has the rows `passes` say. Valid as long as this object.
   LinearArgs product(const Passes& passes, const void* x, void* y) const {
-    LinearArgs args = {x, data_, y, dtype_, dtype_, passes.rows, n_, k_, units()};
+    LinearArgs args = {x, data_, y, dtype_, dtype_, passes.rows, n_, k_, codes()};
     args.x_passes = passes;
     return args;
   }
 
  private:
   const void* data_;
-  DType dtype_;
-  size_t n_, k_;
-  bool is_packed_ = false, has_units_ = false;
-  WeightUnits units_ = {};
+  DType dtype_ = DType::kNone;
+  size_t n_, k_, row_bytes_ = 0;
+  bool is_packed_ = false, has_codes_ = false;
+  WeightCodes codes_ = {};
 };
 
 }  // namespace llm

@@ -50,6 +50,29 @@ LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dty
   return 0;
 }
 
+// Bytes of codes [n, k] when they are packed: `widened` 0 for products of 8 bits with 8 bits.
+LLM_EXPORT int64_t llm_packed_codes_bytes(int64_t widened, int64_t bits, int64_t n, int64_t k) {
+  const auto format = widened != 0 ? llm::WeightFormat::kWidened : llm::WeightFormat::kW8A8;
+  const size_t bytes = llm::panel_bytes(format, static_cast<size_t>(bits), static_cast<size_t>(k));
+  return static_cast<int64_t>(llm::Passes::padded(static_cast<size_t>(n), llm::kPanelWidth) / llm::kPanelWidth * bytes);
+}
+
+// Packs codes as `CodedWeight` has them into `target`, of which MindSpore sees int8 [n, columns]. Non-zero: an unknown
+// type, or a form that no product takes.
+LLM_EXPORT int llm_pack_codes(int64_t widened, int64_t bits, const uint8_t* codes, const float* scale,
+                              const uint8_t* zero, int64_t group, void* target, const char* dtype, int64_t n, int64_t k,
+                              int64_t columns) {
+  auto size = [](int64_t number) { return static_cast<size_t>(number); };
+  const llm::DType type = llm::parse_dtype(dtype);
+  if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || (bits != 4 && bits != 8)) return 1;
+  const auto format = widened != 0 ? llm::WeightFormat::kWidened : llm::WeightFormat::kW8A8;
+  const llm::CodedWeight weight = {format, type, size(bits), codes, scale, zero, size(n), size(k), size(group)};
+  if (!llm::can_pack(weight)) return 1;
+  llm::pack_codes(weight, target);
+  llm::register_codes(target, weight, size(columns));
+  return 0;
+}
+
 // To be called before the memory of a packed weight is freed.
 LLM_EXPORT void llm_release_weight(const void* target) { llm::release_packed(target); }
 

@@ -10,8 +10,8 @@
 namespace llm {
 namespace {
 
-constexpr int32_t kVersion = 1;
-constexpr size_t kHeaderLength = 5;
+constexpr int32_t kVersion = 2;
+constexpr size_t kHeaderLength = 6;
 constexpr size_t kOperandLength = 6;
 
 }  // namespace
@@ -46,8 +46,13 @@ int Program::read_header() {
   num_weights_ = static_cast<size_t>(header[1]);
   num_layers_ = static_cast<size_t>(header[2]);
   memory_ = static_cast<size_t>(header[3]);
-  dtype_ = call_.dtype(kWeights);
-  if (!is_float(dtype_) || call_.rank(kWeights) != 2) return call_.fail("weight 0 must be floats [V, H]");
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  if (header[5] < 0 || header[5] > 2) return call_.fail("the model's type must be 0, 1 or 2, is %d", header[5]);
+  dtype_ = kTypes[header[5]];
+  const DType head = call_.dtype(kWeights);
+  if ((head != dtype_ && head != DType::kInt8) || call_.rank(kWeights) != 2) {
+    return call_.fail("weight 0 must be [V, H] of the model's type or int8");
+  }
   return 0;
 }
 
@@ -118,9 +123,10 @@ void Program::read_weights() {
   weights_.resize(num_weights_);
   for (size_t i = 0; i < num_weights_; i++) {
     const int parameter = kWeights + static_cast<int>(i);
-    if (call_.rank(parameter) != 2 || call_.dtype(parameter) != dtype_) continue;
-    const Weight weight(call_, parameter, dtype_);
-    if (weight.is_packed()) weights_[i].emplace(weight);
+    const DType dtype = call_.dtype(parameter);
+    if (call_.rank(parameter) != 2 || (dtype != dtype_ && dtype != DType::kInt8)) continue;
+    const Weight weight(call_, parameter);
+    if (weight.is_packed() && weight.dtype() == dtype_) weights_[i].emplace(weight);
   }
 }
 
@@ -210,16 +216,16 @@ int Instruction::check_product(const char* name, int i, size_t n, size_t k) cons
   if (!has_weight(i)) return fail("%s is absent", name);
   const Weight* found = program_.weight(static_cast<size_t>(weight_number(i)));
   if (found == nullptr || found->rows() != n || found->columns() != k) {
-    return fail("%s, weight %d, must be packed, [%zu, %zu], of the type of weight 0", name, weight_number(i), n, k);
+    return fail("%s, weight %d, must be packed, [%zu, %zu], of the model's type", name, weight_number(i), n, k);
   }
-  return can_multiply(found->units()) ? 0 : fail("%s, weight %d: %s", name, weight_number(i), kOtherKernels);
+  return can_multiply(found->codes()) ? 0 : fail("%s, weight %d: %s", name, weight_number(i), kOtherKernels);
 }
 
 int Instruction::check_vector(const char* name, int i, size_t size, bool wide) const {
   if (!has_weight(i)) return 0;
   const DType dtype = call().dtype(parameter(i));
   if ((dtype != program_.dtype() && !(wide && dtype == DType::kFloat32)) || call().elements(parameter(i)) != size) {
-    return fail("%s, weight %d, must have %zu elements of the type of weight 0%s", name, weight_number(i), size,
+    return fail("%s, weight %d, must have %zu elements of the model's type%s", name, weight_number(i), size,
                 wide ? " or float32" : "");
   }
   return 0;

@@ -4,6 +4,9 @@
 // attributes in the order that its file states; -1 is absent, floats are their bits. Outputs and inputs number
 // operands, weights number the weights of the call. What the numbers of operations mean stands in op_program.cc.
 //
+// The header: version, weights, layers, bytes of memory for each row, L, and the model's type: 0 float32, 1 float16,
+// 2 bfloat16. A weight that products multiply by may be int8, packed as codes.
+//
 // `operands` int32 [m, 6]: columns of a buffer that has a row for each token of the step or, where it is `selected`,
 // for each that gives a result.
 #pragma once

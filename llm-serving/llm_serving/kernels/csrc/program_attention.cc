@@ -14,7 +14,7 @@ int check_tables(const Instruction& in, int i, size_t head_dim) {
     if ((dtype != in.program().dtype() && dtype != DType::kFloat32) || call.dtype(parameter) != dtype ||
         call.rank(parameter) != 2 || call.dim(parameter, 1) != head_dim ||
         call.dim(parameter, 0) != call.dim(in.parameter(i), 0)) {
-      return in.fail("cos and sin must be tables [positions, %zu] of the type of weight 0 or float32", head_dim);
+      return in.fail("cos and sin must be tables [positions, %zu] of the model's type or float32", head_dim);
     }
   }
   return in.program().check_positions(call.dim(in.parameter(i), 0));

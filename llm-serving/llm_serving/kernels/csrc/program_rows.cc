@@ -14,9 +14,10 @@ int check_gather(const Instruction& in) {
   if (const int status = in.check_rows("y", y, false)) return status;
   if (!in.has_weight(0)) return in.fail("table is absent");
   const int table = in.parameter(0);
-  if (in.call().rank(table) != 2 || in.call().dtype(table) != in.program().dtype() ||
-      in.call().dim(table, 1) != y->width) {
-    return in.fail("table must be [V, %zu] of the type of weight 0", y->width);
+  const Weight* packed = in.program().weight(static_cast<size_t>(in.weight_number(0)));
+  if (in.call().rank(table) != 2 || (packed == nullptr && in.call().dtype(table) != in.program().dtype()) ||
+      (packed == nullptr ? in.call().dim(table, 1) : packed->columns()) != y->width) {
+    return in.fail("table must be [V, %zu] of the model's type", y->width);
   }
   return check_indices(in.call(), kTokenIds, in.call().dim(table, 0));
 }

@@ -1,0 +1,158 @@
+"""Products of 8-bit weights with rows brought to 8 bits: the bits of the twin, on every instruction set."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instruction_sets import isas, real_isas
+from kernel_calls import Array, assert_close, call, coded, empty, integers, linear, scalar, status_of, typed
+from llm_serving.formats.quantized import quantize_w8
+from llm_serving.kernels import library, reference, w8a8
+
+pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
+
+SHAPES = [(1, 16, 32), (1, 1, 1), (2, 64, 300), (3, 50, 65), (5, 33, 18), (7, 200, 95), (19, 100, 2311), (40, 130, 515)]
+BATCHES = (1, 2, 6, 7, 18, 19, 64, 128, 300)
+MOST_INPUTS = 65536
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def random_weight(rng: np.random.Generator, n: int, k: int) -> tuple[Array, Array]:
+    return rng.integers(-128, 128, (n, k)).astype(np.int8), np.abs(normal(rng, n)) + np.float32(1e-3)
+
+
+def with_zero_rows(rng: np.random.Generator, m: int, k: int) -> Array:
+    return normal(rng, m, k) * (np.arange(m) % 3 > 0)[:, None]
+
+
+def halves(rng: np.random.Generator, m: int, k: int) -> Array:
+    """The largest is 127, so that codes are the numbers, and half of them lie between two."""
+    values = rng.integers(-126, 126, (m, k)) + np.float32(0.5)
+    values[:, 0] = 127
+    return values
+
+
+ROWS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
+    "normal": normal,
+    "one large number": lambda rng, m, k: normal(rng, m, k) * np.where(np.arange(k) == k // 2, 1e4, 1),
+    "zeros": lambda rng, m, k: np.zeros((m, k), np.float32),
+    "rows of zeros": with_zero_rows,
+    "halves": halves,
+    "all the largest": lambda rng, m, k: np.full((m, k), -3.0, np.float32),
+    "tiny": lambda rng, m, k: normal(rng, m, k) * np.float32(1e-33),
+    "large": lambda rng, m, k: np.clip(normal(rng, m, k) * 1e4, -6e4, 6e4),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_bits_are_those_of_the_twin(isa: str, kind: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for m, n, k in SHAPES:
+        codes, scales = random_weight(rng, n, k)
+        x = typed(ROWS[kind](rng, m, k), dtype)
+        bits = linear(x, coded(codes, scales, dtype), "float32").bits
+        assert np.array_equal(bits, w8a8.linear(x.values, codes, scales).view(np.uint32)), (m, n, k)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(1, 400),
+    spread=st.integers(0, 60),
+    isa=st.sampled_from(isas() or ["plain"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bits_are_those_of_the_twin_whatever_the_spread(
+    m: int, n: int, k: int, spread: int, isa: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    codes, scales = random_weight(rng, n, k)
+    x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
+    with library.isa_in_use(isa):
+        bits = linear(x, coded(codes, scales, "bfloat16"), "float32").bits
+    assert np.array_equal(bits, w8a8.linear(x.values, codes, scales).view(np.uint32))
+
+
+@pytest.mark.parametrize(("code", "other"), [(-128, -128), (127, 127), (-128, 127)])
+def test_the_largest_sums_fit(isa: str, code: int, other: int) -> None:
+    codes = np.full((18, MOST_INPUTS), code, np.int8)
+    codes[1::2, ::2] = other
+    scales = np.ones(18, np.float32)
+    x = typed(np.where(np.arange(2)[:, None] == 0, 127.0, -127.0) * np.ones((2, MOST_INPUTS)), "float32")
+    y = linear(x, coded(codes, scales, "float32"))
+    assert np.array_equal(y.array, (x.array.astype(np.float64) @ codes.T.astype(np.float64)).astype(np.float32))
+
+
+def test_more_inputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="no product takes"):
+        coded(np.ones((1, MOST_INPUTS + 1), np.int8), np.ones(1), "float32")
+
+
+@pytest.mark.parametrize(("n", "k"), [(200, 512), (72, 1111), (40, 4100)])
+def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int) -> None:
+    rng = np.random.default_rng(2)
+    weight = coded(*random_weight(rng, n, k), "bfloat16")
+    x = typed(normal(rng, 300, k), "bfloat16")
+    with library.threads_in_use(1):
+        alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 17)])
+    for threads in (1, 2, 5):
+        with library.threads_in_use(threads):
+            for m in BATCHES:
+                y = linear(x.rows(slice(m)), weight, "float32").bits
+                assert np.array_equal(y[::17], alone[: len(y[::17])]), (threads, m)
+
+
+@pytest.mark.parametrize("m", [1, 9, 40])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float, m: int) -> None:
+    rng = np.random.default_rng(5)
+    x, weight = normal(rng, m, 70), coded(*random_weight(rng, 50, 70), "bfloat16")
+    clean, row = linear(typed(x, "bfloat16"), weight, "float32"), m // 2
+    x[row, 69] = value
+    y = linear(typed(x, "bfloat16"), weight, "float32")
+    assert np.all(np.isnan(y.array[row]))
+    assert np.array_equal(np.delete(y.bits, row, axis=0), np.delete(clean.bits, row, axis=0))
+
+
+def test_product_is_the_reference_up_to_half_a_code(isa: str) -> None:
+    """Weights are off by half their scale, rows by half of theirs, and both by a little for the rounding of scales."""
+    rng = np.random.default_rng(3)
+    for m, n, k in SHAPES:
+        x, weight = typed(normal(rng, m, k), "bfloat16"), normal(rng, n, k)
+        tensor = quantize_w8(weight)
+        y = linear(x, coded(tensor.codes, tensor.scales[:, 0], "bfloat16"), "float32")
+        row_errors = np.abs(x.values).max(axis=1, keepdims=True) / 254 * np.ones((1, k))
+        weight_errors = tensor.scales / 2 * np.ones((1, k))
+        magnitude = np.abs(x.values).astype(np.float64), np.abs(weight).astype(np.float64)
+        bound = row_errors @ (magnitude[1] + weight_errors).T + magnitude[0] @ weight_errors.T
+        assert_close(y, reference.linear(x.values, weight), 1.001 * bound)
+
+
+def test_rows_are_looked_up_as_their_codes_say() -> None:
+    rng = np.random.default_rng(8)
+    codes, scales = random_weight(rng, 50, 33)
+    rows, y = rng.integers(0, 50, 9), empty((9, 33), "bfloat16")
+    table = coded(codes, scales, "bfloat16")
+    call("Gather", table, integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
+    assert np.array_equal(y.bits, typed(codes[rows] * scales[rows, None], "bfloat16").bits)
+
+
+def test_rows_of_another_type_are_refused() -> None:
+    weight, y = coded(np.ones((4, 8), np.int8), np.ones(4), "bfloat16"), empty((2, 4), "float32")
+    x = typed(np.ones((2, 8)), "float32")
+    assert status_of("MatMul", x, weight, scalar(False, "bool"), scalar(True, "bool"), y) != 0
+    assert library.last_error() == "MatMul: both inputs must be float32, float16 or bfloat16, of one type"
+
+
+def test_no_rows_and_no_inputs() -> None:
+    weight = coded(np.ones((20, 8), np.int8), np.ones(20), "float32")
+    assert linear(typed(np.ones((0, 8)), "float32"), weight).array.shape == (0, 20)
+    no_inputs = coded(np.ones((20, 0), np.int8), np.ones(20), "float32")
+    assert np.array_equal(linear(typed(np.ones((3, 0)), "float32"), no_inputs).array, np.zeros((3, 20)))
