@@ -9,6 +9,7 @@ import re
 from typing import Final, NamedTuple
 
 from llm_serving.config import ServingConfig
+from llm_serving.core.choices import QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
@@ -44,6 +45,7 @@ FLAGS: Final = (
     Flag("--revision", "model_config.model_revision", "NAME", "branch, tag or commit of a model given by name"),
     Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
     Flag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
+    Flag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
     Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
     Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
     Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
@@ -75,7 +77,6 @@ REFUSED: Final = (
     Refused("--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)),
     Refused("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
     Refused("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
-    Refused("--quantization", "quantized weights are not served"),
     Refused("--kv-cache-dtype", "the KV cache has the type of the model: `--dtype`", ("auto",)),
     Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
     Refused("--trust-remote-code", "no code of a model folder is ever run"),

@@ -6,10 +6,12 @@ from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
+from llm_serving.core.choices import QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
-from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, working_bytes
+from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
+from llm_serving.network.coded import Quantization
 from llm_serving.network.primitives import lacking, lacking_in_cells
 
 BLOCK_SIZE: Final = "pa_config.block_size"
@@ -23,6 +25,8 @@ JIT_LEVEL: Final = "device_config.jit_level"
 MODEL_PATH: Final = "model_config.model_path"
 DTYPE: Final = "model_config.model_dtype"
 MAX_MEMORY: Final = "device_config.max_device_memory"
+QUANTIZATION: Final = "quant_config.quantization"
+GROUP_SIZE: Final = "quant_config.group_size"
 COMPOSITION: Final = "scheduler_config.composition"
 PREEMPTION: Final = "scheduler_config.preemption_mode"
 
@@ -58,6 +62,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         _check_memory(values, spec)
         _check_primitives(values, spec)
     _check_prompt_attention(values)
+    _check_quantization(values)
     _notice_what_is_not_served(values)
 
 
@@ -131,6 +136,18 @@ def _check_prompt_attention(values: Values) -> None:
         _notice(values, PROMPT_ATTENTION, f"flash is for steps of whole prompts; {COMPOSITION}: separate makes more")
 
 
+def _quantization(values: Values) -> Quantization | None:
+    name = values[QUANTIZATION]
+    return None if name is None else Quantization(QuantizationName(name), values[GROUP_SIZE])
+
+
+def _check_quantization(values: Values) -> None:
+    served = values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
+    if values[QUANTIZATION] is not None and not served:
+        rule = f"must be null with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}: program on a CPU has it"
+        raise _error(values, QUANTIZATION, rule, values[QUANTIZATION])
+
+
 def _check_memory(values: Values, spec: ModelSpec) -> None:
     """Where the cache takes what `max_device_memory` leaves, it must leave room for one block."""
     limit = values[MAX_MEMORY]
@@ -140,7 +157,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     is_plain = values[TARGET] == "CPU" and values[KERNELS] == "plain"
     dtype_bytes = 4 if is_plain or values[DTYPE] == "float32" else 2
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
-    weights = spec.num_parameters * dtype_bytes
+    weights = weight_bytes(spec, dtype_bytes, _quantization(values))
     working = working_bytes(spec, dtype_bytes, budget, seqs)
     block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes)
     least = PROCESS_BYTES + weights + working + block

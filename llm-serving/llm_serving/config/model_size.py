@@ -8,7 +8,14 @@ import psutil
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.window import Window
-from llm_serving.models.memory import PROCESS_BYTES, SHARE_OF_FREE_MEMORY, bytes_for_cache, readable_size, working_bytes
+from llm_serving.models.memory import (
+    PROCESS_BYTES,
+    SHARE_OF_FREE_MEMORY,
+    bytes_for_cache,
+    readable_size,
+    weight_bytes,
+    working_bytes,
+)
 from llm_serving.models.spec import ModelSpec
 
 
@@ -37,6 +44,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     dtype = "float32" if is_plain else config.model.model_dtype
     dtype_bytes = 4 if dtype == "float32" else 2
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    kept = config.quant.quantization or dtype
     per_token = spec.kv_bytes_per_token(dtype_bytes)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
@@ -45,7 +53,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
-        (f"weights as served ({dtype})", readable_size(spec.num_parameters * dtype_bytes)),
+        (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, config.quant.weights))),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
         ("a token of context", f"{per_token / 1024:,.1f} KiB"),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
@@ -67,7 +75,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if len(config.serving.agent_ports) > 1:
             source += f", for each of {len(config.serving.agent_ports)} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
-    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
+    step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
     tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token
     if config.pa.num_blocks is not None:
         asked = config.pa.num_blocks * config.pa.block_size

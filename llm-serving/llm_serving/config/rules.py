@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,14 @@ def integer(minimum: int, maximum: int = 2**31 - 1) -> Rule:
 
     upper = "" if maximum == 2**31 - 1 else f" and <= {maximum}"
     return Rule(f"must be an integer >= {minimum}{upper}", parse)
+
+
+def one_of(numbers: Sequence[int]) -> Rule:
+    def parse(value: Any) -> int:
+        _check(isinstance(value, int) and not isinstance(value, bool) and value in numbers)
+        return int(value)
+
+    return Rule(f"must be {' or '.join(map(str, numbers))}", parse)
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Rule:

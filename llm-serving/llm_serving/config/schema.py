@@ -20,6 +20,7 @@ from llm_serving.config.rules import (
     model_names,
     name,
     number,
+    one_of,
     option,
     origins,
     path,
@@ -32,11 +33,12 @@ from llm_serving.config.rules import (
     share,
     text,
 )
-from llm_serving.core.choices import OrderName, PolicyName, ToolFormatName
+from llm_serving.core.choices import OrderName, PolicyName, QuantizationName, ToolFormatName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HUBS, HubModel
 from llm_serving.log import LEVELS
+from llm_serving.network.coded import Quantization
 
 BATCHING_STRATEGIES: Final = ("continuous", "static")
 _DTYPE_ALIASES: Final = {alias: dtype.name for dtype in MODEL_DTYPES.values() for alias in dtype.aliases}
@@ -437,6 +439,26 @@ class DeviceConfig:
     """Optimisation level of MindSpore's graph compiler. O0, the only one on Ascend, runs kernel by kernel."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """Section `quant_config`: weights of fewer bits than `model_dtype` has."""
+
+    quantization: str | None = option(None, choice(tuple(QuantizationName)))
+    """How weights are kept and multiplied; they are rounded one by one while they are read. `w8a8`: weights of 8 bits
+    with a scale for each output, times activations brought to 8 bits with a scale for each token. `w8a16`: the same
+    weights, times activations as they are. `w4a16`: weights of 4 bits with a scale for each output and `group_size`
+    inputs, the head in 8 bits. Norms, biases and tables that are only looked up stay in `model_dtype`. On a CPU with
+    `kernels: program`. None: in `model_dtype`."""
+
+    group_size: int = option(128, one_of((32, 64, 128)))
+    """Inputs with one scale in weights of 4 bits; those whose rows it does not divide are kept in 8 bits."""
+
+    @property
+    def weights(self) -> Quantization | None:
+        """How weights are kept."""
+        return None if self.quantization is None else Quantization(QuantizationName(self.quantization), self.group_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """One row of `api_keys`: a tenant, who shows a key."""
@@ -476,6 +498,7 @@ class ServingConfig:
     pa: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     api_keys: tuple[ApiKey, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -489,6 +512,7 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
     "pa_config": ("pa", CacheConfig),
     "scheduler_config": ("scheduler", SchedulerConfig),
     "device_config": ("device", DeviceConfig),
+    "quant_config": ("quant", QuantConfig),
 }
 """YAML section -> attribute of `ServingConfig`, dataclass."""
 

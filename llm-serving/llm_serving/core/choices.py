@@ -24,6 +24,14 @@ class OrderName(enum.StrEnum):
     DEADLINE = "deadline"
 
 
+class QuantizationName(enum.StrEnum):
+    """In how many bits weights and the rows they multiply are kept: `network.coded`."""
+
+    W8A8 = "w8a8"
+    W8A16 = "w8a16"
+    W4A16 = "w4a16"
+
+
 class ToolFormatName(enum.StrEnum):
     """How a model writes calls of tools: `text.tools`."""
 

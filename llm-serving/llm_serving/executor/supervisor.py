@@ -182,6 +182,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
     return LoadModel(
         model_path=str(config.model.model_path),
         dtype=config.model.model_dtype,
+        quantization=config.quant.quantization,
+        group_size=config.quant.group_size,
         kernels=config.device.kernels,
         prompt_attention=config.device.prompt_attention,
         block_size=config.pa.block_size,

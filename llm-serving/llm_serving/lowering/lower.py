@@ -8,12 +8,14 @@ import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
+from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import HeadOfProgram, NetworkOfProgram
 from llm_serving.lowering.step import KVCaches, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
+from llm_serving.network.coded import Quantization
 from llm_serving.network.description import Network
 from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
 
@@ -45,6 +47,7 @@ def lower(
     *,
     as_program: bool = True,
     whole_prompts: bool = False,
+    quantization: Quantization | None = None,
 ) -> Lowered:
     """Builds the network of a model and takes every weight it needs.
 
@@ -56,6 +59,7 @@ def lower(
         max_positions: Longest context of a row, in tokens.
         as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
         whole_prompts: Steps of whole prompts have a graph of Cells of their own.
+        quantization: How weights are kept; for programs only. None: in the model dtype.
 
     Raises:
         ModelError: The folder lacks a tensor, has one of another shape, or one too many; or the backend has no
@@ -63,15 +67,19 @@ def lower(
     """
     network = spec.network
     program = program_of(network, backend.dtype)
-    operator = _operator(program, network, backend) if as_program else None
-    parameters = parameters_of(network, backend, reader, max_positions, as_cells=operator is None)
-    if operator is None:
+    as_program = as_program and backend.program("f", 0) is not None
+    if quantization is not None and not as_program:
+        raise ModelError(f"quantization {quantization.name} needs kernels: program, which {backend.name} has not")
+    parameters = parameters_of(
+        network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
+    )
+    if not as_program:
         settings = network, backend, parameters, kv_caches, max_positions
         states = NetworkOfCells(*settings, of_states=True)
         of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
         return Lowered(None, states, HeadOfCells(network, backend, parameters), of_prompts)
     return Lowered(
-        NetworkOfProgram(program, operator, parameters, kv_caches),
+        NetworkOfProgram(program, _operator(program, network, backend, parameters), parameters, kv_caches),
         _states(network, backend, parameters, kv_caches),
         _head(network, backend, parameters),
     )
@@ -79,18 +87,26 @@ def lower(
 
 def _states(network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches) -> nn.Cell:
     program = program_of_states(network, backend.dtype)
-    operator = _operator(program, network, backend, of_states=True)
-    assert operator is not None
+    operator = _operator(program, network, backend, parameters, of_states=True)
     return NetworkOfProgram(program, operator, parameters, kv_caches)
 
 
 def _head(network: Network, backend: Backend, parameters: Parameters) -> nn.Cell:
-    operator = backend.program("ff", 0)
-    assert operator is not None
     (weight,) = parameters[network.head.weights["weight"]]
+    operator = backend.program(_letter(weight) + "f", 0)
+    assert operator is not None
     return HeadOfProgram(program_of_head(network, backend.dtype), operator, weight, backend)
 
 
-def _operator(program: Program, network: Network, backend: Backend, *, of_states: bool = False) -> nn.Cell | None:
-    kinds = "".join("s" if weight.kind == "float32" else "f" for weight in program.weights)
-    return backend.program(kinds, len(network.caches), of_states=of_states)
+def _operator(
+    program: Program, network: Network, backend: Backend, parameters: Parameters, *, of_states: bool = False
+) -> nn.Cell:
+    kinds = "".join("s" if weight.kind == "float32" else _letter(parameters[weight][0]) for weight in program.weights)
+    operator = backend.program(kinds, len(network.caches), of_states=of_states)
+    assert operator is not None
+    return operator
+
+
+def _letter(parameter: ms.Parameter) -> str:
+    """As `Backend.program` names it."""
+    return "b" if parameter.dtype == ms.int8 else "f"

@@ -8,7 +8,11 @@ import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Backend
+from llm_serving.core.choices import QuantizationName
+from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.stored import Array
 from llm_serving.models.weights import WeightReader
+from llm_serving.network.coded import Quantization, coded_weights
 from llm_serving.network.description import Network, Operation, Weight
 from llm_serving.network.weights import parameter
 
@@ -26,7 +30,13 @@ Parameters = Mapping[Weight, Sequence[ms.Parameter]]
 
 
 def parameters_of(
-    network: Network, backend: Backend, reader: WeightReader, max_positions: int, *, as_cells: bool
+    network: Network,
+    backend: Backend,
+    reader: WeightReader,
+    max_positions: int,
+    *,
+    as_cells: bool,
+    quantization: Quantization | None = None,
 ) -> Parameters:
     """Makes the Parameter of every weight, one after the other: a stacked weight takes memory until it is packed.
 
@@ -36,18 +46,23 @@ def parameters_of(
         reader: Of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
         as_cells: Each expert has a Parameter of its own, and biases are tables of one row.
+        quantization: How weights are kept; each is rounded by itself, when it is read.
 
     Raises:
         ModelError: The folder lacks a tensor, has one of another shape, or one too many.
     """
     multiplied = products(network.operations)
+    coded = coded_weights(network, quantization)
     experts = _experts(network.operations) if as_cells else {}
     biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
     for index, weight in enumerate(network.weights):
         values = parameter(weight, reader, max_positions)
         name = f"weights.{index}"
-        if weight in multiplied:
+        if quantization is not None and weight in coded:
+            rounded = _rounded(values, coded[weight], quantization.group_size)
+            made[weight] = [backend.coded_weight(rounded, coded[weight] != QuantizationName.W8A8, name)]
+        elif weight in multiplied:
             parts = np.split(values, experts.get(weight, 1))
             made[weight] = [backend.linear_weight(part, f"{name}.{at}") for at, part in enumerate(parts)]
         elif weight.kind == "float32":
@@ -60,6 +75,10 @@ def parameters_of(
         reader.leave(name)
     reader.check_all_taken()
     return made
+
+
+def _rounded(values: Array, kept: QuantizationName, group_size: int) -> QuantizedTensor:
+    return quantize_w4(values, group_size) if kept == QuantizationName.W4A16 else quantize_w8(values)
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.coded import Quantization, spared_bytes
 
 PROCESS_BYTES: Final = 600_000_000
 """What a WorkAgent takes beside the model: the interpreter, MindSpore and its graphs, the buffers of steps."""
@@ -35,9 +36,19 @@ def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int
     return max(max_num_batched_tokens * token + max_num_seqs * row + piece, on_its_way * spec.largest_weight)
 
 
+def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
+    """Of all weights, as they are served."""
+    return spec.num_parameters * dtype_bytes - spared_bytes(spec.network, quantization, dtype_bytes)
+
+
 def bytes_for_cache(
-    limit: int, spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
+    limit: int,
+    spec: ModelSpec,
+    dtype_bytes: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    quantization: Quantization | None = None,
 ) -> int:
     """What is left of `limit` for keys and values; negative where the model alone does not fit."""
-    weights = spec.num_parameters * dtype_bytes
+    weights = weight_bytes(spec, dtype_bytes, quantization)
     return limit - weights - PROCESS_BYTES - working_bytes(spec, dtype_bytes, max_num_batched_tokens, max_num_seqs)

@@ -7,7 +7,7 @@ from typing import Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
 
-COMPUTING: Final = ("model_config", "pa_config", "device_config")
+COMPUTING: Final = ("model_config", "pa_config", "device_config", "quant_config")
 """Sections that say what is computed, and how; the others say when, for whom and in which order."""
 WITHOUT_EFFECT: Final = frozenset(
     {

@@ -18,7 +18,7 @@ import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -42,6 +42,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
 
     model_path: str
     dtype: str
+    quantization: str | None
+    group_size: int
     kernels: str
     prompt_attention: str
     block_size: int

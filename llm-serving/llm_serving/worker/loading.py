@@ -12,6 +12,7 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.choices import QuantizationName
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
@@ -20,6 +21,7 @@ from llm_serving.log import get_logger
 from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
@@ -72,6 +74,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         num_swap_blocks=settings.num_swap_blocks,
         as_program=device.kernels != "primitives",
         num_prompt_rows=settings.max_num_seqs if device.prompt_attention == "flash" else 0,
+        quantization=_quantization(settings),
     )
     runner.computed_by = _computed_by(backend, device)
     on_progress("compiling the network")
@@ -92,6 +95,12 @@ def _computed_by(backend: Backend, device: DeviceConfig) -> ComputedBy:
     )
 
 
+def _quantization(settings: LoadModel) -> Quantization | None:
+    if settings.quantization is None:
+        return None
+    return Quantization(QuantizationName(settings.quantization), settings.group_size)
+
+
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
     one = block_bytes(spec, backend, settings.block_size)
@@ -102,5 +111,6 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
         limit -= settings.num_swap_blocks * one
     dtype_bytes = one // (settings.block_size * spec.kv_bytes_per_token(1))
-    left = bytes_for_cache(limit, spec, dtype_bytes, settings.max_num_batched_tokens, settings.max_num_seqs)
+    step = settings.max_num_batched_tokens, settings.max_num_seqs
+    left = bytes_for_cache(limit, spec, dtype_bytes, *step, _quantization(settings))
     return min(useful, num_blocks_for(left, spec, backend, settings.block_size))

@@ -17,6 +17,7 @@ from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
+from llm_serving.network.coded import Quantization
 from llm_serving.worker.block_guard import BlockGuard
 from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.compiled_network import CompiledNetwork
@@ -44,6 +45,7 @@ class ModelRunner:
         *,
         as_program: bool = True,
         num_prompt_rows: int = 0,
+        quantization: Quantization | None = None,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -58,6 +60,7 @@ class ModelRunner:
             as_program: One operator runs the network, where the backend has that.
             num_prompt_rows: Most requests of a step; steps of whole prompts then have a graph of their own. 0: they
                 have none.
+            quantization: How weights are kept; None: in the model dtype.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -80,6 +83,7 @@ class ModelRunner:
             max_positions,
             as_program=as_program,
             whole_prompts=num_prompt_rows > 0,
+            quantization=quantization,
         )
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)

@@ -1,0 +1,70 @@
+"""Which weights of a network are kept in a few bits, and how many bytes that leaves.
+
+Norms, biases, the weights that choose experts, and tables that nothing multiplies by stay in the model dtype: they are
+few, and much hangs on each of them. The head has 8 bits at least; where the table of embeddings is the same tensor it
+is the same memory, and its rows are looked up as its codes say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from llm_serving.core.choices import QuantizationName
+from llm_serving.network.description import Network, Weight
+
+_ROLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "linear": ("weight",),
+    "experts": ("gate_up", "down"),
+    "output": ("weight",),
+}
+"""Operation -> roles of the weights that are kept in codes."""
+
+_OF_THE_HEAD: Final = {QuantizationName.W4A16: QuantizationName.W8A16}
+BITS: Final[Mapping[QuantizationName, int]] = {
+    QuantizationName.W8A8: 8,
+    QuantizationName.W8A16: 8,
+    QuantizationName.W4A16: 4,
+}
+"""Of a weight."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """
+    Attributes:
+        name: How weights are kept, the head perhaps in more bits.
+        group_size: Inputs with one scale, in weights of 4 bits.
+    """
+
+    name: QuantizationName
+    group_size: int = 128
+
+
+def coded_weights(network: Network, quantization: Quantization | None) -> dict[Weight, QuantizationName]:
+    """How each weight is kept that has no elements of the model dtype; none without quantisation."""
+    if quantization is None:
+        return {}
+    name = quantization.name
+    coded = {each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())}
+    coded[network.head.weights["weight"]] = _OF_THE_HEAD.get(name, name)
+    return {weight: _in_groups(weight, kept, quantization.group_size) for weight, kept in coded.items()}
+
+
+def _in_groups(weight: Weight, kept: QuantizationName, group_size: int) -> QuantizationName:
+    """Rows that groups do not fill are kept in 8 bits."""
+    fits = kept != QuantizationName.W4A16 or weight.shape[-1] % group_size == 0
+    return kept if fits else QuantizationName.W8A16
+
+
+def spared_bytes(network: Network, quantization: Quantization | None, dtype_bytes: int) -> int:
+    """Bytes by which weights in codes are smaller than in the model dtype; scales and sums are 4 bytes each."""
+    total = 0
+    for weight, kept in coded_weights(network, quantization).items():
+        assert quantization is not None
+        rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
+        numbers = {QuantizationName.W8A8: 2, QuantizationName.W8A16: 1}.get(kept, columns // quantization.group_size)
+        total += rows * (columns * dtype_bytes - columns * BITS[kept] // 8 - 4 * numbers)
+    return total

@@ -1,0 +1,72 @@
+"""The shipped model with weights of few bits: right answers, and those given alone whatever is computed beside."""
+
+from pathlib import Path
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.core.choices import QuantizationName
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.offline import LLM
+
+pytestmark = pytest.mark.mindspore
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, logprobs=3)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=30, logprobs=2, ignore_eos=True)
+PROMPTS = ["Add 17 and 25.", "Count from 1 to 30.", "Sort these words alphabetically: sail rocket beach. " * 8]
+REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+LOADS = {
+    "together": (),
+    "in chunks": ("scheduler_config.max_prefill_tokens=40", "model_config.decode_batch_size=8"),
+    "preempted": (
+        "scheduler_config.max_prefill_tokens=64",
+        "pa_config.num_blocks=14",
+        "model_config.decode_batch_size=6",
+    ),
+    "one thread": ("device_config.num_threads=1",),
+}
+
+
+def llm(kept: str, *overrides: str) -> LLM:
+    settings = f"quant_config.quantization={kept}", "quant_config.group_size=64", "pa_config.num_blocks=256"
+    return LLM(load_config(None, [*settings, *overrides], Path("demo")))
+
+
+def answers(model: LLM, requests: list[tuple[str, SamplingParams]]) -> list[object]:
+    prompts, samplings = zip(*requests, strict=True)
+    outputs = model.generate(list(prompts), list(samplings))
+    return [(output.text, output.token_ids, output.logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=list(QuantizationName))
+def kept(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(kept: str) -> list[object]:
+    model = llm(kept)
+    return [answers(model, [each])[0] for each in REQUESTS]
+
+
+def test_answers_are_right(kept: str) -> None:
+    asked = ["Add 17 and 25.", "How much is 47 minus 37?", "Sort these words alphabetically: sail rocket beach."]
+    outputs = llm(kept).generate(asked, GREEDY)
+    assert [output.text.strip() for output in outputs] == ["42", "10", "beach rocket sail"]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_answers_are_those_given_alone(alone: list[object], kept: str, load: str) -> None:
+    assert answers(llm(kept, *LOADS[load]), REQUESTS) == alone
+
+
+def test_weights_are_read_as_so_many_bytes(kept: str) -> None:
+    """Of all products of a step: the model's weights, the table of embeddings aside."""
+    from llm_serving.kernels import library
+
+    model = llm(kept)
+    before = library.load().llm_num_weight_bytes()
+    model.generate(["Add"], SamplingParams(temperature=0.0, max_tokens=1))
+    spec = model.model_spec
+    elements = spec.num_multiplied + spec.vocab_size * spec.network.hidden
+    read = library.load().llm_num_weight_bytes() - before
+    assert read == (spec.num_multiplied // 2 + spec.vocab_size * spec.network.hidden if kept == "w4a16" else elements)
