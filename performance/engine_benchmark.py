@@ -11,7 +11,8 @@
 Prompts are random token ids, answers greedy, the end of sequence is ignored. Beside each figure of A, B and C stands
 the share of its limit: the time that reading every weight and context once and doing every product would take at the
 bandwidth and the arithmetic peak measured before and after it, the higher of each. Of experts only those count that a
-step has chosen. Needs the package: run it with its interpreter.
+step has chosen; with quantised weights the peak is that of what their products multiply, for attention too. Needs the
+package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from figures import Figure, greedy, random_prompts
 from llm_serving.config import load_config
+from llm_serving.core.choices import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from load_benchmark import start_up
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"model_config.model_dtype={arguments.dtype}",
         f"pa_config.num_blocks={arguments.num_blocks}",
         f"model_config.decode_batch_size={max(arguments.batch)}",
+        f"quant_config.quantization={arguments.quantization or 'null'}",
         *arguments.set,
     ]
     config = load_config(None, overrides, arguments.model)
@@ -53,10 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits_beside: dict[str, Limits] = {}
 
     def run(test: str, measure: Callable[[], Judge]) -> None:
-        before, meter = Limits.measure(arguments.dtype), LostCoresMeter()
+        measure_limits = partial(Limits.measure, arguments.dtype, config.quant.quantization)
+        before, meter = measure_limits(), LostCoresMeter()
         judge = measure()
         lost = meter.read()
-        limits = limits_beside[test] = before.better_of(Limits.measure(arguments.dtype))
+        limits = limits_beside[test] = before.better_of(measure_limits())
         print(limits)
         for figure in judge(limits):
             print(figure, flush=True)
@@ -71,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run("L", lambda: _without_limits(start_up(config)))
     if arguments.tests != ["L"]:
         llm = LLM(config)
-        cost = StepCost(llm.model_spec, arguments.dtype)
+        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
             run("A", partial(single_stream, llm, arguments.runs, cost))
@@ -174,6 +178,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", type=lambda text: text.split(","), default=["A", "B", "C"], metavar="A,B,C")
     parser.add_argument("--batch", type=_integers, default=[32, 128], metavar="32,128", help="sizes of tests B and S")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--quantization", choices=tuple(QuantizationName), help="how weights are kept")
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")
     parser.add_argument("--runs", type=int, default=3, help="runs of tests A and C, of which the median counts")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")

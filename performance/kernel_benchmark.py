@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kernel_cases import Case, Shape, attention, others, products
+from llm_serving.core.choices import QuantizationName
 from machine_limits import Limits
 from timing import least_seconds
 
@@ -26,7 +27,7 @@ CASES = ("products", "attention", "others")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    limits = Limits.measure(arguments.dtype)
+    limits = Limits.measure(arguments.dtype, arguments.quantization)
     print(limits)
     print(f"{'operator':17} {'':22} {'M':>5} {'us':>10} {'GB/s':>7} {'GFLOP/s':>9} {'of its limit':>13}")
     figures = []
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _cases(arguments: argparse.Namespace) -> Iterable[Case]:
     shape, rows, dtype = Shape(), arguments.rows, arguments.dtype
     chosen = {
-        "products": lambda: products(arguments.shape or shape.products, rows, dtype),
+        "products": lambda: products(arguments.shape or shape.products, rows, dtype, arguments.quantization),
         "attention": lambda: attention(shape, dtype),
         "others": lambda: others(shape, rows, dtype),
     }
@@ -59,6 +60,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=_integers, action="append", metavar="N,K", help="a weight; may be repeated")
     parser.add_argument("--rows", type=_integers, default=(1, 8, 32, 128, 512), metavar="M,M,...")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--quantization", choices=tuple(QuantizationName), help="how the weights of products are kept")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 

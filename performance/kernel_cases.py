@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from llm_serving.backends.parameters import zeroed_array
+from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
+from llm_serving.core.choices import QuantizationName
 from llm_serving.kernels import library
+from llm_serving.network.coded import BITS
 from llm_serving.network.elements import ELEMENT_BYTES
 
 UNCACHED_BYTES: Final = 1 << 28
 BLOCK_SIZE: Final = 16
+GROUP_SIZE: Final = 128
 
 Array = np.ndarray[Any, Any]
 
@@ -66,21 +69,42 @@ class Case:
     run: Callable[[], None]
 
 
-def products(weights: Sequence[tuple[int, int]], all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
+def products(
+    weights: Sequence[tuple[int, int]], all_rows: Sequence[int], dtype: str, quantization: str | None = None
+) -> Iterator[Case]:
     """y [M, N] = x [M, K] * weight.T on packed weights."""
     kernels, size = library.load(), ELEMENT_BYTES[dtype]
     for n, k in weights:
-        source = _random((n, k), dtype)
-        copies = [zeroed_array((n, k), dtype) for _ in range(_num_copies(source))]
-        for copy in copies:
-            kernels.llm_pack_weight(source.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
+        copies = _packed_weights(n, k, dtype) if quantization is None else _packed_codes(n, k, dtype, quantization)
         for rows in all_rows:
             x, y = _random((rows, k), dtype), _random((rows, n), dtype)
             run = _in_turn([_operator("MatMul", x, copy, np.False_, np.True_, y) for copy in copies])
-            num_bytes = size * (n * k + rows * (n + k))
+            num_bytes = copies[0].nbytes + size * rows * (n + k)
             yield Case("MatMul", f"{n} x {k}", rows, num_bytes, 2.0 * rows * n * k, run)
         for copy in copies:
             kernels.llm_release_weight(copy.ctypes.data)
+
+
+def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
+    source = _random((n, k), dtype)
+    copies = [zeroed_array((n, k), dtype) for _ in range(_num_copies(source.nbytes))]
+    for copy in copies:
+        library.load().llm_pack_weight(source.ctypes.data, copy.ctypes.data, dtype.encode(), n, k)
+    return copies
+
+
+def _packed_codes(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
+    kernels, name = library.load(), QuantizationName(quantization)
+    widened, bits = name != QuantizationName.W8A8, BITS[name]
+    rng, group = np.random.default_rng(1), GROUP_SIZE if bits == 4 else k
+    codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
+    scales = np.full((n, k // group), 0.01, np.float32)
+    num_bytes, shown = kernels.llm_packed_codes_bytes(widened, bits, n, k), k * bits // 8
+    memories = [zeroed_bytes(num_bytes) for _ in range(_num_copies(num_bytes))]
+    for memory in memories:
+        arrays = codes.ctypes.data, scales.ctypes.data, None, group, memory.ctypes.data
+        kernels.llm_pack_codes(widened, bits, *arrays, dtype.encode(), n, k, shown)
+    return [memory[: n * shown].view(np.int8).reshape(n, shown) for memory in memories]
 
 
 def attention(shape: Shape, dtype: str) -> Iterator[Case]:
@@ -201,5 +225,5 @@ def _random(shape: tuple[int, ...], dtype: str) -> Array:
     return array
 
 
-def _num_copies(array: Array) -> int:
-    return max(1, UNCACHED_BYTES // array.nbytes)
+def _num_copies(num_bytes: int) -> int:
+    return max(1, UNCACHED_BYTES // num_bytes)

@@ -16,6 +16,7 @@ from llm_serving.core.request import Request
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.models.memory import weight_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.elements import ELEMENT_BYTES
 from llm_serving.observe.metrics import Metrics
@@ -113,7 +114,7 @@ def _allowed_bytes(config: ServingConfig, num_blocks: int) -> float:
 
 
 def _weight_bytes(config: ServingConfig) -> int:
-    return _spec(config).num_parameters * ELEMENT_BYTES[config.model.model_dtype]
+    return weight_bytes(_spec(config), ELEMENT_BYTES[config.model.model_dtype], config.quant.weights)
 
 
 def _spec(config: ServingConfig) -> ModelSpec:

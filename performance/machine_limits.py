@@ -1,7 +1,7 @@
 """What this machine can do at most, measured in the run whose figures stand beside it, and what a step costs at least.
 
 Two limits: how fast the kernels' threads read memory that is in no cache, and how many operations they do in the
-multiply-add instruction that the products use (AMX tiles, `vdpbf16ps`, or float32 FMA), on registers alone.
+multiply-add instruction that the products use (AMX tiles, `vdpbf16ps`, float32 FMA, or `vpdpbusd`), on registers alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
+from llm_serving.core.choices import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.coded import BITS
 from llm_serving.network.elements import ELEMENT_BYTES
 from llm_serving.network.rewriting import select_rows
 
@@ -24,11 +26,13 @@ READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
 NUM_TRIES: Final = 8
 CACHE_LEVELS: Final = (1, 2)
+MULTIPLIED_AS: Final = {"w8a8": "int8"}
+"""Quantisation -> what its products multiply; others multiply numbers of the model dtype."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the kernels' instruction set and threads, for elements of `dtype`."""
+    """Of the kernels' instruction set and threads, for products of elements of `dtype`, perhaps int8."""
 
     isa: str
     num_threads: int
@@ -37,7 +41,8 @@ class Limits:
     flop_per_s: float
 
     @classmethod
-    def measure(cls, dtype: str) -> Limits:
+    def measure(cls, dtype: str, quantization: str | None = None) -> Limits:
+        dtype = MULTIPLIED_AS.get(quantization or "", dtype)
         kernels = library.load()
         isa, num_threads = kernels.llm_isa().decode(), int(kernels.llm_num_threads())
         return cls(isa, num_threads, dtype, read_bandwidth(), arithmetic_peak(dtype))
@@ -90,6 +95,7 @@ class StepCost:
 
     spec: ModelSpec
     dtype: str
+    quantization: str | None = None
     counted_bytes: float | None = None
     """What a step has read of the weights, where that depends on the experts its rows chose; None: those of one row."""
 
@@ -103,7 +109,7 @@ class StepCost:
         """Bytes of the weights that a step reads."""
         if self.counted_bytes is not None:
             return self.counted_bytes
-        return float(ELEMENT_BYTES[self.dtype] * (self._layers + self._head))
+        return self._element_bytes * (self._layers + self._head)
 
     def num_bytes(self, num_context_tokens: int) -> float:
         """Bytes read by a step whose rows have `num_context_tokens` in the cache together."""
@@ -119,6 +125,11 @@ class StepCost:
         """
         products = self._layers * num_tokens - self._spared * (num_tokens - num_samples)
         return 2.0 * (products + self._head * num_samples + self._attention * num_pairs)
+
+    @property
+    def _element_bytes(self) -> float:
+        """Of a weight; scales aside."""
+        return ELEMENT_BYTES[self.dtype] if self.quantization is None else BITS[QuantizationName(self.quantization)] / 8
 
     @cached_property
     def _attention(self) -> int:

@@ -1,0 +1,104 @@
+"""What fewer bits cost: python performance/accuracy.py [--formats bfloat16,w8a8,...] [--model FOLDER]
+
+For each way of keeping weights: the questions of a set whose answer is exactly right, for each task and in all (greedy,
+after a prompt as it stands), and the perplexity of all questions with their right answers behind them, by the model's
+own tokens. `demo` names the shipped model, whose 408 held-out questions are the set; `--draw N` makes others of its
+tasks, held out as well. Needs the package: run it with its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from llm_serving.config import load_config
+from llm_serving.core.choices import QuantizationName
+from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.demo_model.tasks import generate_questions
+from llm_serving.offline import LLM
+from workload import DEMO_QUESTIONS, Prompt, load
+
+FORMATS = (*MODEL_DTYPES, *QuantizationName)
+
+
+class Accuracy(NamedTuple):
+    """Of one format: questions answered right by task, and e to the mean negative log-probability of a token."""
+
+    right: Counter[str]
+    perplexity: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    prompts = _prompts(arguments)
+    tasks = Counter(prompt.task for prompt in prompts)
+    found = {name: measure(_load(arguments, name), prompts) for name in arguments.formats}
+    print(f"{'task':22} {'questions':>9}" + "".join(f"{name:>12}" for name in found))
+    for task, count in sorted(tasks.items()):
+        print(f"{task:22} {count:9}" + "".join(f"{each.right[task]:12}" for each in found.values()))
+    rights = [each.right.total() for each in found.values()]
+    print(f"{'all':22} {len(prompts):9}" + "".join(f"{right:12}" for right in rights))
+    print(f"{'right, %':32}" + "".join(f"{100 * right / len(prompts):12.2f}" for right in rights))
+    print(f"{'perplexity':32}" + "".join(f"{each.perplexity:12.5f}" for each in found.values()))
+    if arguments.json is not None:
+        figures = {name: {"right": each.right, "perplexity": each.perplexity} for name, each in found.items()}
+        arguments.json.write_text(json.dumps({"questions": tasks, "formats": figures}, indent=2) + "\n")
+    return 0
+
+
+def measure(llm: LLM, prompts: Sequence[Prompt]) -> Accuracy:
+    """Asks all questions."""
+    lengths = [len(llm.tokenizer.encode(prompt.reference)) + 8 for prompt in prompts]
+    asked = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
+    answers = llm.generate([prompt.text for prompt in prompts], asked)
+    pairs = zip(prompts, answers, strict=True)
+    right = Counter(prompt.task for prompt, answer in pairs if answer.text.strip() == prompt.reference)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([f"{prompt.text} {prompt.reference}" for prompt in prompts], scored)
+    logprobs = [each.prompt_logprobs.logprobs for each in outputs if each.prompt_logprobs is not None]
+    return Accuracy(right, math.exp(-float(np.concatenate(logprobs).astype(np.float64).mean())))
+
+
+def _load(arguments: argparse.Namespace, name: str) -> LLM:
+    kept = f"model_config.model_dtype={name}" if name in MODEL_DTYPES else f"quant_config.quantization={name}"
+    group = f"quant_config.group_size={arguments.group_size}"
+    return LLM(load_config(None, [kept, group, "pa_config.num_blocks=4096", *arguments.set], arguments.model))
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    if arguments.draw is None:
+        return load(arguments.dataset)
+    drawn = generate_questions(arguments.seed, arguments.draw)
+    return [Prompt(each.prompt, each.output, each.kind) for each in drawn]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER")
+    parser.add_argument("--formats", type=_formats, default=("bfloat16", *QuantizationName), metavar="NAME,NAME,...")
+    parser.add_argument("--group-size", type=int, default=128, metavar="32|64|128", help="of weights of 4 bits")
+    parser.add_argument("--dataset", type=Path, default=DEMO_QUESTIONS, metavar="FILE", help="a prompt set with tasks")
+    parser.add_argument("--draw", type=int, metavar="N", help="questions of the demo tasks, in place of a set")
+    parser.add_argument("--seed", type=int, default=1, help="of --draw")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def _formats(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(FORMATS)}. Given: {', '.join(unknown)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
