@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import mindspore as ms
@@ -18,6 +18,10 @@ from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
 
 RESULTS: Final = ("output", "states")
 """Operations whose result is that of the network."""
+
+MAX_READS: Final = 4
+NUM_REGISTERS: Final = 8
+"""As many as a step of any network needs at once; `Step` writes them out."""
 
 Registers = Any
 """A tuple of tensors; MindSpore reads the functions that take it, not Python."""
@@ -62,7 +66,6 @@ class NetworkOfCells(nn.Cell):
         self.lengths = backend.lengths()
         listing = _Listing(plan, network, backend, parameters, kv_caches, max_positions, whole_prompts)
         self.steps = nn.CellList(listing.cells)
-        self.num_registers = listing.num_registers
 
     def construct(
         self,
@@ -78,7 +81,7 @@ class NetworkOfCells(nn.Cell):
         lengths = self.lengths(q_seq_lens), self.lengths(batch_valid_length)
         rows = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
         arguments = (*rows, *lengths, seen)
-        registers = (token_ids,) * self.num_registers
+        registers = (token_ids,) * NUM_REGISTERS
         for step in self.steps:
             registers = step(registers, arguments)
         return registers[0]
@@ -112,27 +115,27 @@ class HeadOfCells(nn.Cell):
 class Step(nn.Cell):
     """Takes what a Cell reads from registers and puts what it writes into others.
 
+    Every place is written out: MindSpore makes a graph of each turn of a loop, and to read the loops of all steps took
+    it longer than the rest of a network.
+
     Args:
-        cell: (values read, arguments of the step) -> tuple of the values written
-        reads: Registers.
-        writes: Register -> which of the values written, for all registers; -1 stays as it is.
+        cell: (`MAX_READS` values, arguments of the step) -> tuple of the values written
+        reads: Registers, `MAX_READS` at most; the values behind these mean nothing.
+        writes: Register -> which of the values written; the others stay as they are.
     """
 
-    def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Sequence[int]) -> None:
+    def __init__(self, cell: nn.Cell, reads: Sequence[int], writes: Mapping[int, int]) -> None:
         super().__init__()
         self.cell = cell
-        self.reads = tuple(reads)
-        self.writes = tuple(writes)
+        self.r, self.s, self.t, self.u = (*reads, *(0,) * (MAX_READS - len(reads)))
+        # Among the registers, and behind them the values written.
+        places = [NUM_REGISTERS + writes[at] if at in writes else at for at in range(NUM_REGISTERS)]
+        self.a, self.b, self.c, self.d, self.e, self.f, self.g, self.h = places
 
     def construct(self, registers: Registers, arguments: Registers) -> Registers:
-        read: Registers = ()
-        for at in self.reads:
-            read = (*read, registers[at])
-        written = self.cell(read, arguments)
-        result: Registers = ()
-        for at, which in enumerate(self.writes):
-            result = (*result, registers[at] if which < 0 else written[which])
-        return result
+        read = registers[self.r], registers[self.s], registers[self.t], registers[self.u]
+        x = registers + self.cell(read, arguments)
+        return x[self.a], x[self.b], x[self.c], x[self.d], x[self.e], x[self.f], x[self.g], x[self.h]
 
 
 class _Listing:
@@ -168,11 +171,10 @@ class _Listing:
                 if y not in last_read:
                     taken.pop(y, None)
             steps.append((self._cell(each), reads, written))
-        self.num_registers = 1 + max(at for _, reads, written in steps for at in (*reads, *written, 0))
-        self.cells = [
-            Step(cell, reads, [written.get(at, -1) for at in range(self.num_registers)])
-            for cell, reads, written in steps
-        ]
+        needed = 1 + max(at for _, reads, written in steps for at in (*reads, *written, 0))
+        if needed > NUM_REGISTERS:
+            raise AssertionError(f"{needed} values are needed at once; there are {NUM_REGISTERS} registers")
+        self.cells = [Step(cell, reads, written) for cell, reads, written in steps]
         if 0 not in steps[-1][2]:
             raise AssertionError("the result is not in register 0")
 
