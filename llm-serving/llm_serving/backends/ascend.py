@@ -251,11 +251,15 @@ class CausalMask(nn.Cell):
         self.keys = ms.Tensor(np.arange(num_keys, dtype=np.int32).reshape(1, -1))
         self.block_size = block_size
         self.dtype = dtype
+        self.masked = ms.Tensor(np.float32(_MASKED))
+        self.slice, self.greater, self.cast, self.mul = ops.StridedSlice(), ops.Greater(), ops.Cast(), ops.Mul()
+        self.reshape, self.shape = ops.Reshape(), ops.Shape()
 
     def construct(self, positions: ms.Tensor, block_tables: ms.Tensor) -> ms.Tensor:
-        keys = self.keys[:, : block_tables.shape[1] * self.block_size]
-        hidden = keys > positions.reshape(-1, 1)
-        return (hidden.astype(ms.float32) * _MASKED).astype(self.dtype)
+        num_keys = self.shape(block_tables)[1] * self.block_size
+        keys = self.slice(self.keys, (0, 0), (1, num_keys), (1, 1))
+        hidden = self.greater(keys, self.reshape(positions, (-1, 1)))
+        return self.cast(self.mul(self.cast(hidden, ms.float32), self.masked), self.dtype)
 
 
 class StoreKV(nn.Cell):

@@ -13,6 +13,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.ops.auto_generate import gen_ops_prim
 
 from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
@@ -171,12 +172,14 @@ class Rotary(nn.Cell):
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.halves = ops.Split(-1, 2)
+        self.concat = ops.Concat(-1)
 
     def rotate(self, x: ms.Tensor, cos: ms.Tensor, sin: ms.Tensor) -> ms.Tensor:
         width = x.shape[1]
         heads = x.reshape(-1, width // self.head_dim, self.head_dim)
-        half = self.head_dim // 2
-        turned = ops.concat((-heads[:, :, half:], heads[:, :, :half]), -1)
+        first, second = self.halves(heads)
+        turned = self.concat((-second, first))
         return (heads * cos + turned * sin).reshape(-1, width)
 
     def construct(
@@ -268,10 +271,13 @@ class PagedAttention(nn.Cell):
 
 
 class Swiglu(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = ops.Split(-1, 2)
+
     def construct(self, gate_up: ms.Tensor) -> ms.Tensor:
-        half = gate_up.shape[-1] // 2
-        gate = gate_up[:, :half]
-        return gate * ops.sigmoid(gate) * gate_up[:, half:]
+        gate, up = self.halves(gate_up)
+        return gate * ops.sigmoid(gate) * up
 
 
 class Add(nn.Cell):
@@ -283,6 +289,7 @@ class Split(nn.Cell):
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
+        self.split = gen_ops_prim.SplitWithSize()
 
     def construct(self, x: ms.Tensor) -> Any:
-        return ops.split(x, self.sizes, -1)
+        return self.split(x, self.sizes, -1)
