@@ -3,6 +3,7 @@
 What needs the operator library comes late, since it may be compiling meanwhile.
 """
 
+import gc
 import logging
 from pathlib import Path
 
@@ -19,6 +20,12 @@ LATE = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: lateness(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """MindSpore collects garbage for every graph it compiles: it should not walk over thousands of tests each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def lateness(path: Path) -> int:
