@@ -255,6 +255,10 @@ class FakeEngine:
         """No replica answers in time."""
         return {0: None}
 
+    async def glances(self, since: float, timeout_s: float) -> dict[int, None]:
+        """No replica answers in time."""
+        return {0: None}
+
     def timeline(self, num_steps: int, tenant: str | None = None) -> dict[str, object]:
         self.asked.append((num_steps, tenant))
         return {"traceEvents": [], "displayTimeUnit": "ms"}

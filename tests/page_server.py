@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 from gated_server import GatedRunner, GatedServer
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.server.app import create_app
+from llm_serving.server.app import build_site
 from llm_serving.server.http_server import HttpServer, bind
 
 
@@ -39,8 +40,8 @@ class PageServer(GatedServer):
     def serving(self) -> Iterator[PageServer]:
         ready = threading.Event()
         with bind("127.0.0.1", 0) as listener:
-            app = create_app(self.engine)
-            http = HttpServer(app, listener, self.engine.config.serving, app.refused)
+            site, limits = build_site(self.engine), replace(self.engine.config.serving, shutdown_timeout_s=0.1)
+            http = HttpServer(site.outside, listener, limits, site.outside.refused, on_shutdown=site.routes.live.close)
 
             async def serve() -> None:
                 self.engine.start()

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import shlex
 import subprocess
 import sys
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "llm-serving")]
@@ -187,6 +192,92 @@ def a_request_copied_is_the_request(page: Browser, save: Callable[[str], None]) 
         )  # fmt: skip
         given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         assert (given["prompt"], given["seed"], given["stream"]) == (HOSTILE, 2**64 - 1, True)
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+LONG = {"prompt": list(range(5, 25)), "max_tokens": 450, "temperature": 0, "ignore_eos": True, "seed": 1}
+
+
+def send(url: str, name: str, key: str = "", **fields: Any) -> threading.Thread:
+    """Asks for a long answer, and waits for it elsewhere."""
+    headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
+    body = json.dumps(LONG | {"request_id": name, **fields}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # the server may end first
+            urllib.request.urlopen(request, timeout=60).read()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def cancel(url: str, name: str) -> None:
+    request = urllib.request.Request(f"{url}/v1/requests/{urllib.parse.quote(name, safe='')}", method="DELETE")
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def is_in(group: str, name: str) -> str:
+    """Whether a request stands in a group."""
+    rows = f"document.querySelectorAll('.group[data-phase={group}] .name')"
+    return f"[...{rows}].some((each) => each.textContent === {json.dumps(name)})"
+
+
+@scenario
+def a_request_is_followed_through_a_preemption(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01, max_num_seqs=1).serving() as server:
+        start(page, server.url, "live")
+        page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '0'")
+        send(server.url, "low", priority_class="batch")
+        page.wait_for(is_in("decode", "low"))
+        send(server.url, "other", priority_class="batch")
+        page.wait_for(is_in("queue", "other"))
+        send(server.url, "high", priority_class="interactive")
+        page.wait_for(f"{is_in('decode', 'high')} && {is_in('preempted', 'low')}")
+        assert page.run("document.querySelectorAll('.slot[data-phase=decode]').length") == 1
+        save("preempted")
+        cancel(server.url, "high")
+        page.wait_for(f"{is_in('ended', 'high')} && {is_in('decode', 'low')}")
+        cancel(server.url, "low")
+        page.wait_for(f"{is_in('ended', 'low')} && {is_in('decode', 'other')}")
+        page.click("#freeze")
+        cancel(server.url, "other")
+        page.click("#freeze")
+        page.wait_for("!document.querySelector('.group[data-phase=decode] .name')")
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+
+
+@scenario
+def a_hostile_user_is_a_name_like_others(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01).serving() as server:
+        start(page, server.url, "live")
+        send(server.url, "a..b:c_d-e", user=HOSTILE)
+        page.wait_for(is_in("decode", "a..b:c_d-e"))
+        page.wait_for(f"document.querySelector('.who').textContent.includes({json.dumps(HOSTILE)})")
+        assert page.run("[window.hit === undefined, document.images.length]") == [True, 0]
+        page.run("document.querySelector('.name').click()")
+        page.wait_for("location.hash.startsWith('#/why/a..b%3Ac_d-e-')")
+
+
+@scenario
+def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01, api_keys=API_KEYS).serving() as server:
+        start(page, server.url)
+        page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['ann'])})")
+        for name in ("ann", "bob"):
+            send(server.url, f"of-{name}", KEYS[name])
+        page.run("location.hash = '#/live'")
+        page.wait_for(is_in("decode", "of-ann"))
+        page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '2'")
+        assert "of-bob" not in page.text()
+        assert "and 1 that are not shown" in page.text(".requests-card")
+        page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['root'])})")
+        page.run("document.dispatchEvent(new CustomEvent('key-changed'))")
+        page.wait_for(is_in("decode", "of-bob"))
+        page.problems.clear()  # the key was missing at first
 
 
 def main() -> int:

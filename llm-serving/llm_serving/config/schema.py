@@ -263,6 +263,10 @@ class ServerConfig:
     """True: `/ui` is a page to try the model, to watch the scheduler and to see why a request waited. It is open to
     all; what it shows needs the key that is typed there."""
 
+    max_live_viewers: int = option(16, integer(0, 1000))
+    """Streams of `/v1/live` at a time, what the page's live view reads; a tenant has at most half of them. All of them
+    together take at most one hundredth of a core: pictures become fewer as they cost more."""
+
     log_level: str = option("INFO", choice(LEVELS))
     """Least level of the log lines: DEBUG, INFO, WARNING or ERROR."""
 

@@ -32,6 +32,7 @@ from llm_serving.executor.away import Away
 from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.log import get_logger
+from llm_serving.observe.glance import Glance, glance
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
 from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
@@ -172,6 +173,10 @@ class Engine:
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
         return scheduler_state(self.scheduler, self._clock(), self.mean_step_s)
+
+    def glance(self, since: float) -> Glance:
+        """The same, with what has happened since a time. To be called by the engine's thread."""
+        return glance(self.scheduler, self.journal, self._clock(), self.mean_step_s, since)
 
     def stop(self) -> None:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""

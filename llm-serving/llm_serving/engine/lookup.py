@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock
@@ -13,9 +15,12 @@ from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Replicas
 from llm_serving.errors import RequestNotFoundError, WorkerDiedError
 from llm_serving.observe.explanation import Explanation, answers_to, explain
+from llm_serving.observe.glance import Glance
 from llm_serving.observe.journal import Life
 from llm_serving.observe.scheduler_state import SchedulerState
 from llm_serving.observe.timeline import JsonObject, ReplicaTrace, trace
+
+T = TypeVar("T")
 
 STATE_TIMEOUT_S: Final = 5.0
 """How long an engine is waited for; one whose WorkAgent is started again answers later."""
@@ -33,8 +38,9 @@ class Lookup:
         self._replicas = replicas
         self._requests = requests
         self._clock = clock
-        self._asked: dict[int, asyncio.Future[SchedulerState]] = {}
+        self._states: dict[int, asyncio.Future[SchedulerState]] = {}
         """The newest question to each replica."""
+        self._glances: dict[int, asyncio.Future[Glance]] = {}
 
     def find(self, request_id: str, tenant: str | None) -> list[OpenRequest]:
         """The requests that live and are meant by an id; none when all have ended. Call it on the event loop.
@@ -54,15 +60,25 @@ class Lookup:
 
         However many ask at once, each replica answers once.
         """
+        return await self._ask_all(self._states, lambda engine: engine.state, STATE_TIMEOUT_S)
+
+    async def glances(self, since: float, timeout_s: float) -> dict[int, Glance | None]:
+        """The same, with what has happened since a time; for one who watches, and asks again and again."""
+        return await self._ask_all(self._glances, lambda engine: partial(engine.glance, since), timeout_s)
+
+    async def _ask_all(
+        self, asked: dict[int, asyncio.Future[T]], question: Callable[[Engine], Callable[[], T]], timeout_s: float
+    ) -> dict[int, T | None]:
+        """Answers of all living replicas; one that has not answered the question before is not asked another."""
         living = self._replicas.living()
         for index, engine in living.items():
-            asked = self._asked.get(index)
-            if asked is None or asked.done():
+            before = asked.get(index)
+            if before is None or before.done():
                 with contextlib.suppress(WorkerDiedError):
-                    self._asked[index] = asyncio.wrap_future(engine.ask(engine.state))
-        asked_now = {index: self._asked[index] for index in living if index in self._asked}
+                    asked[index] = asyncio.wrap_future(engine.ask(question(engine)))
+        asked_now = {index: asked[index] for index in living if index in asked}
         if asked_now:
-            await asyncio.wait(asked_now.values(), timeout=STATE_TIMEOUT_S)
+            await asyncio.wait(asked_now.values(), timeout=timeout_s)
         return {index: answer.result() if answer.done() else None for index, answer in asked_now.items()}
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:

@@ -87,6 +87,15 @@ class BlockManager:
     def num_blocks_held(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
+    def num_blocks_shared(self, request_id: str) -> int:
+        """Blocks at the beginning of the request's table that others hold as well, up to the first that none does."""
+        count, ref_count = 0, self.pool.ref_count
+        for block_id in self._tables.get(request_id, ()):
+            if ref_count(block_id) == 1:
+                break
+            count += 1
+        return count
+
     def num_tokens_with_room(self, request_id: str) -> int:
         """Tokens from the request's first on that have a place in its table, or had one."""
         return self._tables[request_id].end * self.block_size

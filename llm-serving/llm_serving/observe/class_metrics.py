@@ -101,6 +101,15 @@ class ClassMetrics:
                 if met is not None and _promises(request_class, target):
                     self._slo[request_class.name, target, met] += 1
 
+    def kept(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Class -> target -> requests that kept what is promised, and those that did not; of what is promised alone."""
+        with self._lock:
+            counts = dict(self._slo)
+        found: dict[str, dict[str, tuple[int, int]]] = {each.name: {} for each in self._classes}
+        for name, target, _ in counts:
+            found[name][target] = counts[name, target, True], counts[name, target, False]
+        return found
+
     def collect(self) -> Iterator[Metric]:
         names, values = [*self._labels, "priority_class"], list(self._labels.values())
         loads = {each.name: self.load(each.name) for each in self._classes}

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from functools import cached_property
+from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from llm_serving.core.exchange import Exchange
@@ -294,6 +295,24 @@ class Journal:
     def lives(self) -> list[Life]:
         """Of the requests that live and of the newest that ended."""
         return list(self._lives.values())
+
+    def steps_since(self, time: float, most: int) -> list[tuple[float, Step]]:
+        """When the WorkAgent began it, and the step: of those that ended after a time the newest so many, in order.
+
+        To be called by the engine's thread.
+        """
+        newest = list(islice(reversed(self._steps), most + 1))
+        began = [max(step.formed, before.ended) for step, before in pairwise(newest)]
+        began += [step.formed for step in newest[len(began) :]]
+        found = [each for each in zip(began, newest, strict=True) if each[1].ended > time]
+        return found[:most][::-1]
+
+    def ended_since(self, time: float, most: int) -> list[Life]:
+        """Requests that ended after a time, the newest so many, in order. To be called by the engine's thread."""
+        lives = (self._lives[request_id] for request_id in reversed(self._ended))
+        return list(
+            islice(takewhile(lambda life: life.ended_time is not None and life.ended_time > time, lives), most)
+        )[::-1]
 
     def record(self, now: float) -> Record:
         # In this order a step that ends meanwhile is seen twice, never missed.

@@ -182,6 +182,10 @@ class Metrics(Collector):
             sum(load.kv_usage for load in loads) / max(len(loads), 1),
         )
 
+    @property
+    def num_bound_violations(self) -> int:
+        return self._counts["llm_serving:bound_violations_total"]
+
     def totals(self) -> Totals:
         """What the line of throughput compares with what it was before."""
         with self._lock:

@@ -27,6 +27,16 @@ class RunningState(NamedTuple):
     num_computed_tokens: int
     num_blocks: int
     num_preemptions: int
+    arrival_time: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Of the prompt, found computed when it first ran."""
+    max_num_tokens: int
+    num_shared_blocks: int
+    """At the beginning of its table, held by others as well."""
+    first_block: int | None
+    """Of those, the first; who has the same begins alike. None: it shares none."""
+    sequence: int
 
 
 class WaitingState(NamedTuple):
@@ -39,6 +49,11 @@ class WaitingState(NamedTuple):
     has_run: bool
     is_apart: bool
     """Its tenant runs as many as it may."""
+    num_prompt_tokens: int
+    num_steps_waited: int | None
+    """Of those that `wait_bound` counts; None: nothing is promised, or it has been admitted before."""
+    wait_bound: int | None
+    sequence: int
 
 
 class ClassState(NamedTuple):
@@ -61,7 +76,7 @@ class SchedulerState(NamedTuple):
     running: list[RunningState]
     """In the order in which they decode."""
     waiting: list[WaitingState]
-    """At most `MAX_WAITING`."""
+    """Those that were looked at."""
     num_waiting: int
     """All of them, those included that wait for others of their own request."""
     classes: list[ClassState]
@@ -75,14 +90,23 @@ class SchedulerState(NamedTuple):
     num_used_host_blocks: int
 
 
-def scheduler_state(scheduler: Scheduler, now: float, step_s: float | None = None) -> SchedulerState:
-    """To be called by the thread that owns the scheduler; `step_s` is how long a step takes, if that is known."""
+def scheduler_state(
+    scheduler: Scheduler, now: float, step_s: float | None = None, max_waiting: int = MAX_WAITING
+) -> SchedulerState:
+    """To be called by the thread that owns the scheduler.
+
+    Args:
+        scheduler: Is copied from.
+        now: Seconds on the engine's clock.
+        step_s: Seconds a step takes, if that is known.
+        max_waiting: Waiting requests that are looked at.
+    """
     pool, host = scheduler.blocks.pool, scheduler.blocks.host_pool
     bounds = {each.name: each.in_words(step_s) for each in scheduler.bounds}
     running = [_running(scheduler, request) for request in scheduler.running]
-    waiting = [_waiting(request, is_apart=False) for request in islice(scheduler.waiting, MAX_WAITING)]
-    apart = islice(scheduler.kept_apart(), MAX_WAITING - len(waiting))
-    waiting += [_waiting(request, is_apart=True) for request in apart]
+    waiting = [_waiting(scheduler, request, is_apart=False) for request in islice(scheduler.waiting, max_waiting)]
+    apart = islice(scheduler.kept_apart(), max_waiting - len(waiting))
+    waiting += [_waiting(scheduler, request, is_apart=True) for request in apart]
     tenants = {each.tenant for each in running} | {each.tenant for each in waiting}
     classes = []
     for each in scheduler.classes:
@@ -108,6 +132,8 @@ def scheduler_state(scheduler: Scheduler, now: float, step_s: float | None = Non
 
 def _running(scheduler: Scheduler, request: Request) -> RunningState:
     phase = "paused" if request.paused else "decode" if request.is_decoding else "prefill"
+    blocks, request_id = scheduler.blocks, request.request_id
+    num_shared = blocks.num_blocks_shared(request_id)
     return RunningState(
         request.request_id,
         request.request_class.name,
@@ -116,12 +142,21 @@ def _running(scheduler: Scheduler, request: Request) -> RunningState:
         *request.running_since,
         request.num_tokens,
         request.num_computed_tokens,
-        scheduler.blocks.num_blocks_held(request.request_id),
+        blocks.num_blocks_held(request_id),
         request.num_preemptions,
+        request.arrival_time,
+        request.num_prompt_tokens,
+        request.num_cached_tokens,
+        request.max_num_tokens,
+        num_shared,
+        next(iter(blocks.table(request_id))) if num_shared else None,
+        request.sequence,
     )
 
 
-def _waiting(request: Request, *, is_apart: bool) -> WaitingState:
+def _waiting(scheduler: Scheduler, request: Request, *, is_apart: bool) -> WaitingState:
+    monitor = scheduler.waits.monitor
+    is_promised = not request.has_run and monitor.watches(request)
     return WaitingState(
         request.request_id,
         request.request_class.name,
@@ -131,4 +166,8 @@ def _waiting(request: Request, *, is_apart: bool) -> WaitingState:
         request.num_preemptions,
         request.has_run,
         is_apart,
+        request.num_prompt_tokens,
+        monitor.num_waited(request) if is_promised else None,
+        request.wait_bound if is_promised else None,
+        request.sequence,
     )

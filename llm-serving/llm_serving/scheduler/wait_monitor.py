@@ -57,6 +57,10 @@ class WaitMonitor:
         if not request.has_run:
             request.num_steps_waited = self._clocks[request.request_class.name] - wait.since
 
+    def watches(self, request: Request) -> bool:
+        """Whether it waits and was promised something."""
+        return request.sequence in self._waits
+
     def num_waited(self, request: Request) -> int:
         """Steps that have been counted since it began to wait."""
         return self._clocks[request.request_class.name] - self._waits[request.sequence].since

@@ -34,6 +34,7 @@ from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
 from llm_serving.server.inside import Inside
+from llm_serving.server.live_feed import LiveFeed
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.page import page_routes
 from llm_serving.server.quota import quotas_of
@@ -84,6 +85,13 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site
         [*(endpoint.route(engine) for endpoint in ENDPOINTS), Route(OPENAPI_PATH, show_openapi), *page],
         ResponseStore(engine.config.serving.response_store_bytes),
         ModelHashes(engine.config),
+        LiveFeed(
+            engine.lookup,
+            engine.metrics,
+            engine.config.scheduler.policy,
+            engine.config.serving.max_live_viewers,
+            engine.clock,
+        ),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -110,9 +118,12 @@ class Application:
     of a stream. Routes answer their own errors; one that does not is logged by the server and gets status 500.
     """
 
-    def __init__(self, routes: Sequence[Route], responses: ResponseStore, model_hashes: ModelHashes) -> None:
+    def __init__(
+        self, routes: Sequence[Route], responses: ResponseStore, model_hashes: ModelHashes, live: LiveFeed
+    ) -> None:
         self.responses = responses
         self.model_hashes = model_hashes
+        self.live = live
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
@@ -147,7 +158,7 @@ def serve(engine: AsyncEngine) -> int:
         try:
             site = build_site(engine, access_log)
             reopen = (lambda: None) if access_log is None else access_log.reopen
-            server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen)
+            server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen, site.routes.live.close)
             engine.on_failure = server.end
             server.run_within(_running(engine, site))
         finally:

@@ -79,6 +79,7 @@ class HttpServer(uvicorn.Server):
         limits: What clients may do, the certificate, and how long running requests get after the first signal.
         on_refused: Told of the address and status of what the door refused, before the application saw it.
         on_reload: Called on the event loop at the signal to read files again, besides the certificate's.
+        on_shutdown: Called on the event loop before running requests are waited for.
 
     Raises:
         ConfigError: The certificate cannot be used.
@@ -91,6 +92,7 @@ class HttpServer(uvicorn.Server):
         limits: ServerConfig,
         on_refused: Callable[[str, int], None] = lambda address, status: None,
         on_reload: Callable[[], None] = lambda: None,
+        on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -113,6 +115,7 @@ class HttpServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_refused = on_refused
         self._on_reload = on_reload
+        self._on_shutdown = on_shutdown
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
@@ -136,6 +139,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets running requests finish, then ends all connections."""
+        self._on_shutdown()
         if self._renewal is not None:
             self._renewal.cancel()
         await super().shutdown(sockets)

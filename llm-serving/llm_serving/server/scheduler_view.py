@@ -31,6 +31,18 @@ class RunningRequest(Struct, kw_only=True):
     """Of these, in the cache or on their way there."""
     blocks: int
     preemptions: int
+    age: float
+    """Seconds since it arrived."""
+    prompt: int
+    """Tokens of its prompt."""
+    cached: int
+    """Of these, found computed when it first ran."""
+    most: int
+    """Tokens that it can have at most, of prompt and output."""
+    shared: int
+    """Blocks at its beginning that others hold as well."""
+    group: int | None
+    """Requests of the same number begin with the same block; null: it shares none."""
 
 
 class WaitingRequest(Struct, kw_only=True):
@@ -45,6 +57,11 @@ class WaitingRequest(Struct, kw_only=True):
     """Whether it had a slot before and lost it."""
     tenant_limit: bool
     """Whether it waits for others of its tenant, which runs as many as it may."""
+    prompt: int
+    waited: int | None
+    """Steps, of those that `bound` counts; null: nothing is promised, or it has been admitted before."""
+    bound: int | None
+    """Steps that it waits at most to be admitted for the first time."""
 
 
 class ClassQueue(Struct, kw_only=True):
@@ -140,7 +157,7 @@ def _replica(index: int, state: SchedulerState, policy: str, tenant: str | None)
         ),
         classes=[_class(each, state) for each in state.classes],
         tenants=_tenants(running, waiting, state.classes),
-        running_requests=[_running(each, state.now) for each in running[:MAX_ROWS]],
+        running_requests=_running(running[:MAX_ROWS], state.now),
         waiting_requests=[_waiting(each, state.now) for each in waiting[:MAX_ROWS]],
     )
 
@@ -182,19 +199,30 @@ def _tenants(
     ]
 
 
-def _running(each: RunningState, now: float) -> RunningRequest:
-    return RunningRequest(
-        id=each.request_id,
-        request_class=each.request_class,
-        tenant=each.tenant,
-        phase=each.phase,
-        since_step=each.since_step,
-        seconds=now - each.since,
-        tokens=each.num_tokens,
-        computed=each.num_computed_tokens,
-        blocks=each.num_blocks,
-        preemptions=each.num_preemptions,
-    )
+def _running(requests: Sequence[RunningState], now: float) -> list[RunningRequest]:
+    groups: dict[int, int] = {}
+    """First block -> number, in the order of these requests: the number of a block would tell of others'."""
+    return [
+        RunningRequest(
+            id=each.request_id,
+            request_class=each.request_class,
+            tenant=each.tenant,
+            phase=each.phase,
+            since_step=each.since_step,
+            seconds=now - each.since,
+            tokens=each.num_tokens,
+            computed=each.num_computed_tokens,
+            blocks=each.num_blocks,
+            preemptions=each.num_preemptions,
+            age=now - each.arrival_time,
+            prompt=each.num_prompt_tokens,
+            cached=each.num_cached_tokens,
+            most=each.max_num_tokens,
+            shared=each.num_shared_blocks,
+            group=None if each.first_block is None else groups.setdefault(each.first_block, len(groups)),
+        )
+        for each in requests
+    ]
 
 
 def _waiting(each: WaitingState, now: float) -> WaitingRequest:
@@ -207,4 +235,7 @@ def _waiting(each: WaitingState, now: float) -> WaitingRequest:
         preemptions=each.num_preemptions,
         has_run=each.has_run,
         tenant_limit=each.is_apart,
+        prompt=each.num_prompt_tokens,
+        waited=each.num_steps_waited,
+        bound=each.wait_bound,
     )

@@ -2,10 +2,11 @@
 
 import { address, key } from "./api.js";
 import { el, say } from "./dom.js";
+import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { setUpTheme } from "./theme.js";
 
-const VIEWS = [Playground];
+const VIEWS = [Playground, Live];
 const main = document.getElementById("main");
 const made = new Map();
 let shown = null;

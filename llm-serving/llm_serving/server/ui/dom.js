@@ -33,6 +33,13 @@ export function count(number) {
   return whole.format(Math.round(number));
 }
 
+const brief = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+/** A number of which the size matters alone: 423K. */
+export function roughly(number) {
+  return brief.format(number);
+}
+
 /** Milliseconds in the unit that one reads. */
 export function duration(ms) {
   if (ms === null || ms === undefined || Number.isNaN(ms)) return "–";
