@@ -75,6 +75,8 @@ PLACES = {
     "convert_command": Place(8, TOP),
     "quantize_command": Place(8, TOP),
     "trace_file": Place(8, TOP),
+    "chat_client": Place(8, TOP),
+    "chat_command": Place(8.05, TOP),
     "verify": Place(8.05, TOP),
     "verify_command": Place(8.06, TOP),
     "cli": Place(8.1, TOP),

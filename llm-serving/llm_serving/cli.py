@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import getpass
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.config.paths import REFERENCE_YAML
 from llm_serving.config.report import describe
 from llm_serving.errors import ConfigError, LLMServingError, ModelError, NoWorkAgentsError, RecordingError
-from llm_serving.flags import API_KEY, add_flags, overrides_of, overrides_of_environment
+from llm_serving.flags import API_KEY, API_KEY_VARIABLE, add_flags, overrides_of, overrides_of_environment
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.model_command import cached_table, check_weights, get_weights, stored_size
 from llm_serving.server.authentication import hash_key
@@ -166,6 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
     timeline.add_argument("--steps", type=int, metavar="N", help="only the newest N steps")
     timeline.set_defaults(run=_timeline)
+
+    chatting = commands.add_parser("chat", help="talk with a running server in the terminal", allow_abbrev=False)
+    chatting.add_argument("--url", default="http://127.0.0.1:8835", help="of the server")
+    chatting.add_argument(
+        "--api-key", metavar="KEY", default="", help=f"better in the environment variable {API_KEY_VARIABLE}"
+    )
+    chatting.add_argument("--model", metavar="NAME", default="", help="name that requests give; default: none")
+    chatting.add_argument("--system", metavar="TEXT", default="", help="said before the conversation")
+    chatting.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="parameters", help="a parameter of requests"
+    )
+    chatting.set_defaults(run=_chat)
 
     config = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
     config_commands = config.add_subparsers(required=True, metavar="COMMAND")
@@ -399,6 +412,21 @@ def _hash_key(arguments: argparse.Namespace) -> int:
 def _timeline(arguments: argparse.Namespace) -> int:
     num_events = save_timeline(arguments.url, arguments.output, arguments.steps)
     print(f"{arguments.output}: {num_events} events; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from llm_serving.chat_client import ChatClient
+    from llm_serving.chat_command import chat, read_value
+
+    parameters = {}
+    for given in arguments.parameters:
+        name, found, value = given.partition("=")
+        if not found:
+            raise ConfigError(f"--set must be NAME=VALUE. Given: {given}")
+        parameters[name] = read_value(value)
+    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    chat(ChatClient(arguments.url, key, arguments.model, arguments.system, parameters))
     return 0
 
 

@@ -9,6 +9,14 @@ from llm_serving.server.routes import ENDPOINTS
 from server_client import error_of, post, request
 
 
+def test_what_the_tokenizer_is_like():
+    engine = FakeEngine()
+    info = request(engine, "GET", "/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+    assert info["chat_template"] == engine.tokenizer.chat_template() != ""
+    assert (info["vocab_size"], info["model_max_length"]) == (engine.tokenizer.vocab_size, engine.max_model_len)
+
+
 def test_models():
     body = request(FakeEngine(), "GET", "/v1/models").json()
     assert body["object"] == "list"

@@ -344,6 +344,20 @@ class DetokenizeResponse(Long):
     prompt: str
 
 
+class TokenizerInfo(Long, kw_only=True):
+    """What clients that render and count by themselves ask a tokenizer for."""
+
+    tokenizer_class: str | None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+    """Tokens of prompt and answer together."""
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
 class ModelCard(Struct, kw_only=True):
     id: str
     object: str = "model"

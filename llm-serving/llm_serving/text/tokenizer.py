@@ -51,6 +51,8 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self.strips_leading_space = vocabulary.strips_leading_space
         self.special_token_ids = vocabulary.special_ids
+        named = config.get("tokenizer_class")
+        self._named_class = named if isinstance(named, str) else None
         self._special_texts = special_texts(config)
         for name, text in vocabulary.usual_names.items():
             if name not in self._special_texts and vocabulary.token_id(text) is not None:
@@ -163,6 +165,16 @@ class Tokenizer:
     def chat_template(self, *, with_tools: bool = False) -> str:
         """The text of the template that conversations get; empty: there is none."""
         return self._conversations.source(with_tools=with_tools)
+
+    @property
+    def special_texts(self) -> Mapping[str, str]:
+        """Texts of the special tokens by their use, such as `bos_token`."""
+        return self._special_texts
+
+    @property
+    def named_class(self) -> str | None:
+        """What the folder calls its class."""
+        return self._named_class
 
     def _special_id(self, name: str) -> int | None:
         if (text := self._special_texts.get(name)) is None:

@@ -28,6 +28,7 @@ from llm_serving.server.schemas import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
     VersionResponse,
 )
 
@@ -77,6 +78,19 @@ async def detokenize(engine: AsyncEngine, http_request: Request) -> Response:
     return await large_json_response(await off_loop(len(request.tokens) > INLINE_ITEMS, decode))
 
 
+async def show_tokenizer(engine: AsyncEngine, http_request: Request) -> Response:
+    """What the tokenizer is called, its special tokens and the chat template."""
+    tokenizer = engine.tokenizer
+    info = TokenizerInfo(
+        tokenizer_class=tokenizer.named_class,
+        chat_template=tokenizer.chat_template() or None,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=engine.max_model_len,
+        **{name: tokenizer.special_texts.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+    )
+    return await large_json_response(info)
+
+
 async def show_version(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(VersionResponse(__version__))
 
@@ -92,5 +106,6 @@ ENDPOINTS: Final = (
     Endpoint("GET", "/v1/parameters", list_parameters, "Tell what a request may say", answer=ParameterTable),
     Endpoint("POST", "/tokenize", tokenize, "Text to token ids", body=TokenizeRequest, answer=TokenizeResponse),
     Endpoint("POST", "/detokenize", detokenize, "Token ids to text", body=DetokenizeRequest, answer=DetokenizeResponse),
+    Endpoint("GET", "/tokenizer_info", show_tokenizer, "What the tokenizer is like", answer=TokenizerInfo),
     Endpoint("GET", "/version", show_version, "Version of the server", answer=VersionResponse),
 )
