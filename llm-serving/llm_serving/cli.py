@@ -191,6 +191,12 @@ def _parser() -> argparse.ArgumentParser:
         "reference", help="print a YAML with every key, its default and its meaning", allow_abbrev=False
     )
     reference.set_defaults(run=_reference)
+    importing = config_commands.add_parser(
+        "import", help="write the config.json of MindIE-Service as a YAML", allow_abbrev=False
+    )
+    importing.add_argument("source", type=Path, metavar="CONFIG_JSON")
+    importing.add_argument("--output", type=Path, metavar="YAML", help="new file; default: standard output")
+    importing.set_defaults(run=_import)
 
     hash_key = commands.add_parser(
         "hash-key", help="read an API key and print what `api_keys` has in its place", allow_abbrev=False
@@ -308,6 +314,25 @@ def _check(arguments: argparse.Namespace) -> int:
 def _reference(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(BrokenPipeError):
         print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from llm_serving.config.mindie import import_mindie
+
+    imported = import_mindie(arguments.source)
+    for note in imported.notes:
+        _say(f"notice: {note}")
+    text = imported.as_yaml(arguments.source.name)
+    if arguments.output is None:
+        print(text, end="", flush=True)
+        return 0
+    try:
+        with arguments.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
+    _say(f"{arguments.output}: done")
     return 0
 
 
