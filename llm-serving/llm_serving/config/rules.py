@@ -197,6 +197,14 @@ def origins() -> Rule:
     return _texts(pattern, "must be a list of origins such as https://chat.example.com, null or *")
 
 
+def url() -> Rule:
+    def parse(value: Any) -> str:
+        _check(isinstance(value, str) and re.fullmatch(r"https?://[!-~]{1,1000}", value) is not None)
+        return str(value)
+
+    return Rule("must be a URL that begins with http:// or https://", parse)
+
+
 def host_names() -> Rule:
     pattern = re.compile(r"[a-zA-Z0-9.:_-]{1,255}")
     return _texts(pattern, "must be a list of host names without ports")

@@ -32,6 +32,7 @@ from llm_serving.config.rules import (
     sha256,
     share,
     text,
+    url,
 )
 from llm_serving.core.choices import OrderName, PolicyName, QuantizationName, ToolFormatName
 from llm_serving.core.dtypes import MODEL_DTYPES
@@ -276,6 +277,10 @@ class ServerConfig:
     access_log: Path | None = option(None, path_or_dash())
     """File for one line of JSON a request (ids, tokens, times, no texts); relative to the folder the server was started
     in. `-`: standard output. None: nothing is written."""
+
+    otlp_endpoint: str | None = option(None, url())
+    """Address of a collector's traces, OTLP as JSON over HTTP, such as http://127.0.0.1:4318/v1/traces. Each request is
+    a span there, its waiting and computing are spans within it; `traceparent` of W3C is honoured. None: no traces."""
 
     log_file_bytes: int = option(32 * 2**20, memory())
     """Bytes after which the access log, or the log of `llm-serving start`, goes on in a new file, or text such as

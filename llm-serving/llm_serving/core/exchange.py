@@ -14,6 +14,8 @@ class Exchange:
 
     received_time: float
     """Its headers had come."""
+    arrival_time: float | None = None
+    """When the first of its requests came to an engine."""
     first_token_time: float | None = None
     """When the first token of an answer came."""
     predicted_ttft_s: float | None = None

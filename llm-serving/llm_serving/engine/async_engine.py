@@ -212,6 +212,8 @@ class AsyncEngine:
         )
         if exchange is not None:
             exchange.predicted_ttft_s = admission.predicted_s
+            if exchange.arrival_time is None:
+                exchange.arrival_time = request.arrival_time
         stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         forecast = admission.forecast if admission.of_one and beam_search is None else None
         self._requests.add(OpenRequest(request, stream, engine, forecast))

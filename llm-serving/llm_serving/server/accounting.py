@@ -15,6 +15,7 @@ from llm_serving.observe.http_metrics import HttpMetrics
 from llm_serving.server.access_log import AccessLog
 from llm_serving.server.line_budget import LineBudget
 from llm_serving.server.note import SCOPE_KEY, Note
+from llm_serving.server.tracing import HEADER, Tracer, context_of
 
 logger = get_logger(__name__)
 
@@ -38,6 +39,7 @@ class Accounting:
         metrics: Counts requests.
         access_log: None: nobody wants one.
         paths: Of all routes without parameters in them.
+        tracer: Gets the spans of requests; None: nobody wants traces.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Accounting:
         metrics: HttpMetrics,
         access_log: AccessLog | None,
         paths: Collection[str],
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._app = app
         self._clock = clock
         self._metrics = metrics
@@ -66,10 +70,13 @@ class Accounting:
         note = Note(exchange, method if method in METHODS else OTHER, path if path in self._paths else OTHER)
         note.client = client[0] if client else ""
         scope[SCOPE_KEY] = note
+        context = None if self._tracer is None or path in PROBES else context_of(scope["headers"])
 
         def send_and_note(message: Message) -> Awaitable[None]:
             if message["type"] != "http.response.body":
                 note.status = message.get("status", note.status)
+                if context is not None and message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), (HEADER, context.header)]
             elif not message.get("more_body", False):
                 # Just before: a client that has the whole answer never measures less than the server.
                 exchange.answered_time = self._clock()
@@ -86,6 +93,8 @@ class Accounting:
             if status is None:
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if failed else CLIENT_LEFT
             self._tell(note, int(status), exchange.answered_time)
+            if self._tracer is not None and context is not None:
+                self._tracer.answered(context, note, int(status), exchange.answered_time)
 
     def refused(self, address: str, status: int) -> None:
         """Notes what was answered before it had become a request: no place, no HTTP, beyond a limit, too late."""

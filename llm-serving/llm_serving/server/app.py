@@ -42,6 +42,7 @@ from llm_serving.server.receipts import ModelHashes
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.schemas import ErrorDetail, ErrorResponse
+from llm_serving.server.tracing import Tracer, send_to
 
 GARBAGE_THRESHOLDS: Final = (2_000, 1, 200)
 """Objects that have become more before the newest are searched for unreachable cycles, and searches of a generation
@@ -71,7 +72,7 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Acco
     return build_site(engine, access_log).outside
 
 
-def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site:
+def build_site(engine: AsyncEngine, access_log: AccessLog | None = None, tracer: Tracer | None = None) -> Site:
     """As `create_app`, with what answers those that are no clients."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
@@ -95,14 +96,14 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None) -> Site
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
-    inside = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths)
+    inside = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
     if keys:
         application = ApiKeyAuthentication(
             application, keys, open_paths, clock=engine.clock, quotas=quotas, refused=refused
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
-    outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths)
+    outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
     return Site(outside, Inside(inside, {key.name: key for key in keys}, quotas, lambda: engine.health().ready), routes)
 
 
@@ -155,14 +156,18 @@ def serve(engine: AsyncEngine) -> int:
     serving = engine.config.serving
     with bind(serving.server_ip, serving.server_port) as listener:
         access_log, close_log = open_access_log(serving)
+        endpoint = serving.otlp_endpoint
+        tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
         try:
-            site = build_site(engine, access_log)
+            site = build_site(engine, access_log, tracer)
             reopen = (lambda: None) if access_log is None else access_log.reopen
             server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen, site.routes.live.close)
             engine.on_failure = server.end
             server.run_within(_running(engine, site))
         finally:
             close_log()
+            if tracer is not None:
+                tracer.close()
     if engine.failure is not None:
         raise engine.failure
     return 0
