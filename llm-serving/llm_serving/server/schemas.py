@@ -5,10 +5,11 @@ The fields that are served stand here; `parameters.py` says what becomes of othe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from msgspec import UNSET, Raw, Struct, UnsetType, field
 
+from llm_serving import __version__
 from llm_serving.server.off_loop import Long
 
 JsonObject = dict[str, Any]
@@ -224,6 +225,10 @@ class CompletionChoice(Long, kw_only=True):
     """For each token of the prompt: by token id, itself and the most likely ones."""
 
 
+FINGERPRINT: Final = f"llm-serving-{__version__}"
+"""What `system_fingerprint` of whole answers says: the program that answers."""
+
+
 class Completion(Long, kw_only=True):
     """An answer, or one event of a stream."""
 
@@ -300,6 +305,7 @@ class ChatCompletion(Long, kw_only=True):
     object: str = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str = FINGERPRINT
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -1,0 +1,31 @@
+"""What every client's file uses: it runs in an environment of its own, with the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+
+URL = os.environ.get("ACCEPTANCE_URL", "http://127.0.0.1:8835")
+MODEL = os.environ.get("ACCEPTANCE_MODEL", "demo")
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def package(name: str) -> None:
+    """Tells which version of the client runs."""
+    print(json.dumps({"version": version(name)}), flush=True)
+
+
+def check(what: str) -> Callable[[Callable[[], object]], None]:
+    """Runs a function at once, and tells whether it went well and gave something."""
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            result = function()
+            error = "" if result else f"gave {result!r}"
+        except Exception as caught:  # noqa: BLE001  whatever a client raises is what it comes to
+            error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"
+        print(json.dumps({"what": what, "error": error}), flush=True)
+
+    return run

@@ -1,0 +1,31 @@
+import instructor
+import openai
+from checking import MODEL, URL, check, package
+from pydantic import BaseModel, Field
+
+package("instructor")
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=12)
+
+
+def ask(mode):
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0), mode=mode)
+    return client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Which city?"}],
+        response_model=Weather,
+        max_retries=0,
+        max_tokens=200,
+    )
+
+
+@check("response_model, JSON schema")
+def _():
+    return isinstance(ask(instructor.Mode.JSON_SCHEMA), Weather)
+
+
+@check("response_model, tools")
+def _():
+    return isinstance(ask(instructor.Mode.TOOLS), Weather)

@@ -1,0 +1,26 @@
+from checking import URL, check, package
+from text_generation import Client
+
+package("text-generation")
+client = Client(URL)
+
+
+@check("generate")
+def _():
+    return client.generate("Add 17 and 25.", max_new_tokens=8).generated_text
+
+
+@check("generate_stream")
+def _():
+    return "".join(piece.token.text for piece in client.generate_stream("Add 17 and 25.", max_new_tokens=8))
+
+
+@check("chat")
+def _():
+    return client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16).choices[0].message.content
+
+
+@check("chat, streamed")
+def _():
+    pieces = client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16, stream=True)
+    return "".join(piece.choices[0].delta.content or "" for piece in pieces)
