@@ -14,6 +14,7 @@ from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.computed_by import ComputedBy
+from llm_serving.core.constraint import Constraint
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
@@ -25,12 +26,14 @@ from llm_serving.models.pooling import Pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.explanation import Explanation
 from llm_serving.observe.metrics import Metrics
+from llm_serving.text.constraints import ConstraintCompiler
 from llm_serving.text.tokenizer import Tokenizer
 from numpy.typing import NDArray
 
 DEMO_FOLDER = Path(llm_serving.demo_model.__file__).parent
 DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)
 DEMO_SPEC = ModelSpec.from_folder(DEMO_FOLDER)
+DEMO_CONSTRAINTS = ConstraintCompiler(DEMO_TOKENIZER, frozenset(DEMO_TOKENIZER.eos_token_ids), DEMO_SPEC.vocab_size)
 MAX_MODEL_LEN = 128
 
 
@@ -69,6 +72,7 @@ class Submitted:
     deadline: float | None = None
     visitor: Visitor | None = None
     wants_vector: bool = False
+    constraint: Constraint | None = None
 
 
 class FakeStream:
@@ -215,6 +219,7 @@ class FakeEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.computed_by = ComputedBy(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
+        self.constraints = DEMO_CONSTRAINTS
 
     @property
     def control(self) -> FakeEngine:
@@ -306,6 +311,7 @@ class FakeEngine:
         deadline: float | None = None,
         fork_of: FakeStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        constraint: Constraint | None = None,
         wants_vector: bool = False,
         visitor: Visitor | None = None,
         admission: Admission | None = None,
@@ -324,6 +330,7 @@ class FakeEngine:
             deadline,
             visitor,
             wants_vector,
+            constraint,
         )
         self.submitted.append(submitted)
         self.exchanges.append(exchange)

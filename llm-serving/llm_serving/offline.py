@@ -14,13 +14,14 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.replica import build_engine
-from llm_serving.errors import WorkerError
+from llm_serving.errors import RequestError, WorkerError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
+from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, GrammarLimits, TokenConstraint
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.worker.loading import load_runner
 
@@ -67,6 +68,14 @@ class LLM:
             window=self.model_spec.window,
         )
         self.end_token_ids = end_token_ids(config.model, self.model_spec, self.tokenizer)
+        serving = config.serving
+        self.constraints = ConstraintCompiler(
+            self.tokenizer,
+            self.end_token_ids,
+            self.model_spec.vocab_size,
+            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammars_kept),
+        )
+        """Makes what answers must keep to of grammars: `SamplingParams(constraint=grammar.text)`."""
         self._counter = itertools.count()
         self._pieces: list[RequestOutput] = []
 
@@ -179,9 +188,18 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling=sampling,
             stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
+            constraint=self._constraint(sampling),
             priority=priority,
             arrival_time=monotonic(),
         )
+
+    def _constraint(self, sampling: SamplingParams) -> TokenConstraint | None:
+        if sampling.constraint is None:
+            return None
+        try:
+            return self.constraints.compiled(Grammar(sampling.constraint))
+        except GrammarError as error:
+            raise RequestError("constraint", str(error)) from None
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
         self._pieces += pieces

@@ -1,18 +1,21 @@
-"""Constraints on tokens hold in every answer, and an answer under load is still the one given alone."""
+"""Constraints hold in every answer, and an answer under load is still the one given alone."""
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from typing import Any
 
 import pytest
 from engine_harness import Harness
+from fake_constraints import END, constraint_of, text_of
 from fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.scheduler import PreemptionMode
+from llm_serving.text.constraints.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
 
 _names = (f"constrained-{number}" for number in count())
 PROMPT = [100, 101, 102]
@@ -25,13 +28,27 @@ def greedy_tokens(**constraints: Any) -> list[int]:
 
 def run_alone(sampling: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
     harness = Harness(runner=SamplingRunner, ahead=False)
-    request = Request(next(_names), list(prompt), sampling)
+    request = create(sampling, prompt)
     harness.engine.submit(request)
     harness.run()
     return harness.token_ids(request.request_id)
 
 
+def create(sampling: SamplingParams, prompt: list[int], priority: int = 0) -> Request:
+    ends = frozenset() if sampling.constraint is None else frozenset({END})
+    constraint = None if sampling.constraint is None else constraint_of(Grammar(sampling.constraint))
+    return Request(next(_names), list(prompt), sampling, stop_token_ids=ends, priority=priority, constraint=constraint)
+
+
 PLAIN = greedy_tokens()
+OBJECTS = constraint_of(
+    json_grammar(
+        """{"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 20]}, "maxItems": 3}},
+        "required": ["a"], "additionalProperties": false}""",
+        whitespace=" ",
+    )
+)
+GRAMMARS = [OBJECTS.grammar.text, choice_grammar(["on", "off"]).text, regex_grammar("[a-c]{2,9}").text]
 
 
 def test_a_bad_word_of_one_token_never_comes():
@@ -55,19 +72,38 @@ def test_only_allowed_tokens_come():
     assert greedy_tokens(allowed_token_ids=tuple(range(VOCAB_SIZE))) == PLAIN
 
 
+def test_an_answer_keeps_to_its_constraint_and_ends_with_it():
+    for seed in range(8):
+        tokens = run_alone(SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text))
+        assert tokens[-1] == END
+        assert {*json.loads(text_of(tokens))["a"]} <= {1, 20}
+
+
+def test_an_answer_that_is_cut_off_says_so():
+    harness = Harness(runner=SamplingRunner)
+    request = create(SamplingParams(max_tokens=3, constraint=OBJECTS.grammar.text), PROMPT)
+    harness.engine.submit(request)
+    harness.run()
+    assert (harness.last(request.request_id).finish_reason, len(harness.token_ids(request.request_id))) == ("length", 3)
+
+
 def constraints() -> st.SearchStrategy[dict[str, Any]]:
     """Few tokens, so that bad words begin often."""
     few = st.integers(0, 5)
     words = st.lists(st.lists(few, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
-    return st.fixed_dictionaries(
+    usual = {
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+    }
+    tokens = st.fixed_dictionaries(
         {
             "allowed_token_ids": st.just((0, 1, 2, 3, 4, 5, 40)) | st.none(),
             "bad_words": words,
-            "temperature": st.sampled_from([0.0, 1.0]),
-            "seed": st.integers(0, 3),
-            "repetition_penalty": st.sampled_from([1.0, 1.5]),
+            **usual,
         }
     )
+    return tokens | st.fixed_dictionaries({"constraint": st.sampled_from(GRAMMARS), **usual})
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +128,7 @@ def test_answers_under_load_are_those_given_alone(load, mode, ahead):
     for fields, arrival, priority, num_prompt in load:
         sampling = SamplingParams(max_tokens=MAX_TOKENS, **fields)
         prompt = list(range(100, 100 + num_prompt))
-        requests.append((arrival, Request(next(_names), prompt, sampling, priority=priority)))
+        requests.append((arrival, create(sampling, prompt, priority)))
     for step in range(10):
         for arrival, request in requests:
             if arrival == step:

@@ -191,3 +191,22 @@ def test_allowed_tokens_are_bits():
     assert sampling.allowed_words.view("<u4").tolist() == [2**31 + 1, 2, 16]
     again = steps.next().sampling
     assert again.allowed_words is sampling.allowed_words
+
+
+def test_a_walk_tells_the_allowed_tokens_of_each_step():
+    request = create_request(3)
+    request.walk, request.waits_for_reply = _Walk(), True
+    steps = Steps(create_request(3), request)
+    seen = []
+    for tokens in ((4, 5), (6, 7)):
+        sampling = steps.next().sampling
+        seen.append(parts(sampling.allowed_words, sampling.allowed_offsets))
+        steps.collect(*tokens)
+    assert seen == [[[], [0]], [[], [1, 5]]]
+
+
+class _Walk:
+    """Allows what a test can foresee."""
+
+    def allowed_words(self, output_token_ids):
+        return np.array([len(output_token_ids), *output_token_ids], np.int32)

@@ -359,9 +359,7 @@ class TestPromptLogprobs:
     ("field", "value"),
     [
         ("suffix", "end"),
-        ("guided_json", {"type": "object"}),
         ("structured_outputs", {"json": {}}),
-        ("response_format", {"type": "json_object"}),
     ],
 )
 def test_what_is_not_served_is_refused(field, value):

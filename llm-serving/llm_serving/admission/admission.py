@@ -56,6 +56,8 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
     their beams need places that a static batch has not."""
     if sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
+    if sampling.constraint is not None:
+        raise RequestError("constraint", "is not supported with use_beam_search")
     if sampling.max_tokens == 0:
         raise RequestError("max_tokens", "must be at least 1 with use_beam_search", 0)
     if limits.batching_strategy == "static":

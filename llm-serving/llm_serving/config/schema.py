@@ -235,6 +235,16 @@ class ServerConfig:
     batch_concurrency: int | None = option(None, integer(1, 4096))
     """Lines of batches that are asked for at once. None: `decode_batch_size`."""
 
+    max_grammar_bytes: int = option(2**16, integer(1024, 2**24))
+    """Bytes that a JSON schema, regular expression or grammar for answers may have."""
+
+    max_grammar_states: int = option(20_000, integer(100, 10**7))
+    """States of the automaton that such a grammar may need while one answer is made, about 2 KB each; an answer that
+    needs more ends with an error."""
+
+    grammars_kept: int = option(64, integer(1, 10**5))
+    """Grammars that are kept compiled, those asked for last."""
+
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
     """How the model writes calls of tools, where requests have `tools`. `auto`: as its chat template shows; `none`:
     such requests are refused; otherwise a format of docs/tools.md."""

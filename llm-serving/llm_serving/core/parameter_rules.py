@@ -120,6 +120,20 @@ class Texts:
         return tuple(value)
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """None, or a text. Whether it is a grammar is told by who compiles it."""
+
+    @property
+    def text(self) -> str:
+        return "must be a grammar"
+
+    def checked(self, field: str, value: Any) -> str | None:
+        if value is not None and not (isinstance(value, str) and value):
+            raise RequestError(field, self.text, value)
+        return value
+
+
 _TOKEN_ID: Final = Whole(0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.constraint import Constraint, Walk
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.receiver import Receiver
 from llm_serving.core.request_class import STANDARD, RequestClass
@@ -80,6 +81,10 @@ class Request:
     """Whether it waits for others between two of its tokens."""
     form: BeamSearchParams | None = None
     """What the answer is where not just the tokens of this request; `engine.receivers` has a receiver for each type."""
+    constraint: Constraint | None = None
+    """What has been made of that of its sampling."""
+    walk: Walk | None = None
+    """Tells which tokens may follow its output, where it has a constraint."""
     receiver: Receiver | None = None
     """What it is computed for; given when an engine takes it."""
     arrival_time: float = 0.0
@@ -141,6 +146,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.waits_for_reply = self.waits_for_reply or self.sampling.needs_known_output
+        assert (self.constraint is None) == (self.sampling.constraint is None), "a constraint must be compiled"
+        if self.constraint is not None:
+            self.walk = self.constraint.begin()
         if self.sampling.prompt_logprobs is not None:
             self.num_results_wanted = len(self.prompt_token_ids) - 1
 

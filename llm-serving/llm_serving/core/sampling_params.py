@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from llm_serving.core.parameter_rules import (
     Flag,
+    GrammarText,
     ParameterRule,
     Real,
     SomeTokenIds,
@@ -71,6 +72,9 @@ class SamplingParams:
     """Only these tokens can be chosen. None: all."""
     bad_words: tuple[tuple[int, ...], ...] = _parameter((), TokenSequences(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
     """Token sequences: the last token of one cannot follow the others in the output."""
+    constraint: str | None = _parameter(None, GrammarText())
+    """A grammar as llguidance reads it, of one of the forms of docs/constraints.md: the output keeps to it, and ends
+    only where it does."""
     seed: int = _parameter(0, Whole(0, MAX_SEED))
     """With the position it keys the random numbers: same seed, same tokens."""
     stop: tuple[str, ...] = _parameter((), Texts(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS))
@@ -95,6 +99,10 @@ class SamplingParams:
             object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"must be an integer from 0 to {self.max_tokens}", self.min_tokens)
+        if self.constraint is not None:
+            for name in NOT_WITH_A_CONSTRAINT:
+                if getattr(self, name) != DEFAULTS[name]:
+                    raise RequestError(name, "is not supported with a constraint: it might leave no token to choose")
         if self.stop and not self.detokenize:
             raise RequestError("stop", "must be empty with detokenize: false, as there is no text to find it in")
 
@@ -105,7 +113,7 @@ class SamplingParams:
     @property
     def needs_known_output(self) -> bool:
         """Whether what may be chosen depends on all tokens that came before, which a step ahead cannot know."""
-        return any(len(sequence) > 1 for sequence in self.bad_words)
+        return self.constraint is not None or any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
     def has_penalties(self) -> bool:
@@ -117,3 +125,5 @@ RULES: Final[Mapping[str, ParameterRule]] = {each.name: each.metadata["rule"] fo
 """Name of a parameter -> what it may be."""
 DEFAULTS: Final[Mapping[str, Any]] = {each.name: each.default for each in fields(SamplingParams)}
 """Name of a parameter -> what it is when nobody says."""
+NOT_WITH_A_CONSTRAINT: Final = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids")
+"""Parameters that decide as well which tokens may come."""

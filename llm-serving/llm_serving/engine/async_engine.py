@@ -16,6 +16,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
+from llm_serving.core.constraint import Constraint
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.request import Request
@@ -34,6 +35,7 @@ from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.class_metrics import ClassLoad
 from llm_serving.observe.metrics import Metrics
+from llm_serving.text.constraints import ConstraintCompiler, GrammarLimits
 from llm_serving.text.tokenizer import Tokenizer
 
 ID_BYTES: Final = 8
@@ -94,6 +96,14 @@ class AsyncEngine:
         self.control = Control(config, self.lookup, self.replicas, self._room)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
         """By which the model ends a text."""
+        serving = config.serving
+        self.constraints = ConstraintCompiler(
+            tokenizer,
+            self.end_token_ids,
+            model_spec.vocab_size,
+            GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammars_kept),
+        )
+        """Makes what answers must keep to of what requests say of their form."""
         self.failure: LLMServingError | None = None
         """Why this process cannot serve and shall end, once that is so."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -148,6 +158,7 @@ class AsyncEngine:
         deadline: float | None = None,
         fork_of: RequestStream | None = None,
         beam_search: BeamSearchParams | None = None,
+        constraint: Constraint | None = None,
         wants_vector: bool = False,
         visitor: Visitor = NOBODY,
         admission: Admission | None = None,
@@ -156,6 +167,8 @@ class AsyncEngine:
 
         With `fork_of`, a request with the same prompt, it runs on the same replica and shares the blocks of the prompt.
         It tells the same number of cached tokens: what the other one found, not what it takes from that.
+
+        With `constraint`, what has been compiled of the one that its sampling names.
 
         With `wants_vector` its last piece has the last hidden state of the prompt.
 
@@ -208,6 +221,7 @@ class AsyncEngine:
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
             form=beam_search,
+            constraint=constraint,
             wants_vector=wants_vector,
         )
         if exchange is not None:

@@ -105,6 +105,7 @@ class Auditor:
             tenant=request.tenant,
             cache_salt=f"audit {self._num_seen} {request.cache_salt}",
             form=request.form,
+            constraint=request.constraint,
             arrival_time=request.arrival_time,
         )
         self._running = answer, _Answer(copy)

@@ -158,4 +158,5 @@ def _copy(request: Request) -> Request:
         output_token_ids=list(request.output_token_ids),
         sampling=replace(request.sampling, max_tokens=max_tokens, min_tokens=min_tokens),
         stop_token_ids=request.stop_token_ids,
+        constraint=request.constraint,
     )

@@ -93,6 +93,9 @@ class StepBuilder:
         histories = [self._history(request) for request in requests] if params.has_penalties else []
         biases = [_biases(request) for request in requests] if params.has_biases else []
         none = np.zeros(len(requests) + 1, np.int32)
+        allowed_offsets, allowed_words = params.allowed_offsets, params.allowed_words
+        if params.has_walks:
+            allowed_offsets, allowed_words = _joined([_allowed_words(request, params.allowed) for request in requests])
         return SamplingInput(
             **params.numbers,
             position=positions,
@@ -103,8 +106,8 @@ class StepBuilder:
             bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
             bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
             bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
-            allowed_offsets=params.allowed_offsets,
-            allowed_words=params.allowed_words,
+            allowed_offsets=allowed_offsets,
+            allowed_words=allowed_words,
         )
 
     def _history(self, request: Request) -> list[int]:
@@ -158,9 +161,22 @@ class _SamplingParams:
             for request in requests
             if request.sampling.allowed_token_ids is not None
         }
-        words = [self.allowed.get(request, _NO_WORDS) for request in requests]
-        self.allowed_offsets = _offsets([len(each) for each in words])
-        self.allowed_words = np.concatenate([_NO_WORDS, *words])
+        """Words of the requests whose allowed tokens are always the same."""
+        self.allowed_offsets, self.allowed_words = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
+        self.has_walks = any(request.walk is not None for request in requests)
+        """Whether those of any request change from step to step."""
+
+
+def _allowed_words(request: Request, always: Mapping[Request, Int32Array]) -> Int32Array:
+    """The words of the tokens that the request may choose now; none if it may choose any."""
+    if request.walk is None:
+        return always.get(request, _NO_WORDS)
+    return request.walk.allowed_words(request.output_token_ids)  # all of it: none is in flight
+
+
+def _joined(parts: Sequence[Int32Array]) -> tuple[Int32Array, Int32Array]:
+    """Offsets and content of a ragged list."""
+    return _offsets([len(each) for each in parts]), np.concatenate([_NO_WORDS, *parts])
 
 
 def _biases(request: Request) -> list[tuple[int, float]]:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.answer_blocks import AnswerBlocks
+from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
@@ -69,6 +70,7 @@ async def converse(
     if offered is not None and offered.format.special_tokens:
         decided["skip_special_tokens"] = False
     checked = sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # before there is a text
+    form = asked_form(request)
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request.messages), lambda: _said(request))
@@ -94,6 +96,8 @@ async def converse(
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
+    constraint = await compiled(engine, form)
+    decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(
         engine,
@@ -103,6 +107,7 @@ async def converse(
         request_id=identity.request_id,
         caller=caller,
         visitor=visitor,
+        constraint=constraint,
         receipt=receipt,
     )
     return prompt, generation

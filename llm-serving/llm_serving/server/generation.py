@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from llm_serving.admission.appointments import Visitor
+from llm_serving.core.constraint import Constraint
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
@@ -147,6 +148,7 @@ async def start_generation(
     request_id: str,
     caller: Caller,
     visitor: Visitor = NOBODY,
+    constraint: Constraint | None = None,
     wants_vectors: bool = False,
     receipt: ReceiptDraft | None = None,
 ) -> Generation:
@@ -162,6 +164,7 @@ async def start_generation(
         request_id: As the client sees it.
         caller: Who asks.
         visitor: By which the door knows the request when it comes again.
+        constraint: What has been compiled of the one that the samplings name.
         wants_vectors: Whether the last pieces are to have the vectors of the prompts.
         receipt: Gets what is computed, and every piece of it.
 
@@ -201,6 +204,7 @@ async def start_generation(
                     deadline=caller.deadline,
                     fork_of=first,
                     beam_search=choices.beams,
+                    constraint=constraint,
                     wants_vector=wants_vectors,
                     visitor=visitor,
                     admission=admission,

@@ -86,6 +86,23 @@ LIMITS: Final[dict[str, str]] = {
     "bad_words": "Texts that have tokens, of a limited number and length.",
     "allowed_token_ids": "Ids of the vocabulary, not empty.",
     "logit_bias": "Up to 1024 ids of the vocabulary, each -100 to 100.",
+    **dict.fromkeys(
+        (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "json_schema",
+            "regex",
+            "ebnf",
+            "grammar",
+        ),
+        "What can be compiled, one of these fields at most; not with a beam search, `min_tokens`, `ignore_eos`, "
+        "`bad_words` or `allowed_token_ids`.",
+    ),
+    "guided_whitespace_pattern": "A regular expression.",
     "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
     "truncate": "1 and more, within the context of the model.",
     "add_generation_prompt": "Not together with `continue_final_message`.",

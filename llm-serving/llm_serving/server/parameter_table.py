@@ -41,6 +41,11 @@ class Parameter(Struct, kw_only=True):
     """Whether completions have it; the next one, whether conversations do."""
     chat: bool
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether a request may have it; what follows from other fields it has not."""
+        return self.completions or self.chat
+
 
 class ClassCard(Struct, kw_only=True):
     name: str
@@ -68,7 +73,7 @@ def parameter_table(engine: AsyncEngine, key: ApiKey | None) -> ParameterTable:
     return ParameterTable(
         model=engine.config.model.model_name,
         max_model_len=engine.max_model_len,
-        parameters=[_parameter(name, engine.sampling_defaults) for name in RULES],
+        parameters=[each for name in RULES if (each := _parameter(name, engine.sampling_defaults)).is_sent],
         classes=_classes(engine, key),
     )
 

@@ -101,12 +101,8 @@ def _named(here: str) -> Refused:
 
 
 _OPENAI: Final[Rows] = {
-    **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag",
-         "json_schema", "regex", "ebnf", "grammar"),
-        _GRAMMAR,
-    ),
-    "response_format": Refused("must be of type text: answers are not bound to a form", ({"type": "text"},)),
+    "structural_tag": Refused("is not supported; `tools` are, and a grammar may describe any text"),
+    "grammar": _named("ebnf"),
     "logits_processors": Refused(),
     "lora_request": _ADAPTER,
     "lora_path": _ADAPTER,
@@ -123,8 +119,7 @@ _OPENAI: Final[Rows] = {
     "top_n_tokens": _named("logprobs"),
     "modalities": Refused("must be text alone", (["text"],)),
     "kv_transfer_params": Refused(),
-    "guided_decoding_backend": Ignored("only matters to grammars"),
-    "guided_whitespace_pattern": Ignored("only matters to grammars"),
+    "guided_decoding_backend": Ignored("there is one"),
     "prediction": Ignored("only a hint for speed"),
     "store": Ignored("nothing is stored"),
     "metadata": Ignored("only matters to what is stored"),
@@ -139,7 +134,6 @@ _OPENAI: Final[Rows] = {
 _TGI: Final[Rows] = {
     "best_of": Refused(neutral=(1,)),
     "typical_p": Refused(neutral=(1,)),
-    "grammar": _GRAMMAR,
     "watermark": Refused(),
     "decoder_input_details": Refused(),
     "adapter_id": _ADAPTER,

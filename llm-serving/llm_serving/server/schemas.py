@@ -75,6 +75,20 @@ class GenerationRequest(CallerFields, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    response_format: JsonObject | None = None
+    """Of type `text`, `json_object` or `json_schema`. One of this and the other forms may be given: `answer_form`."""
+    structured_outputs: JsonObject | None = None
+    """One of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    """In the language of Lark or GBNF."""
+    guided_whitespace_pattern: str | None = None
+    """What may stand between the parts of a JSON text, as a regular expression."""
+    json_schema: JsonObject | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     use_beam_search: bool | None = None
     """Only without `stream`; temperature must be 0 or absent."""
     length_penalty: float | None = None

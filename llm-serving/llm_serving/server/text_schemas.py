@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_serving.server.schemas import CallerFields
+from llm_serving.server.schemas import CallerFields, JsonObject
 
 
 class TGIParameters(CallerFields):
@@ -24,6 +24,8 @@ class TGIParameters(CallerFields):
     return_full_text: bool | None = None
     details: bool | None = None
     top_n_tokens: int | None = None
+    grammar: JsonObject | None = None
+    """The form of the answer: `type` is json, json_schema or regex, `value` the schema or expression."""
 
 
 class TGIRequest(CallerFields):

@@ -1,8 +1,7 @@
 """A process that renders one chat template, and may do nothing else.
 
 A template comes with the model and is a program: `'%1000000000d' | format(1)` is one call that takes a gigabyte, nested
-loops may take for ever, and no thread can be stopped in the middle of either. This process has little memory and little
-time for each text; when either is used up, it ends, and only it.
+loops may take for ever, and no thread can be stopped in the middle of either: see `confined_process`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llm_serving.errors import ChannelClosedError, TransportError
+from llm_serving.text.confined_process import confine, within
 from llm_serving.transport.channel import Channel
 
 MAX_RENDERED_CHARS: Final = 3 * 2**20
@@ -88,12 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket-fd", type=int, required=True, help="one end of a pair of sockets, inherited")
     parser.add_argument("--cpu-seconds", type=float, required=True, help="most time for one text")
     arguments = parser.parse_args(argv)
-    for limit, most in (
-        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-    ):
-        resource.setrlimit(limit, (most, most))
+    confine(MAX_MEMORY_BYTES)
     try:
         serve(Channel(socket.socket(fileno=arguments.socket_fd), Question), arguments.cpu_seconds)  # type: ignore[arg-type]
     except ChannelClosedError:
@@ -108,14 +101,12 @@ def serve(channel: Channel[Question], cpu_seconds: float) -> None:
     template: jinja2.Template | None = None
     while True:
         question = channel.receive()
-        # Time that runs out ends the process, also in the midst of a call: that is what the signal does by default.
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        if isinstance(question, Compile):
-            template, answer = _compile(question.source)
-        else:
-            assert template is not None
-            answer = _render(template, question)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        with within(cpu_seconds):
+            if isinstance(question, Compile):
+                template, answer = _compile(question.source)
+            else:
+                assert template is not None
+                answer = _render(template, question)
         channel.send(answer)
 
 

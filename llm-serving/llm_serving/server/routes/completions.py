@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -14,6 +15,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES, choices_of
 from llm_serving.server.endpoint import Endpoint
@@ -68,6 +70,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     )
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
+    form = asked_form(request)
     if of_prompts is not None:
         check_prompt_logprobs(request, field, choices)
     visitor = await knock(
@@ -81,6 +84,8 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
     whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
     prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
     check_size(prompts, sampling, field, choices.n)
+    constraint = await compiled(engine, form)
+    sampling = replace(sampling, constraint=text_of(constraint))
     items = [
         item if len(prompt) == len(all_of_it) else prompt
         for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
@@ -94,6 +99,7 @@ async def create_completion(engine: AsyncEngine, http_request: Request) -> Respo
         request_id=identity.request_id,
         caller=caller,
         visitor=visitor,
+        constraint=constraint,
         receipt=receipt,
     )
     answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n, receipt)

@@ -8,6 +8,7 @@ likely token is taken. Events are `data:` and one token each; the last one has t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestCancelledError, RequestError
+from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
 from llm_serving.server.endpoint import Endpoint
@@ -44,6 +46,8 @@ from llm_serving.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 100
 
+_FIELDS: Final = {"min_tokens": "min_new_tokens"}
+"""Parameter -> what it is called here."""
 _TEMPERATURE: Final = Real(0.0, 100.0, above_low=True)
 
 JsonObject = dict[str, Any]
@@ -67,6 +71,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
     parameters = request.parameters or TGIParameters()
     caller = caller_of(engine.config, http_request, request, parameters)
     sampling = _sampling(parameters)
+    form = asked_form(parameters, _FIELDS)
     visitor = await knock(
         engine, caller, [request.inputs], sampling.max_tokens, truncates=parameters.truncate is not None
     )
@@ -75,9 +80,11 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
+    constraint = await compiled(engine, form)
+    sampling = replace(sampling, constraint=text_of(constraint))
     request_id = request_id_of(http_request)
     generation = await start_generation(
-        engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor
+        engine, [prompt], [sampling], request_id=request_id, caller=caller, visitor=visitor, constraint=constraint
     )
     answer = _Answer(engine.tokenizer, request.inputs, parameters, sampling)
     if stream or (stream is None and request.stream):
@@ -105,7 +112,7 @@ def _sampling(parameters: TGIParameters) -> SamplingParams:
         raise RequestError("stop_sequences", "is an older name of `stop`; give one of them")
     return sampling_params(
         parameters,
-        {"min_tokens": "min_new_tokens", "stop": "stop" if parameters.stop else "stop_sequences"},
+        _FIELDS | {"stop": "stop" if parameters.stop else "stop_sequences"},
         max_tokens=max_new_tokens,
         temperature=(1.0 if parameters.temperature is None else parameters.temperature) if samples else 0.0,
         include_stop_str_in_output=True,

@@ -1,0 +1,248 @@
+"""The form that a request asks its answer to have: in the fields of several protocols, one of them at most."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, TokenConstraint
+from llm_serving.text.constraints.grammars import any_grammar, choice_grammar, json_grammar, regex_grammar
+
+NUM_COMPILERS: Final = 2
+_COMPILING: Final = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
+"""Threads that compile: other work beside the event loop does not wait with them."""
+MAX_CHOICES: Final = 1024
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer must be.
+
+    Attributes:
+        field: That asks for it, as the client wrote it.
+        make: Makes the grammar; may take long, and raises GrammarError or RequestError.
+    """
+
+    field: str
+    make: Callable[[], Grammar]
+
+
+def asked_form(request: object, names: Mapping[str, str] | None = None) -> AnswerForm | None:
+    """The form that a request asks for; None: any.
+
+    Args:
+        request: Struct with some of the fields below.
+        names: Parameter -> field, where the protocol calls it something else.
+
+    Raises:
+        RequestError: It asks for several, for one of another make, or for what does not go with one.
+    """
+    forms = [
+        form
+        for name, read in _READERS.items()
+        if _asks(value := getattr(request, name, None)) and (form := read(name, value, request)) is not None
+    ]
+    if len(forms) > 1:
+        raise RequestError(forms[1].field, f"must not be given together with `{forms[0].field}`")
+    if not forms:
+        return None
+    if getattr(request, "use_beam_search", None):
+        raise RequestError(forms[0].field, "is not supported with use_beam_search")
+    for name in NOT_WITH_A_CONSTRAINT:
+        field = (names or {}).get(name, name)
+        value = getattr(request, field, None)
+        if value and value != DEFAULTS[name]:
+            raise RequestError(field, f"is not supported with `{forms[0].field}`")
+    return forms[0]
+
+
+async def compiled(engine: AsyncEngine, form: AnswerForm | None) -> TokenConstraint | None:
+    """What answers of a form must keep to, made beside the event loop; None: nothing.
+
+    Raises:
+        RequestError: The form cannot be kept to; names its field and tells where.
+    """
+    if form is None:
+        return None
+    if not engine.constraints.can_end:
+        raise RequestError(form.field, "is not supported: the model has no token that ends an answer")
+    return await asyncio.get_running_loop().run_in_executor(_COMPILING, _compile, engine.constraints, form)
+
+
+def text_of(constraint: TokenConstraint | None) -> str | None:
+    """The parameter of sampling that stands for a constraint."""
+    return None if constraint is None else constraint.grammar.text
+
+
+def _asks(value: Any) -> bool:
+    """Whether a field asks for anything."""
+    return value is not None and value != [] and value != {}
+
+
+def _compile(compiler: ConstraintCompiler, form: AnswerForm) -> TokenConstraint:
+    try:
+        return compiler.compiled(form.make())
+    except GrammarError as error:
+        raise RequestError(form.field, str(error)) from None
+
+
+# --- what each field holds --------------------------------------------------------------------------------------------
+
+_Read = Callable[[str, Any, object], AnswerForm | None]
+
+
+def _whitespace(request: object) -> str | None:
+    return getattr(request, "guided_whitespace_pattern", None)
+
+
+def _schema(field: str, value: Any, request: object) -> AnswerForm:
+    """A JSON schema, as an object or as its text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise RequestError(field, "must be a JSON schema: its text is not JSON") from None
+    if not isinstance(value, dict):
+        raise RequestError(field, "must be a JSON schema, an object", value)
+    whitespace = _whitespace(request)
+    return AnswerForm(field, lambda: json_grammar(_text(value), whitespace))
+
+
+def _text(schema: Any) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+
+
+def _any_object(field: str, value: Any, request: object) -> AnswerForm | None:
+    if not isinstance(value, bool):
+        raise RequestError(field, "must be true or false", value)
+    whitespace = _whitespace(request)
+    return AnswerForm(field, lambda: json_grammar(_ANY_OBJECT, whitespace)) if value else None
+
+
+def _regex(field: str, value: Any, request: object) -> AnswerForm:
+    del request
+    text = _not_empty(field, value)
+    return AnswerForm(field, lambda: regex_grammar(text))
+
+
+def _grammar(field: str, value: Any, request: object) -> AnswerForm:
+    del request
+    text = _not_empty(field, value)
+    return AnswerForm(field, lambda: any_grammar(text))
+
+
+def _choice(field: str, value: Any, request: object) -> AnswerForm:
+    del request
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
+        raise RequestError(field, f"must hold 1 to {MAX_CHOICES} texts")
+    if not all(isinstance(each, str) and each for each in value):
+        raise RequestError(field, "must hold texts, none of them empty")
+    return AnswerForm(field, lambda: choice_grammar(list(dict.fromkeys(value))))
+
+
+def _not_empty(field: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(field, "must be a text that is not empty", value)
+    return value
+
+
+def _response_format(field: str, value: Any, request: object) -> AnswerForm | None:
+    """OpenAI's: `{"type": "text" | "json_object" | "json_schema", ...}`; the schema stands in `json_schema.schema`."""
+    kind = _kind(field, value, ("text", "json_object", "json_schema"))
+    known = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema")}
+    _refuse_others(field, value, known[kind])
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        given = value.get("schema")
+        return _any_object(field, True, request) if given is None else _schema(f"{field}.schema", given, request)
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise RequestError(f"{field}.json_schema", "must be an object with a `schema`", inner)
+    _refuse_others(f"{field}.json_schema", inner, ("name", "description", "schema", "strict"))
+    if not isinstance(inner.get("strict"), bool | None):
+        raise RequestError(f"{field}.json_schema.strict", "must be true or false", inner["strict"])
+    return _schema(f"{field}.json_schema.schema", inner.get("schema"), request)
+
+
+def _structured_outputs(field: str, value: Any, request: object) -> AnswerForm | None:
+    """vLLM's: one of the keys below, each as the field `guided_...` of that name."""
+    if not isinstance(value, dict):
+        raise RequestError(field, "must be an object", value)
+    readers: dict[str, _Read] = {
+        "json": _schema, "json_object": _any_object, "regex": _regex, "choice": _choice, "grammar": _grammar,
+    }  # fmt: skip
+    spaces = _WithWhitespace(value.get("whitespace_pattern"))
+    _refuse_others(field, value, (*readers, "whitespace_pattern"))
+    forms = [
+        form
+        for name, read in readers.items()
+        if _asks(value.get(name)) and (form := read(f"{field}.{name}", value[name], spaces)) is not None
+    ]
+    if len(forms) != 1:
+        raise RequestError(field, f"must have one of {', '.join(readers)}")
+    return forms[0]
+
+
+@dataclass(frozen=True)
+class _WithWhitespace:
+    guided_whitespace_pattern: str | None
+
+
+def _tgi_grammar(field: str, value: Any, request: object) -> AnswerForm:
+    """TGI's: `{"type": "json" | "regex" | "json_schema", "value": ...}`."""
+    kind = _kind(field, value, ("json", "regex", "json_schema"))
+    _refuse_others(field, value, ("type", "value"))
+    given = value.get("value")
+    if kind == "regex":
+        return _regex(f"{field}.value", given, request)
+    if kind == "json":
+        return _schema(f"{field}.value", given, request)
+    if not isinstance(given, dict):
+        raise RequestError(f"{field}.value", "must be an object with a `schema`", given)
+    _refuse_others(f"{field}.value", given, ("name", "schema"))
+    return _schema(f"{field}.value.schema", given.get("schema"), request)
+
+
+def _kind(field: str, value: Any, kinds: tuple[str, ...]) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in kinds:
+        raise RequestError(f"{field}.type", f"must be one of {', '.join(kinds)}", kind)
+    return str(kind)
+
+
+def _refuse_others(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """What is not known and asks for something might change the answer."""
+    for name in _others(value, known):
+        raise RequestError(f"{field}.{name[:60]}", f"is not supported; known are {', '.join(known)}")
+
+
+def _others(value: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[str]:
+    return (name for name, given in value.items() if name not in known and given not in (None, False))
+
+
+_READERS: Final[Mapping[str, _Read]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+    "grammar": _tgi_grammar,
+}
+"""Field -> what it asks for."""
+FORM_FIELDS: Final = tuple(_READERS)

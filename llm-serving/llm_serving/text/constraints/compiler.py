@@ -1,0 +1,182 @@
+"""Grammars made ready for one tokenizer, within bounds; those asked for last are kept."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeVar
+
+from llguidance import LLMatcher, LLTokenizer
+
+from llm_serving.core.constraint import Walk
+from llm_serving.errors import TransportError
+from llm_serving.log import get_logger
+from llm_serving.text.confined_process import ConfinedProcess
+from llm_serving.text.constraints.grammar_process import Tried, Try
+from llm_serving.text.constraints.grammars import Grammar, GrammarError
+from llm_serving.text.constraints.token_table import token_table
+from llm_serving.text.constraints.token_walk import TokenWalk, matcher_of
+from llm_serving.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+MODULE: Final = "llm_serving.text.constraints.grammar_process"
+NUM_PROCESSES: Final = 2
+"""So that one grammar which takes all its time does not hold up the others."""
+MAX_CPU_S: Final = 2.0
+"""For one grammar."""
+STACK_BYTES: Final = 2**25
+"""Of the threads that compile: beyond what a grammar can need that has passed its trial."""
+MAX_ERROR_CHARS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """How large a grammar may be, and how many are kept."""
+
+    max_bytes: int = 2**16
+    """Of its text."""
+    max_states: int = 20_000
+    """Of the automaton that reads its words, for each request: 1 to 2 KB each."""
+    num_kept: int = 64
+    """Compiled grammars."""
+
+
+class TokenConstraint:
+    """A grammar over the tokens of one tokenizer."""
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, num_words: int) -> None:
+        self.grammar = grammar
+        self._matcher = matcher
+        self._num_words = num_words
+
+    def begin(self) -> Walk:
+        return TokenWalk(self._matcher, self._num_words)
+
+    @property
+    def ignored(self) -> list[str]:
+        """What of a lenient schema is left out of account, in words."""
+        return list(self._matcher.get_grammar_warnings())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenConstraint) and self.grammar == other.grammar
+
+    def __hash__(self) -> int:
+        return hash(self.grammar)
+
+    def __repr__(self) -> str:
+        return f"TokenConstraint({self.grammar.text!r})"
+
+
+class ConstraintCompiler:
+    """Makes constraints of grammars; any thread may ask.
+
+    Args:
+        tokenizer: Whose tokens are chosen.
+        end_ids: Ids that end an output.
+        vocab_size: Ids that the model can choose.
+        limits: What may be compiled.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, end_ids: frozenset[int], vocab_size: int, limits: GrammarLimits | None = None
+    ) -> None:
+        self.limits = GrammarLimits() if limits is None else limits
+        self.can_end = bool(end_ids)
+        """Whether the model has a token that ends an output; without one, none could end where a grammar does."""
+        self._tokenizer = tokenizer
+        self._end_ids: Sequence[int] = sorted(end_ids)
+        self._vocab_size = vocab_size
+        self._known: OrderedDict[Grammar, Future[TokenConstraint]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[ConfinedProcess[Tried] | None] = queue.SimpleQueue()
+        for _ in range(NUM_PROCESSES):
+            self._free.put(None)
+
+    def compiled(self, grammar: Grammar) -> TokenConstraint:
+        """The constraint of a grammar; whoever asks for one that is being compiled waits for it.
+
+        Raises:
+            GrammarError: It is too large, or no grammar.
+        """
+        if grammar.num_bytes > self.limits.max_bytes:
+            raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {grammar.num_bytes}")
+        with self._lock:
+            known = self._known.get(grammar)
+            if is_new := known is None:
+                known = self._known[grammar] = Future()
+            self._known.move_to_end(grammar)
+            while len(self._known) > max(self.limits.num_kept, 1):
+                self._known.popitem(last=False)
+        if is_new:
+            try:
+                known.set_result(self._compile(grammar))
+            except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+                known.set_exception(error)
+                with self._lock:
+                    self._known.pop(grammar, None)
+        return known.result()
+
+    def _compile(self, grammar: Grammar) -> TokenConstraint:
+        self._try(grammar)
+        matcher = _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
+        if matcher.is_error():
+            raise GrammarError(f"cannot be compiled: {_shortened(matcher.get_error())}")
+        return TokenConstraint(grammar, matcher, -(-self._num_tokens // 32))
+
+    def _try(self, grammar: Grammar) -> None:
+        """Has a process of its own compile it first."""
+        process = self._free.get()
+        try:
+            try:
+                if process is None or not process.lives:
+                    process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
+                tried = process.ask(Try(grammar.text, self.limits.max_states))
+            except TransportError as error:
+                logger.warning("a grammar used up its time or memory, its process ends: %s", error)
+                if process is not None:
+                    process.end()
+                process = None
+                raise GrammarError("takes too much time or memory to compile") from None
+        finally:
+            self._free.put(process)
+        if tried.error:
+            place = f" at {tried.place}" if tried.place else ""
+            raise GrammarError(f"cannot be compiled{place}: {_shortened(tried.error)}")
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        return min(self._tokenizer.vocab_size, self._vocab_size)
+
+    @cached_property
+    def _table(self) -> LLTokenizer:
+        return token_table(self._tokenizer, self._end_ids, self._num_tokens)
+
+
+def _with_a_large_stack(work: Callable[[], T]) -> T:
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  whoever waits for it is told
+            done.set_exception(error)
+
+    before = threading.stack_size(STACK_BYTES)  # of every thread that starts meanwhile, which is no harm
+    try:
+        threading.Thread(target=run, name="grammar").start()
+    finally:
+        threading.stack_size(before)
+    return done.result()
+
+
+def _shortened(error: str) -> str:
+    text = " ".join(error.split())
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."

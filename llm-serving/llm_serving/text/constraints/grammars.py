@@ -1,0 +1,123 @@
+"""Forms of answers as grammars: what clients ask for in several languages, in the one that is compiled.
+
+A grammar is a list of parts. The first is where an answer begins; in the language of llguidance (a Lark with
+extensions) it may name others as `@name`.
+
+Any tokens whose texts keep to a grammar are allowed, also where the text that follows is certain: to find the tokens in
+which a tokenizer would write that takes time without bounds, as such a text may be a million characters long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from llm_serving.errors import LLMServingError
+
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
+"""What may stand between the parts of a JSON text: bounded, as a model that begins with it may find no end."""
+
+MAX_INT: Final = 2**53
+MAX_INT_CHARS: Final = 20
+_OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+_Part = Mapping[str, Any]
+
+
+class GrammarError(LLMServingError):
+    """What a client gave is no grammar, or none that can be kept to; the message tells where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be.
+
+    Attributes:
+        text: In the form that llguidance compiles. Equal texts are the same grammar.
+    """
+
+    text: str
+
+    @property
+    def parts(self) -> list[_Part]:
+        parts: list[_Part] = json.loads(self.text)["grammars"]
+        return parts
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
+
+def json_grammar(schema: str, whitespace: str | None = None, *, lenient: bool = False) -> Grammar:
+    """JSON texts of a schema, whose properties come in the order in which it names them.
+
+    Args:
+        schema: A JSON object, as text.
+        whitespace: Regular expression of what may stand between the parts of a text; None: `WHITESPACE`.
+        lenient: Leave out of account what cannot be kept to.
+
+    Raises:
+        GrammarError: It is no JSON object, or has integers that would be rounded.
+    """
+    options = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace, "lenient": lenient}
+    try:
+        content = json.loads(schema, parse_int=_exact)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"is no JSON schema: {error}") from None
+    if not isinstance(content, dict):
+        raise GrammarError("must be a JSON schema, an object")
+    return _begun({"json_schema": {**content, "x-guidance": options}})
+
+
+def regex_grammar(regex: str) -> Grammar:
+    """Texts that a regular expression matches as a whole."""
+    return _begun(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Any of these texts."""
+    return lark_grammar("start: " + " | ".join(literal(each) for each in choices))
+
+
+def any_grammar(text: str) -> Grammar:
+    """What a grammar in the language of Lark describes, or in that of GBNF (`root ::= ...`, also called EBNF).
+
+    Raises:
+        GrammarError: It is neither.
+    """
+    try:
+        return lark_grammar(any_to_lark(text))
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+    except Exception as error:  # noqa: BLE001  the converter raises whatever its parser meets
+        raise GrammarError(f"is no grammar: {error}") from None
+
+
+def lark_grammar(text: str, **named: Grammar) -> Grammar:
+    """A grammar in the language of llguidance; `@name` in it stands for the grammar of that name."""
+    parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
+    for name, grammar in named.items():
+        first, *others = grammar.parts
+        parts += [{**first, "name": name}, *others]
+    return Grammar(json.dumps({"grammars": parts}, ensure_ascii=False))
+
+
+def _begun(part: _Part) -> Grammar:
+    return lark_grammar("start: @answer", answer=Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)))
+
+
+def _exact(text: str) -> int:
+    """An integer; llguidance computes in double precision."""
+    value = int(text) if len(text) <= MAX_INT_CHARS else MAX_INT + 1
+    if abs(value) > MAX_INT:
+        raise ValueError(f"integers must be from -{MAX_INT} to {MAX_INT}")
+    return value
+
+
+def literal(text: str) -> str:
+    """A text as it stands in a Lark grammar."""
+    return json.dumps(text)

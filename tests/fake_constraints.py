@@ -1,0 +1,40 @@
+"""Constraints over the vocabulary of the fake model: letters and pairs of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from fake_runner import VOCAB_SIZE
+from llm_serving.text.constraints import ConstraintCompiler, Grammar, TokenConstraint
+
+END = 2
+_CHARS = [chr(code) for code in range(32, 127)]
+_TEXTS = ["<pad>", "<unk>", "<end>", *_CHARS, *map("".join, itertools.product('{}[]":, 0123abcon', repeat=2))]
+
+
+class LetterTokenizer:
+    """What a compiler asks of a tokenizer."""
+
+    vocab_size = VOCAB_SIZE
+    special_token_ids = frozenset({0, 1, END})
+    bos_token_id = None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _TEXTS[token_id].encode() if token_id < len(_TEXTS) else b""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens
+        return [_TEXTS.index(char) for char in text]
+
+
+_COMPILER = ConstraintCompiler(LetterTokenizer(), frozenset({END}), VOCAB_SIZE)
+
+
+def constraint_of(grammar: Grammar) -> TokenConstraint:
+    return _COMPILER.compiled(grammar)
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """The text of an answer that may have come to its end."""
+    return "".join(_TEXTS[token_id] for token_id in token_ids if token_id != END)
