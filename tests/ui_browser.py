@@ -280,6 +280,41 @@ def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[st
         page.problems.clear()  # the key was missing at first
 
 
+# --- why did I wait -------------------------------------------------------------------------------------------------
+
+
+@scenario
+def the_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None]) -> None:
+    with PageServer(step_s=0.01, max_num_seqs=1).serving() as server:
+        start(page, server.url)
+        low = send(server.url, "low", priority_class="batch", max_tokens=60)
+        ask(page, "Count from 1 to 60.", max_tokens=30)
+        page.wait_for("document.querySelector('.facts a')")
+        low.join()
+        page.click(".facts a")
+        page.wait_for("document.querySelector('.explained')")
+        assert "Why did I wait?" in page.text("[aria-current]")
+        parts = page.run("[...document.querySelectorAll('.explained tbody th')].map((each) => each.innerText.trim())")
+        assert {"queued", "prefill", "decode"} <= set(parts), parts
+        page.run("location.hash = '#/why/low'")
+        page.wait_for("document.querySelector('.explained h2 code')?.textContent === 'low'")
+        page.wait_for("document.querySelector('.explained tbody')?.innerText.includes('preempted')")
+        assert "by class standard, recompute" in page.text(".explained")
+        page.wait_for("document.querySelector('.timeline + .legend').innerText.includes('shown of')")
+        shown = page.text(".timeline + .legend")
+        page.run("document.querySelector('.timeline').focus()")
+        page.press("ArrowRight")
+        page.click("[aria-label='zoom in']")
+        assert page.text(".timeline + .legend") != shown
+        save("explained")
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+        page.run("location.hash = '#/why/nobody'")
+        page.wait_for("document.querySelector('.why .error').innerText.includes('request_id')")
+        page.problems.clear()  # the status of 404
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of scenarios; all if none is given")

@@ -5,8 +5,9 @@ import { el, say } from "./dom.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { setUpTheme } from "./theme.js";
+import { Why } from "./why.js";
 
-const VIEWS = [Playground, Live];
+const VIEWS = [Playground, Live, Why];
 const main = document.getElementById("main");
 const made = new Map();
 let shown = null;
