@@ -57,6 +57,7 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
         ConfigError: A combination that cannot be served.
     """
     _check_door(values)
+    _check_request_log(values)
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:
@@ -104,6 +105,15 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
         _notice(values, "model_config.backend", "ge is served as kbk: no MindIR is read")
     if not values["model_config.page_attention"]:
         _notice(values, "model_config.page_attention", "False has no meaning here: the KV cache is always paged")
+
+
+def _check_request_log(values: Values) -> None:
+    place, path = values["serving_config.request_log"], values["serving_config.request_log_path"]
+    if place == "disk" and path is None:
+        raise _error(values, "serving_config.request_log_path", "must be given with request_log: disk", path)
+    if place == "none" and values["serving_config.resume_streams"]:
+        rule = "must be False with request_log: none, which has nothing to resume from"
+        raise _error(values, "serving_config.resume_streams", rule, True)
 
 
 def _check_door(values: Values) -> None:

@@ -252,6 +252,38 @@ class ServerConfig:
     """`think`: what a chat answer has between `<think>` and `</think>` becomes its `reasoning_content`. `auto`: where
     the chat template knows these marks; `none`: it stays text."""
 
+    join_identical: bool = option(False, boolean())
+    """True: completions and conversations that have a seed or are greedy, and are the same as one of the same tenant,
+    class and `cache_salt` that is computed at that moment, get its answer. False: each is computed, as those who
+    measure a server with one request expect."""
+
+    shared_answer_bytes: int = option(2**26, memory())
+    """Bytes of memory for answers that are given to several: in flight, and computed ones of requests with an
+    Idempotency-Key; or text such as "64MB". Beyond it, and what is asked for again later, is computed again."""
+
+    request_log: str = option("memory", choice(("none", "memory", "disk")))
+    """Where accepted requests are kept that have an Idempotency-Key or a stream that can be resumed: when they come
+    again, they have the same answer. `none`: keys have no effect. `disk`: in files, which a restart reads again."""
+
+    request_log_path: Path | None = option(None, path())
+    """Folder for these files, of this server alone; they hold texts of requests. Relative to the folder the server was
+    started in. Must be given with `disk`."""
+
+    request_log_bytes: int = option(2**26, memory())
+    """Bytes that these requests may have together, in memory and in files, or text such as "64MB"; the oldest make
+    room."""
+
+    request_log_age_s: float = option(86400.0, positive("seconds"))
+    """Seconds for which an accepted request and its answer are kept."""
+
+    resume_streams: bool = option(False, boolean())
+    """True: events of streamed completions and conversations carry ids, from which a client goes on after a lost
+    connection (`Last-Event-ID`)."""
+
+    resume_grace_s: float = option(0.0, seconds())
+    """Seconds for which such a stream is computed on when its client has left. 0: it ends, and is computed again for a
+    client that comes back."""
+
     receipts: str = option("on_demand", choice(("none", "on_demand", "at_start")))
     """Receipts of answers (`receipt: true`): when the model's files are hashed. `on_demand`: for the first receipt,
     which waits for it. `at_start`: once the server has started. `none`: receipts are refused."""

@@ -25,5 +25,7 @@ class Exchange:
     """Ids of the requests that answer it and have not ended."""
     last_ended_time: float = 0.0
     """When the one that ended last did."""
+    num_sharing: int = 0
+    """Answers that others got without a computation of their own, because it computes them."""
     answered_time: float | None = None
     """When the last bytes of the answer were handed to the socket, or the client had left."""

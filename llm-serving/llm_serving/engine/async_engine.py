@@ -15,7 +15,7 @@ from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
+from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.generation_defaults import generation_defaults
@@ -30,6 +30,7 @@ from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
+from llm_serving.engine.shared_answers import SharedAnswer, SharedAnswers, Sharing
 from llm_serving.errors import ContextLengthError, LLMServingError, RequestError, UnavailableError, WorkerDiedError
 from llm_serving.models.pooling import Pooling, served_pooling
 from llm_serving.models.spec import ModelSpec
@@ -90,6 +91,8 @@ class AsyncEngine:
         self.replicas = Replicas(config.serving, open_replica, Events(self._dispatch, self._start_requests, self._fail))
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
+        self.shared = SharedAnswers(config.serving.shared_answer_bytes, config.serving.request_log_age_s, clock)
+        """Answers that are given to all who ask for the same."""
         metrics.classes.load = self._class_load
         metrics.replicas = self.replicas.counts
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
@@ -132,8 +135,15 @@ class AsyncEngine:
 
     @property
     def computed_by(self) -> ComputedBy:
-        """By what answers are computed; the same at every replica, as all are of this machine."""
-        return next((engine.computed_by for engine in self.replicas.living().values()), NOT_KNOWN)
+        """By what answers are computed; the same at every replica, as all are of this machine.
+
+        Raises:
+            UnavailableError: No WorkAgent has loaded its model.
+        """
+        living = self.replicas.living()
+        if not living:
+            raise UnavailableError(self.health().detail)
+        return next(iter(living.values())).computed_by
 
     @property
     def num_running(self) -> int:
@@ -162,6 +172,7 @@ class AsyncEngine:
         wants_vector: bool = False,
         visitor: Visitor = NOBODY,
         admission: Admission | None = None,
+        sharing: Sharing | None = None,
     ) -> RequestStream:
         """Submits one request; call it on the event loop. The stream ends after the piece with a `finish_reason`.
 
@@ -175,6 +186,9 @@ class AsyncEngine:
         With `visitor` a refused request is recognized when it comes again. With `admission`, what `check_capacity` let
         in as a group, the door is not asked again.
 
+        With `sharing` it is not computed where the same answer is there or on its way; its stream begins with all that
+        there is of it, and closing it ends nothing that others read.
+
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
             CapacityError: Too much waits, or the request would wait much longer than its class may, or beyond its
@@ -183,6 +197,8 @@ class AsyncEngine:
         """
         if self.pooling is not None and self.pooling.alone and not wants_vector:
             raise RequestError("model", "is an embedding model, of /v1/embeddings, /v1/score and /v1/rerank alone")
+        if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
+            return self._join(found, request_id, exchange)
         replica, engine = self._replica_of(fork_of) or self._least_loaded()
         request_class = class_of(priority, self.config.request_classes)
         try:
@@ -228,16 +244,29 @@ class AsyncEngine:
             exchange.predicted_ttft_s = admission.predicted_s
             if exchange.arrival_time is None:
                 exchange.arrival_time = request.arrival_time
-        stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
         forecast = admission.forecast if admission.of_one and beam_search is None else None
-        self._requests.add(OpenRequest(request, stream, engine, forecast))
+        if sharing is None:
+            stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
+            self._requests.add(OpenRequest(request, stream, engine, forecast))
+        else:
+            shared = self.shared.open(sharing, request.request_id, self._abort)
+            stream = shared.read(request_id, exchange, admission.predicted_s)
+            self._requests.add(OpenRequest(request, shared, engine, forecast))
         self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, asked_of(request))
         try:
             engine.submit(request)
         except WorkerDiedError as error:  # since it was chosen
-            self._forget(request.request_id)
+            self._forget_shared(self._forget(request.request_id))
             raise UnavailableError(str(error)) from error
         return stream
+
+    def _join(self, shared: SharedAnswer, client_id: str, exchange: Exchange | None) -> RequestStream:
+        self.metrics.shared()
+        self._requests.join(client_id, shared.request_id)
+        opened = self._requests.get(shared.request_id)
+        if opened is not None and opened.request.exchange is not None:
+            opened.request.exchange.num_sharing += 1
+        return shared.read(client_id, exchange)
 
     def check_capacity(
         self,
@@ -352,12 +381,18 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         opened = self._forget(request_id)
+        self._forget_shared(opened)
         if opened is not None:
             opened.engine.abort(request_id)
 
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._room.leave(request_id)
         return self._requests.pop(request_id)
+
+    def _forget_shared(self, opened: OpenRequest | None) -> None:
+        """Nobody else gets an answer that is not computed to its end."""
+        if opened is not None and isinstance(opened.stream, SharedAnswer):
+            self.shared.forget(opened.stream)
 
     # --- what the replicas tell -------------------------------------------------------------------------------------
 

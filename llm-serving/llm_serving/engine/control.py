@@ -14,7 +14,9 @@ from llm_serving.engine import lookup
 from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest
 from llm_serving.engine.replicas import Replicas
+from llm_serving.engine.shared_answers import SharedAnswer
 from llm_serving.errors import UnavailableError, WorkerDiedError
+from llm_serving.observe.live_requests import client_ids
 
 
 class Control:
@@ -34,7 +36,8 @@ class Control:
         """Ends every request that a client means by this id.
 
         Each gets its last piece, with the finish reason `abort`, and its blocks are free, as soon as the engine has
-        taken notice. One that is the client's and has ended, as far as that is remembered, is no error.
+        taken notice. Where others get the same answer too, it ends for this one alone. One that is the client's and
+        has ended, as far as that is remembered, is no error.
 
         Returns:
             Ids of the requests that end by this.
@@ -44,7 +47,9 @@ class Control:
         """
         found = self._known.find(request_id, tenant)
         for each in found:
-            each.engine.abort(each.request.request_id)
+            shared = each.stream if isinstance(each.stream, SharedAnswer) else None
+            if shared is None or not shared.cancel(client_ids(request_id)):
+                each.engine.abort(each.request.request_id)
         return [each.request.request_id for each in found]
 
     async def reprioritise(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:

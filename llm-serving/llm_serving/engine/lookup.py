@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -48,8 +48,8 @@ class Lookup:
         Raises:
             RequestNotFoundError: No request is known by it, or it is another tenant's.
         """
-        found = self._requests.find(request_id, tenant)
-        if not found and not any(_lives(engine, request_id, tenant) for engine in self._replicas.engines.values()):
+        found, ids = self._requests.find(request_id, tenant), self._ids(request_id)
+        if not found and not any(_lives(engine, ids, tenant) for engine in self._replicas.engines.values()):
             num_kept = self._config.serving.explain_requests
             rule = f"must be that of a request that lives or is among the newest {num_kept} that ended"
             raise RequestNotFoundError("request_id", f"{rule} (serving_config.explain_requests)", request_id)
@@ -83,10 +83,10 @@ class Lookup:
 
     def explain(self, request_id: str, tenant: str | None = None) -> list[Explanation]:
         """Where the time of every request went that a client means by this id; call it from any thread."""
-        found = []
+        found, ids = [], self._ids(request_id)
         with_tenant = bool(self._config.api_keys)
         for index, engine in sorted(self._replicas.engines.items()):
-            lives = _lives(engine, request_id, tenant)
+            lives = _lives(engine, ids, tenant)
             if lives:
                 record = engine.journal.record(self._clock())
                 bounds = {each.name: each for each in engine.scheduler.bounds}
@@ -121,6 +121,11 @@ class Lookup:
             num_steps,
         )
 
+    def _ids(self, request_id: str) -> list[str]:
+        """What a client means by an id: its own requests, and those of others that its answers came from."""
+        return [request_id, *self._requests.joined(request_id)]
 
-def _lives(engine: Engine, request_id: str, tenant: str | None) -> list[Life]:
-    return [life for life in engine.journal.lives() if answers_to(life, request_id) and tenant in (None, life.tenant)]
+
+def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Life]:
+    lives = engine.journal.lives()
+    return [life for life in lives if tenant in (None, life.tenant) and any(answers_to(life, each) for each in ids)]

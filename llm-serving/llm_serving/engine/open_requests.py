@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from llm_serving.admission.door import Forecast
 from llm_serving.core.request import Request
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.observe.live_requests import LiveRequests
+from llm_serving.engine.shared_answers import SharedAnswer
+from llm_serving.observe.live_requests import LiveRequests, client_ids
+
+MAX_JOINED: Final = 4096
+"""Ids of clients that are remembered whose answers others' requests computed."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     request: Request
-    stream: RequestStream
+    stream: RequestStream | SharedAnswer
+    """Gets its pieces."""
     engine: Engine
     """Which has it."""
     forecast: Forecast | None
@@ -29,6 +36,8 @@ class OpenRequests:
         self._requests: dict[str, OpenRequest] = {}
         self._live = LiveRequests()
         self._num_of: Counter[Engine] = Counter()
+        self._joined: dict[str, dict[str, None]] = {}
+        """A client's id -> engine's ids of what computes, or computed, its answers; the newest."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,4 +66,18 @@ class OpenRequests:
 
     def find(self, client_id: str, tenant: str | None) -> list[OpenRequest]:
         """All that a client means by an id: its own ones or, with None, everybody's."""
-        return [self._requests[request.request_id] for request in self._live.find(client_id, tenant)]
+        found = {request.request_id: None for request in self._live.find(client_id, tenant)}
+        for engine_id in self.joined(client_id):
+            if engine_id in self._requests and tenant in (None, self._requests[engine_id].request.tenant):
+                found[engine_id] = None
+        return [self._requests[engine_id] for engine_id in found]
+
+    def join(self, client_id: str, engine_id: str) -> None:
+        """The answer to a client's request is what one of the engine's computes for another."""
+        self._joined.setdefault(client_id, {})[engine_id] = None
+        if len(self._joined) > MAX_JOINED:
+            del self._joined[next(iter(self._joined))]
+
+    def joined(self, client_id: str) -> Sequence[str]:
+        """Engine's ids of requests of others that a client's answers came from."""
+        return [engine_id for each in client_ids(client_id) for engine_id in self._joined.get(each, ())]

@@ -85,6 +85,8 @@ class Explanation(Struct, kw_only=True):
     steps: ExplainedSteps
     tokens: ExplainedTokens
     num_preemptions: int
+    num_sharing: int
+    """Answers that others got from the same computation as those of this HTTP request."""
     bounds: ExplainedBounds
 
 
@@ -123,6 +125,7 @@ def explain(
             prompt=facts.num_prompt_tokens, cached=facts.num_cached_tokens, output=facts.num_output_tokens
         ),
         num_preemptions=facts.num_preemptions,
+        num_sharing=0 if life.exchange is None else life.exchange.num_sharing,
         bounds=ExplainedBounds(
             wait=BoundAndMet(bound=facts.wait_bound, met=facts.num_steps_waited),
             wait_bound_s=wait_bound_s,

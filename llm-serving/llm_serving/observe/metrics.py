@@ -113,6 +113,11 @@ class Metrics(Collector):
             for each in seconds:
                 observe(each)
 
+    def shared(self) -> None:
+        """An answer was given that another request computes, or had computed."""
+        with self._lock:
+            self._counts["llm_serving:shared_answers_total"] += 1
+
     def finished(
         self,
         reason: str,
@@ -258,6 +263,7 @@ _COUNTERS: Final = {
     "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",
     "llm_serving:audits_total": "Answers computed again, alone, and compared.",
     "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",
+    "llm_serving:shared_answers_total": "Answers that were not computed, as the same request had one or was in flight.",
     "llm_serving:worker_restarts_total": "WorkAgents started again after they ended.",
 }
 _HISTOGRAMS: Final = {

@@ -1,0 +1,93 @@
+"""An AsyncEngine over fake replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+from factories import create_scheduler
+from fake_runner import VOCAB_SIZE, FakeRunner
+from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.executor import LocalExecutor
+from llm_serving.observe.metrics import Metrics
+from word_tokenizer import WordTokenizer
+
+
+class GatedRunner(FakeRunner):
+    """Computes only while its gate is open."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.gate = Event()
+        self.gate.set()
+        self.dead = False
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.gate.wait()
+        if self.dead:
+            raise WorkerDiedError("killed")
+        return super().execute(step)
+
+
+class Setup:
+    """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        max_waiting_queue: int = 100,
+        max_num_seqs: int = 8,
+        api_keys: tuple[ApiKey, ...] = (),
+        exit_without_work_agents: bool = False,
+        **scheduler: Any,
+    ) -> None:
+        self.runners: dict[int, GatedRunner] = {}
+        self.failures: dict[int, str] = {}
+        self.may_load = Event()
+        self.may_load.set()
+        self.max_num_seqs = max_num_seqs
+        config = ServingConfig(
+            model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
+            serving=ServerConfig(
+                agent_ports=tuple(range(16002, 16002 + num_replicas)), exit_without_work_agents=exit_without_work_agents
+            ),
+            scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
+            api_keys=api_keys,
+        )
+        spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
+        tokenizer: Any = WordTokenizer()
+        self.metrics = Metrics()
+        self.engine = AsyncEngine(config, spec, tokenizer, self.metrics, self._open_replica)
+
+    @contextmanager
+    def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
+        on_progress(f"WorkAgent {index}: reading weights")
+        self.may_load.wait()
+        if index in self.failures:
+            raise WorkerDiedError(self.failures[index])
+        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs)
+        runner = self.runners[index] = GatedRunner(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
+        tokenizer: Any = WordTokenizer()
+        yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+        scheduler.check_integrity()
+        assert scheduler.blocks.pool.num_used_blocks == 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncEngine]:
+        self.engine.start()
+        try:
+            while self.engine.health().loading:
+                await asyncio.sleep(0)
+            yield self.engine
+        finally:
+            for runner in self.runners.values():
+                runner.gate.set()
+            await self.engine.stop()
