@@ -21,6 +21,7 @@ from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOut
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.health import EngineHealth
+from llm_serving.engine.shared_answers import SharedAnswers, Sharing
 from llm_serving.errors import CapacityError, LLMServingError
 from llm_serving.models.pooling import Pooling
 from llm_serving.models.spec import ModelSpec
@@ -217,6 +218,7 @@ class FakeEngine:
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
         self.max_model_len = MAX_MODEL_LEN
+        self.shared = SharedAnswers(2**20, 60.0, lambda: 0.0)
         self.computed_by = ComputedBy(kernels="program", instruction_set="plain")
         self.end_token_ids = frozenset({2})
         self.constraints = DEMO_CONSTRAINTS
@@ -315,6 +317,7 @@ class FakeEngine:
         wants_vector: bool = False,
         visitor: Visitor | None = None,
         admission: Admission | None = None,
+        sharing: Sharing | None = None,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal

@@ -20,7 +20,8 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
-from llm_serving.server.app import create_app
+from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.app import build_site
 
 NUM_BLOCKS = 64
 
@@ -47,6 +48,8 @@ class GatedServer:
         max_num_seqs: int = 4,
         batch_waiting_time: float = 0.0,
         api_keys: tuple[ApiKey, ...] = (),
+        serving: dict[str, Any] | None = None,
+        accepted: AcceptedRequests | None = None,
         **scheduler: Any,
     ) -> None:
         self.runner = GatedRunner()
@@ -57,7 +60,7 @@ class GatedServer:
                 decode_batch_size=max_num_seqs,
                 batch_waiting_time=batch_waiting_time,
             ),
-            serving=ServerConfig(audit_every=0),
+            serving=ServerConfig(audit_every=0, **(serving or {})),
             pa=CacheConfig(block_size=16),
             scheduler=SchedulerConfig(**scheduler),
             api_keys=api_keys,
@@ -65,11 +68,17 @@ class GatedServer:
         spec = replace(ModelSpec.from_folder(DEMO_FOLDER), eos_token_ids=())
         self.metrics = Metrics("demo")
         self.engine = AsyncEngine(config, spec, DEMO_TOKENIZER, self.metrics, self._open_replica)
+        self.site = build_site(self.engine, accepted=accepted)
 
     @contextmanager
     def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         executor = LocalExecutor(self.runner)
         yield build_engine(self.engine.config, NUM_BLOCKS, executor, DEMO_TOKENIZER, self.metrics, publish, index)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that were chosen."""
+        return sum(step.sampling.num_samples for step in self.runner.steps)
 
     @property
     def replica(self) -> Engine:
@@ -81,7 +90,7 @@ class GatedServer:
         try:
             while not self.engine.health().ready:
                 await asyncio.sleep(0)
-            transport = httpx.ASGITransport(create_app(self.engine))
+            transport = httpx.ASGITransport(self.site.outside)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
                 yield client
         finally:

@@ -11,7 +11,9 @@ LLMServingError
 │   ├── RequestNotFoundError 404  no request of that id is known, or not to who asks
 │   ├── ModelNotFoundError 404  the request names a model that is not served
 │   ├── RequestTooLargeError 413
-│   └── RequestTimeoutError  408  its body did not arrive in time
+│   ├── RequestTimeoutError  408  its body did not arrive in time
+│   └── IdempotencyError    422  its Idempotency-Key, or its event, was another request's
+├── GoneError             410   what came before it can be gone on with no more
 ├── RequestCancelledError 409   it was cancelled, and its protocol has no word for that in an answer
 ├── TimedOutError         504   the deadline that the client gave has passed, or cannot be met any more
 ├── CapacityError         429   the waiting queue is full; retry_after in seconds
@@ -92,6 +94,18 @@ class RequestError(LLMServingError):
     def renamed(self, field: str, value: object = ...) -> Self:
         """The same error by the name that the client gave the field, with another `value` if one is given."""
         return type(self)(field, self.rule, self._given if value is ... else value)
+
+
+class IdempotencyError(RequestError):
+    """It came with the key, or the event, of another request."""
+
+    http_status: ClassVar[int] = 422
+
+
+class GoneError(LLMServingError):
+    """What a client wants to go on with cannot be gone on with any more."""
+
+    http_status: ClassVar[int] = 410
 
 
 class ContextLengthError(RequestError):

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llm_serving.config.schema import ServingConfig
+from llm_serving.config.schema import ServerConfig, ServingConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.observe.throughput import log_throughput
+from llm_serving.server.accepted.log_file import LogFile
+from llm_serving.server.accepted.model_state import ModelState
+from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
 from llm_serving.server.authentication import ApiKeyAuthentication
@@ -72,8 +76,13 @@ def create_app(engine: AsyncEngine, access_log: AccessLog | None = None) -> Acco
     return build_site(engine, access_log).outside
 
 
-def build_site(engine: AsyncEngine, access_log: AccessLog | None = None, tracer: Tracer | None = None) -> Site:
-    """As `create_app`, with what answers those that are no clients."""
+def build_site(
+    engine: AsyncEngine,
+    access_log: AccessLog | None = None,
+    tracer: Tracer | None = None,
+    accepted: AcceptedRequests | None = None,
+) -> Site:
+    """As `create_app`, with what answers those that are no clients; `accepted` are requests that may come again."""
     keys = engine.config.api_keys
     document = _encoded_document(with_keys=bool(keys))
     page = page_routes() if engine.config.serving.ui else []
@@ -93,6 +102,8 @@ def build_site(engine: AsyncEngine, access_log: AccessLog | None = None, tracer:
             engine.config.serving.max_live_viewers,
             engine.clock,
         ),
+        open_accepted(engine.config) if accepted is None else accepted,
+        ModelState(engine.config),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -120,11 +131,20 @@ class Application:
     """
 
     def __init__(
-        self, routes: Sequence[Route], responses: ResponseStore, model_hashes: ModelHashes, live: LiveFeed
+        self,
+        routes: Sequence[Route],
+        responses: ResponseStore,
+        model_hashes: ModelHashes,
+        live: LiveFeed,
+        accepted: AcceptedRequests,
+        model_state: ModelState,
     ) -> None:
         self.responses = responses
         self.model_hashes = model_hashes
         self.live = live
+        self.accepted = accepted
+        """Requests that may come again."""
+        self.model_state = model_state
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
@@ -158,8 +178,11 @@ def serve(engine: AsyncEngine) -> int:
         access_log, close_log = open_access_log(serving)
         endpoint = serving.otlp_endpoint
         tracer = None if endpoint is None else Tracer(send_to(endpoint), engine.config.model.model_name)
+        request_log: LogFile | None = None
         try:
-            site = build_site(engine, access_log, tracer)
+            request_log = open_request_log(serving)
+            accepted = open_accepted(engine.config, request_log)
+            site = build_site(engine, access_log, tracer, accepted)
             reopen = (lambda: None) if access_log is None else access_log.reopen
             server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen, site.routes.live.close)
             engine.on_failure = server.end
@@ -168,6 +191,8 @@ def serve(engine: AsyncEngine) -> int:
             close_log()
             if tracer is not None:
                 tracer.close()
+            if request_log is not None:
+                request_log.close()
     if engine.failure is not None:
         raise engine.failure
     return 0
@@ -206,6 +231,29 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
         if batches is not None:
             await batches.stop()
         await engine.stop()
+
+
+def open_request_log(serving: ServerConfig) -> LogFile | None:
+    """That of the configuration; None: requests are kept in memory alone, or not at all.
+
+    Raises:
+        ConfigError: Its folder cannot be used, or another server uses it.
+    """
+    if serving.request_log != "disk" or serving.request_log_path is None:
+        return None
+    return LogFile(serving.request_log_path, serving.request_log_bytes)
+
+
+def open_accepted(config: ServingConfig, log: LogFile | None = None) -> AcceptedRequests:
+    """Accepted requests that may come again, with those of a log, which gets the next ones."""
+    serving = config.serving
+    max_bytes = 0 if serving.request_log == "none" else serving.request_log_bytes
+    accepted = AcceptedRequests(max_bytes, serving.request_log_age_s, time.time)
+    if log is not None:
+        for record in log.read():
+            accepted.restore(record)
+        accepted.log = log
+    return accepted
 
 
 def open_batches(config: ServingConfig, ask: Ask, path: Path | None = None) -> Batches | None:

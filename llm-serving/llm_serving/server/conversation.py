@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.answered_message import AnsweredMessage
@@ -44,6 +45,7 @@ async def converse(
     choices: Choices,
     logprobs: int | None,
     offered: OfferedTools | None = None,
+    turn: Turn | None = None,
     receipt: ReceiptDraft | None = None,
 ) -> tuple[list[int], Generation]:
     """Starts to answer a conversation.
@@ -56,6 +58,7 @@ async def converse(
         choices: How many answers, and how they are found.
         logprobs: Most likely tokens to tell beside each; None: nothing.
         offered: Tools that the model may call.
+        turn: What is known of the request besides.
         receipt: Of the answer.
 
     Returns:
@@ -82,6 +85,7 @@ async def converse(
         num_each=choices.best_of,
         frame=2,
         truncates=request.truncate_prompt_tokens is not None,
+        known=turn is not None and turn.known,
     )
     text = await render_chat(
         engine,
@@ -108,6 +112,7 @@ async def converse(
         caller=caller,
         visitor=visitor,
         constraint=constraint,
+        turn=turn,
         receipt=receipt,
     )
     return prompt, generation

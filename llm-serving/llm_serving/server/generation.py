@@ -16,6 +16,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import NOBODY, AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, UnavailableError, WorkerError
+from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
@@ -151,6 +152,7 @@ async def start_generation(
     constraint: Constraint | None = None,
     wants_vectors: bool = False,
     receipt: ReceiptDraft | None = None,
+    turn: Turn | None = None,
 ) -> Generation:
     """Submits `choices.best_of` requests for each prompt, all or none; a beam search is one.
 
@@ -166,6 +168,7 @@ async def start_generation(
         visitor: By which the door knows the request when it comes again.
         constraint: What has been compiled of the one that the samplings name.
         wants_vectors: Whether the last pieces are to have the vectors of the prompts.
+        turn: Says who else gets the answers, and keeps the request for when it comes again.
         receipt: Gets what is computed, and every piece of it.
 
     Raises:
@@ -173,9 +176,12 @@ async def start_generation(
     """
     if receipt is not None:
         receipt.begin(prompts, samplings[0], choices)
+    sharing = None if turn is None else turn.sharing(prompts, samplings[0], choices, caller)
+    sequences = [sequences_of(sampling, choices) for sampling in samplings]
+    keys = [] if sharing is None else _keys(sharing.key, sequences)
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
     admission = None
-    if len(prompt_lens) > 1:
+    if len(prompt_lens) > 1 and not engine.shared.has(keys):
         admission = engine.check_capacity(
             prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor, deadline=caller.deadline
         )
@@ -190,9 +196,9 @@ async def start_generation(
         select = partial(select_best, choices=choices, with_logprobs=samplings[0].logprobs is not None)
     streams: list[RequestStream] = []
     try:
-        for prompt, sampling in zip(prompts, samplings, strict=True):
+        for prompt, of_prompt in zip(prompts, sequences, strict=True):
             first: RequestStream | None = None
-            for params in sequences_of(sampling, choices):
+            for params in of_prompt:
                 stream = engine.generate(
                     prompt,
                     params,
@@ -208,11 +214,14 @@ async def start_generation(
                     wants_vector=wants_vectors,
                     visitor=visitor,
                     admission=admission,
+                    sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),
                 )
                 first = first or stream
                 streams.append(stream)
                 if len(streams) % SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # others are served meanwhile
+        if turn is not None:
+            await turn.accept(prompts)
     except BaseException:
         await Generation(streams, on_end=on_end).aclose()
         raise
@@ -226,6 +235,11 @@ async def start_generation(
         note.streams_per_prompt = len(streams) // len(prompts)
         note.outputs = generation.newest
     return generation
+
+
+def _keys(key: bytes, sequences: Sequence[Sequence[SamplingParams]]) -> list[bytes]:
+    """By which each sequence is shared."""
+    return [key + number.to_bytes(4) for number in range(sum(map(len, sequences)))]
 
 
 def _end_of_beams(on_end: Callable[[int], None], width: int, num_generated: int) -> None:

@@ -29,6 +29,7 @@ async def knock(
     num_each: int = 1,
     frame: int = 1,
     truncates: bool = False,
+    known: bool = False,
 ) -> Visitor:
     """Refuses requests that will be refused whatever their texts come to in tokens.
 
@@ -42,6 +43,7 @@ async def knock(
         num_each: Answers to each prompt.
         frame: Times its length that a text may get by what is put around it.
         truncates: Whether the prompts are cut to whatever fits.
+        known: Whether it was let in before, so that its answer may be there.
 
     Returns:
         By which the door knows the request when it comes again: the same for the same request of the same client,
@@ -58,7 +60,7 @@ async def knock(
     least_lens = []
     for prompt in prompts:
         least, most = _bounds(engine, prompt, frame)
-        if not truncates and (most > max_prompt or most + max_tokens >= max_total):
+        if known or (not truncates and (most > max_prompt or most + max_tokens >= max_total)):
             return visitor
         least_lens.append(1 if truncates else least)
     engine.knock(

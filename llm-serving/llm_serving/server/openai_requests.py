@@ -14,6 +14,8 @@ from starlette.responses import Response
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ModelNotFoundError, RequestError
+from llm_serving.server.accepted.numbering import NumberedPieces
+from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.error_responses import json_response, openai_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.note import note_of
@@ -116,18 +118,26 @@ class Answer(Pieces, Protocol):
 
 
 async def respond(
-    http_request: Request, request: GenerationRequest, generation: Generation, answer: Answer, identity: Identity
+    http_request: Request,
+    request: GenerationRequest,
+    generation: Generation,
+    answer: Answer,
+    identity: Identity,
+    turn: Turn,
 ) -> Response:
     """The answer as a stream of events or as one piece of JSON, whichever the request asks for."""
     if request.stream:
+        pieces: Pieces = answer
+        if turn.stream_id:
+            pieces = NumberedPieces(answer, turn.stream_id, generation.num_streams, turn.position)
         return StreamResponse(
             generation,
-            answer,
+            pieces,
             lambda error: event(openai_error(error)) + DONE,
-            headers=identity.headers,
+            headers=identity.headers | turn.headers,
         )
     result = await complete(http_request.receive, generation, answer.whole(generation))
-    headers = identity.headers | generation.headers
+    headers = identity.headers | generation.headers | turn.headers
     tells_tokens = (
         request.return_token_ids
         or request.prompt_logprobs is not None

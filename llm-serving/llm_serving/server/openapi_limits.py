@@ -39,6 +39,8 @@ LIMITS: Final[dict[str, str]] = {
     "max_output_tokens": "With the prompt it must fit the context of the model and the cache.",
     "previous_response_id": "Of a response that is stored and has ended.",
     "response_id": "Of a response that is stored, and to be cancelled one with `background`.",
+    "resume_from": "The id of an event of the stream, or what follows its colon; else the header `Last-Event-ID`.",
+    "stream_id": "Of a stream whose request is still known; `serving_config.resume_streams` must be on.",
     "background": "Not with `stream`, and not without `store`.",
     "metadata": "Up to 16 pairs, keys of up to 64 characters, values of up to 512.",
     "input_file_id": "Of a file that is kept.",

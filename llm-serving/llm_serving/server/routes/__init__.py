@@ -18,6 +18,7 @@ from llm_serving.server.routes import (
     models,
     responses,
     scores,
+    streams,
     tgi,
 )
 
@@ -28,6 +29,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
+    *streams.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *scores.ENDPOINTS,
     *batches.ENDPOINTS,

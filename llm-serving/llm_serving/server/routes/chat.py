@@ -14,6 +14,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import MAX_LOGPROBS
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import choices_of
@@ -30,7 +31,6 @@ from llm_serving.server.openai_requests import (
     StreamedUsage,
     UsageCounter,
     check_stream_options,
-    identify,
     read_request,
     respond,
     tells_much,
@@ -56,31 +56,42 @@ from llm_serving.server.streaming import DONE, event
 from llm_serving.server.tools import answer_parser, offered_tools
 from llm_serving.text.tokenizer import Tokenizer
 
+PATH: Final = "/v1/chat/completions"
+
 
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Answers a conversation, `n` times."""
     request = await read_request(engine, http_request, ChatCompletionRequest)
+    return await answer_conversation(engine, http_request, request)
+
+
+async def answer_conversation(engine: AsyncEngine, http_request: Request, request: ChatCompletionRequest) -> Response:
+    """Answers a request that has come, or that was accepted and comes again."""
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
-    identity = identify(engine, http_request, request, "chatcmpl")
     choices = choices_of(request, 1)
-    logprobs = _num_logprobs(request)
-    offered = offered_tools(engine, request)
-    receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
-    prompt, generation = await converse(
-        engine,
-        request,
-        caller=caller,
-        identity=identity,
-        choices=choices,
-        logprobs=logprobs,
-        offered=offered,
-        receipt=receipt,
-    )
-    parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
-    messages = [AnsweredMessage(each, offered) for each in parsers]
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages, receipt)
-    return await respond(http_request, request, generation, answer, identity)
+    async with arrival(engine, http_request, request, caller, route=PATH, prefix="chatcmpl", num_streams=choices.n) as (
+        identity,
+        turn,
+    ):
+        logprobs = _num_logprobs(request)
+        offered = offered_tools(engine, request)
+        receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
+        prompt, generation = await converse(
+            engine,
+            request,
+            caller=caller,
+            identity=identity,
+            choices=choices,
+            logprobs=logprobs,
+            offered=offered,
+            turn=turn,
+            receipt=receipt,
+        )
+        parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
+        messages = [AnsweredMessage(each, offered) for each in parsers]
+        answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages, receipt)
+        return await respond(http_request, request, generation, answer, identity, turn)
 
 
 def _echo(request: ChatCompletionRequest) -> str:
@@ -235,7 +246,7 @@ class _Answer:
 ENDPOINTS: Final = (
     Endpoint(
         "POST",
-        "/v1/chat/completions",
+        PATH,
         create_chat_completion,
         "Answer a conversation",
         body=ChatCompletionRequest,

@@ -15,6 +15,7 @@ from llm_serving.core.request_output import PromptLogprobs, RequestOutput, Token
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES, choices_of
@@ -34,7 +35,6 @@ from llm_serving.server.openai_requests import (
     StreamedUsage,
     UsageCounter,
     check_stream_options,
-    identify,
     read_request,
     respond,
     tells_much,
@@ -48,62 +48,74 @@ from llm_serving.server.schemas import Completion, CompletionChoice, CompletionL
 from llm_serving.server.streaming import DONE, event
 from llm_serving.text.tokenizer import Tokenizer
 
+PATH: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
 
 
 async def create_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Continues one or several prompts, `n` times each."""
     request = await read_request(engine, http_request, CompletionRequest)
+    return await answer_completion(engine, http_request, request)
+
+
+async def answer_completion(engine: AsyncEngine, http_request: Request, request: CompletionRequest) -> Response:
+    """Answers a request that has come, or that was accepted and comes again."""
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
-    identity = identify(engine, http_request, request, "cmpl")
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
-    field, of_prompts = _asked_of_prompts(request)
-    sampling = sampling_params(
-        request,
-        defaults=engine.sampling_defaults,
-        least_tokens=1 if request.use_beam_search else 0,
-        max_tokens=max_tokens,
-        bad_words=words,
-        prompt_logprobs=of_prompts,
-    )
     items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
     choices = choices_of(request, len(items))
-    form = asked_form(request)
-    if of_prompts is not None:
-        check_prompt_logprobs(request, field, choices)
-    visitor = await knock(
-        engine,
-        caller,
-        items,
-        max_tokens,
-        num_each=choices.best_of,
-        truncates=request.truncate_prompt_tokens is not None,
-    )
-    whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
-    prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
-    check_size(prompts, sampling, field, choices.n)
-    constraint = await compiled(engine, form)
-    sampling = replace(sampling, constraint=text_of(constraint))
-    items = [
-        item if len(prompt) == len(all_of_it) else prompt
-        for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
-    ]
-    receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
-    generation = await start_generation(
-        engine,
-        prompts,
-        [sampling] * len(prompts),
-        choices=choices,
-        request_id=identity.request_id,
-        caller=caller,
-        visitor=visitor,
-        constraint=constraint,
-        receipt=receipt,
-    )
-    answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n, receipt)
-    return await respond(http_request, request, generation, answer, identity)
+    num_streams = choices.n * len(items)
+    async with arrival(engine, http_request, request, caller, route=PATH, prefix="cmpl", num_streams=num_streams) as (
+        identity,
+        turn,
+    ):
+        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        words = await off_loop(bool(request.bad_words), lambda: bad_words(engine, request.bad_words))
+        field, of_prompts = _asked_of_prompts(request)
+        sampling = sampling_params(
+            request,
+            defaults=engine.sampling_defaults,
+            least_tokens=1 if request.use_beam_search else 0,
+            max_tokens=max_tokens,
+            bad_words=words,
+            prompt_logprobs=of_prompts,
+        )
+        form = asked_form(request)
+        if of_prompts is not None:
+            check_prompt_logprobs(request, field, choices)
+        visitor = await knock(
+            engine,
+            caller,
+            items,
+            max_tokens,
+            num_each=choices.best_of,
+            truncates=request.truncate_prompt_tokens is not None,
+            known=turn.known,
+        )
+        whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
+        prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
+        check_size(prompts, sampling, field, choices.n)
+        constraint = await compiled(engine, form)
+        sampling = replace(sampling, constraint=text_of(constraint))
+        items = [
+            item if len(prompt) == len(all_of_it) else prompt
+            for item, prompt, all_of_it in zip(items, prompts, whole, strict=True)
+        ]
+        receipt = await begin_receipt(engine, http_request, request, identity.id, identity.created)
+        generation = await start_generation(
+            engine,
+            prompts,
+            [sampling] * len(prompts),
+            choices=choices,
+            request_id=identity.request_id,
+            caller=caller,
+            visitor=visitor,
+            constraint=constraint,
+            turn=turn,
+            receipt=receipt,
+        )
+        answer = _Answer(engine.tokenizer, request, identity, streamed_usage, items, prompts, choices.n, receipt)
+        return await respond(http_request, request, generation, answer, identity, turn)
 
 
 def _asked_of_prompts(request: CompletionRequest) -> tuple[str, int | None]:
@@ -298,7 +310,5 @@ class _Answer:
 
 
 ENDPOINTS: Final = (
-    Endpoint(
-        "POST", "/v1/completions", create_completion, "Continue a prompt", body=CompletionRequest, answer=Completion
-    ),
+    Endpoint("POST", PATH, create_completion, "Continue a prompt", body=CompletionRequest, answer=Completion),
 )

@@ -1,0 +1,187 @@
+"""A request arrives: it is new, or it has been accepted before and its client asks by its key or its stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import GoneError, IdempotencyError, RequestError
+from llm_serving.server.accepted.position import BEGINNING, MAX_CHOICES, Position
+from llm_serving.server.accepted.record import AcceptedRequest
+from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
+from llm_serving.server.authentication import api_key_of
+from llm_serving.server.caller import Caller
+from llm_serving.server.note import note_of
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
+from llm_serving.server.openai_requests import Identity, identify
+from llm_serving.server.schemas import GenerationRequest
+
+KEY_HEADER: Final = "idempotency-key"
+EVENT_HEADER: Final = "last-event-id"
+MAX_KEY_CHARS: Final = 255
+_encode_json: Final = msgspec.json.Encoder().encode
+
+
+class Resumed(NamedTuple):
+    """What a client that comes again wants the rest of."""
+
+    record: AcceptedRequest
+    position: Position
+
+
+class Arrival(NamedTuple):
+    identity: Identity
+    """Of the answer."""
+    turn: Turn
+
+
+@asynccontextmanager
+async def arrival(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    caller: Caller,
+    *,
+    route: str,
+    prefix: str,
+    num_streams: int,
+) -> AsyncIterator[Arrival]:
+    """Who a request is; until the end of the context nobody else gets its key.
+
+    A request that can come again has a seed from here on.
+
+    Args:
+        engine: Answers it.
+        http_request: It came with.
+        request: Its body.
+        caller: Who asks.
+        route: It asks.
+        prefix: Of the answer's id.
+        num_streams: Choices of all its prompts.
+
+    Raises:
+        RequestError: Its key or its event is malformed, or was another request's.
+        GoneError: It was accepted by another model.
+    """
+    accepted: AcceptedRequests = http_request.app.accepted
+    serving = engine.config.serving
+    rules = SharingRules(serving.join_identical, serving.resume_grace_s)
+    seeded = request.seed is not None
+    key = _key(http_request) if accepted.keeps else ""
+    streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_CHOICES)
+    resumed: Resumed | None = getattr(http_request.state, "resumed", None)
+    if resumed is None and not key and not streams:
+        yield Arrival(identify(engine, http_request, request, prefix), Turn(rules, seeded=seeded))
+        return
+    claimed, digest, size = "", b"", 0
+    record, position = resumed or (None, BEGINNING)
+    if resumed is None:
+        size = int(http_request.headers.get("content-length", INLINE_BYTES + 1))
+        digest = digest_of(await off_loop(size > INLINE_BYTES, lambda: route.encode() + _encode_json(request)))
+        if (event_id := http_request.headers.get(EVENT_HEADER)) and streams:
+            record, position = _by_event(accepted, http_request, event_id, digest)
+        elif key:
+            record = await accepted.claim(caller.tenant, key, digest)
+            claimed = key if record is None else ""
+    try:
+        state = http_request.app.model_state.digest(engine.computed_by, engine.max_model_len)
+        if record is not None:
+            yield _again(engine, http_request, request, record, position, prefix, rules, state)
+            return
+        request.seed = secrets.randbits(64) if request.seed is None else request.seed
+        identity = identify(engine, http_request, request, prefix)
+        record = AcceptedRequest(
+            stream_id=secrets.token_hex(16),
+            route=route,
+            tenant=caller.tenant,
+            key=key,
+            digest=digest,
+            request=await off_loop(size > INLINE_BYTES, lambda: _encode_json(request)),
+            seed=request.seed,
+            seeded=seeded,
+            streams=streams,
+            request_id=identity.request_id,
+            created=identity.created,
+            model=state,
+            prompts=b"",
+            accepted_at=time.time(),
+        )
+        add = partial(_add, accepted, caller.tenant, claimed)
+        yield Arrival(identity, Turn(rules, seeded=seeded, record=record, add=add))
+    finally:
+        if claimed:
+            accepted.settle(caller.tenant, claimed)
+
+
+def _again(
+    engine: AsyncEngine,
+    http_request: Request,
+    request: GenerationRequest,
+    record: AcceptedRequest,
+    position: Position,
+    prefix: str,
+    rules: SharingRules,
+    state: bytes,
+) -> Arrival:
+    if record.model != state:
+        raise GoneError("it was accepted by another model, or by one that is computed otherwise")
+    request.seed = record.seed
+    if (note := note_of(http_request)) is not None:
+        note.request_id = record.request_id
+    name = engine.config.model.model_name
+    identity = Identity(f"{prefix}-{record.request_id}", record.request_id, record.created, name)
+    return Arrival(identity, Turn(rules, seeded=record.seeded, record=record, known=True, position=position))
+
+
+async def _add(accepted: AcceptedRequests, tenant: str, claimed: str, record: AcceptedRequest) -> None:
+    await accepted.add(record)
+    if claimed:
+        accepted.settle(tenant, claimed)
+
+
+def _key(http_request: Request) -> str:
+    key = http_request.headers.get(KEY_HEADER, "")
+    if len(key) > MAX_KEY_CHARS:
+        raise RequestError("Idempotency-Key", f"must be text of at most {MAX_KEY_CHARS} characters", len(key))
+    return key
+
+
+def _by_event(accepted: AcceptedRequests, http_request: Request, event_id: str, digest: bytes) -> Resumed:
+    """What a repeated request goes on with."""
+    record, position = resumed_by(accepted, http_request, "Last-Event-ID", event_id)
+    if record.digest != digest:
+        raise IdempotencyError("Last-Event-ID", "must be that of an event of the same request", event_id)
+    return Resumed(record, position)
+
+
+def resumed_by(
+    accepted: AcceptedRequests, http_request: Request, field: str, event_id: str, stream_id: str | None = None
+) -> Resumed:
+    """The request and the place that the id of an event means.
+
+    Args:
+        accepted: Those that are known.
+        http_request: Asks.
+        field: Has the id.
+        event_id: That of an event, or what follows its colon.
+        stream_id: The stream, if it is known.
+
+    Raises:
+        RequestNotFoundError: The stream is not known, or another tenant's.
+        RequestError: The id is none, or another stream's.
+    """
+    named, colon, text = event_id.rpartition(":")
+    if stream_id is not None and colon and named != stream_id:
+        raise RequestError(field, "must be the id of an event of this stream, or what follows its colon", event_id)
+    key = api_key_of(http_request)
+    record = accepted.find(field, stream_id or named, None if key is None else key.name)
+    return Resumed(record, Position.read(field, text) if text else BEGINNING)

@@ -1,0 +1,132 @@
+"""Accepted requests by their streams and keys, the newest ones, up to a number of bytes and an age."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from llm_serving.errors import IdempotencyError, RequestNotFoundError
+from llm_serving.server.accepted.record import AcceptedRequest
+
+
+class Log(Protocol):
+    """Where records go that shall outlive this process."""
+
+    async def append(self, record: AcceptedRequest) -> None: ...
+
+
+class _Claim(NamedTuple):
+    digest: bytes
+    settled: asyncio.Future[None]
+
+
+class AcceptedRequests:
+    """It belongs to the event loop.
+
+    Args:
+        max_bytes: Of all records; 0: none is kept.
+        kept_s: Seconds from a request's acceptance for which it is known.
+        wall_clock: Seconds since 1970.
+    """
+
+    def __init__(self, max_bytes: int, kept_s: float, wall_clock: Callable[[], float]) -> None:
+        self._max_bytes = max_bytes
+        self._kept_s = kept_s
+        self._wall_clock = wall_clock
+        self._num_bytes = 0
+        self._records: dict[str, AcceptedRequest] = {}
+        """By stream, oldest first."""
+        self._by_key: dict[tuple[str, str], AcceptedRequest] = {}
+        self._claims: dict[tuple[str, str], _Claim] = {}
+        self.log: Log | None = None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything at all."""
+        return self._max_bytes > 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def find(self, field: str, stream_id: str, tenant: str | None) -> AcceptedRequest:
+        """The request of a stream that can be resumed.
+
+        Args:
+            field: Which named it.
+            stream_id: The stream.
+            tenant: Who asks; None: keys are not needed, and who knows the id may.
+
+        Raises:
+            RequestNotFoundError: There is none, or it is another tenant's.
+        """
+        self._expire()
+        record = self._records.get(stream_id)
+        if record is None or not record.streams or tenant not in (None, record.tenant):
+            raise RequestNotFoundError(field, "must be that of a stream whose request is still known")
+        return record
+
+    async def claim(self, tenant: str, key: str, digest: bytes) -> AcceptedRequest | None:
+        """The request that came by this key before; waits for one that is on its way.
+
+        Returns:
+            None where there is none: whoever asked has the key until it calls `settle`.
+
+        Raises:
+            IdempotencyError: It was another request.
+        """
+        name = (tenant, key)
+        while True:
+            self._expire()
+            if (record := self._by_key.get(name)) is not None:
+                _check(key, record.digest, digest)
+                return record
+            if (claim := self._claims.get(name)) is None:
+                self._claims[name] = _Claim(digest, asyncio.get_running_loop().create_future())
+                return None
+            _check(key, claim.digest, digest)
+            await asyncio.shield(claim.settled)
+
+    def settle(self, tenant: str, key: str) -> None:
+        """Whoever claimed a key has added its request, or it was refused, and the next one may."""
+        if (claim := self._claims.pop((tenant, key), None)) is not None:
+            claim.settled.set_result(None)
+
+    async def add(self, record: AcceptedRequest) -> None:
+        """Keeps a request, also beyond this process where there is a log; older ones make room."""
+        self.restore(record)
+        if self.log is not None and record.stream_id in self._records:
+            await self.log.append(record)
+
+    def restore(self, record: AcceptedRequest) -> None:
+        """Keeps a request that may come from a log."""
+        if record.num_bytes > self._max_bytes or record.stream_id in self._records:
+            return
+        self._records[record.stream_id] = record
+        self._num_bytes += record.num_bytes
+        if record.key:
+            self._by_key[record.tenant, record.key] = record
+        while self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._records.values())))
+        self._expire()
+
+    def _expire(self) -> None:
+        oldest_kept = self._wall_clock() - self._kept_s
+        while (oldest := next(iter(self._records.values()), None)) and oldest.accepted_at < oldest_kept:
+            self._forget(oldest)
+
+    def _forget(self, record: AcceptedRequest) -> None:
+        del self._records[record.stream_id]
+        self._num_bytes -= record.num_bytes
+        if self._by_key.get((record.tenant, record.key)) is record:
+            del self._by_key[record.tenant, record.key]
+
+
+def _check(key: str, known: bytes, digest: bytes) -> None:
+    if not hmac.compare_digest(known, digest):
+        raise IdempotencyError("Idempotency-Key", "must be a new one for another request", key)

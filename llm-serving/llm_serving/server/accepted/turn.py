@@ -1,0 +1,123 @@
+"""One request of completions or conversations on its way: a new one, or one that was accepted before."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.shared_answers import Sharing
+from llm_serving.errors import GoneError
+from llm_serving.server.accepted.position import BEGINNING, Position
+from llm_serving.server.accepted.record import AcceptedRequest
+from llm_serving.server.caller import Caller
+from llm_serving.server.choices import Choices
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=20).digest()
+
+
+class SharingRules(NamedTuple):
+    """What the configuration says of giving an answer to several."""
+
+    joins_identical: bool
+    grace_s: float
+
+
+class Turn:
+    """What is known of a request besides its body.
+
+    Args:
+        rules: Of the configuration.
+        seeded: Whether its client gave a seed.
+        record: What it becomes, or became, so that it can come again; None: it cannot.
+        known: Whether it was accepted before.
+        position: Of its stream, as far as its client has read it.
+        add: Keeps its record.
+    """
+
+    def __init__(
+        self,
+        rules: SharingRules,
+        *,
+        seeded: bool,
+        record: AcceptedRequest | None = None,
+        known: bool = False,
+        position: Position = BEGINNING,
+        add: Callable[[AcceptedRequest], Awaitable[None]] | None = None,
+    ) -> None:
+        self.known = known
+        self.record = record
+        self._rules = rules
+        self._seeded = seeded
+        self.position = position
+        """What its client has been told."""
+        self._add = add
+
+    @property
+    def stream_id(self) -> str:
+        """Of a stream that can be resumed; empty: it cannot."""
+        return self.record.stream_id if self.record is not None and self.record.streams else ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What an answer tells of this."""
+        headers = {"x-stream-id": self.stream_id} if self.stream_id else {}
+        if self.known and self.record is not None and self.record.key:
+            headers["idempotent-replayed"] = "true"
+        return headers
+
+    def sharing(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: Caller
+    ) -> Sharing | None:
+        """How its answer is shared: with the same requests of the same tenant, or with itself when it comes again.
+
+        The number of a sequence is to be added to the key. None: it is not shared.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: Of the first choice.
+            choices: How many answers, and how they are found.
+            caller: Who asks.
+        """
+        if self._rules.joins_identical and caller.deadline is None and (self._seeded or sampling.greedy):
+            scope = ""
+        elif self.record is not None:
+            scope = self.record.stream_id
+        else:
+            return None
+        who = (scope, caller.tenant, caller.cache_salt, caller.priority)
+        key = digest_of(_encode((who, prompts, _telling(sampling), choices)))
+        keeps = self.record is not None and bool(self.record.key)
+        return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
+
+    async def accept(self, prompts: Sequence[list[int]]) -> None:
+        """It is computed from now on: from now on it can come again.
+
+        Raises:
+            GoneError: It was accepted before with other prompts.
+        """
+        if self.record is None:
+            return
+        digest = digest_of(_encode(prompts))
+        if self.known:
+            if not hmac.compare_digest(self.record.prompts, digest):
+                raise GoneError("its text comes to other tokens than before, by its chat template")
+        elif self._add is not None:
+            self.record = msgspec.structs.replace(self.record, prompts=digest)
+            await self._add(self.record)
+
+
+def _telling(sampling: SamplingParams) -> object:
+    """What tells answers to a prompt apart: of greedy ones the seed does not."""
+    content = msgspec.to_builtins(sampling)
+    if sampling.greedy:
+        del content["seed"]
+    return content

@@ -1,0 +1,50 @@
+"""GET /v1/streams/{id}: the rest of a stream, after a lost connection or a restart of the server."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestNotFoundError
+from llm_serving.server.accepted.arrival import EVENT_HEADER, resumed_by
+from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.routes import chat, completions
+from llm_serving.server.schemas import ChatCompletionRequest, CompletionRequest
+
+RESUME_FROM: Final = "resume_from"
+
+
+async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
+    """Goes on behind the event that `Last-Event-ID` or `resume_from` names; with neither, from the beginning."""
+    if not engine.config.serving.resume_streams:
+        raise RequestNotFoundError("stream_id", "cannot be resumed: serving_config.resume_streams is False")
+    query = http_request.query_params.get(RESUME_FROM)
+    event_id = query if query is not None else http_request.headers.get(EVENT_HEADER, "")
+    field = "Last-Event-ID" if query is None else RESUME_FROM
+    stream_id = http_request.path_params["stream_id"]
+    resumed = resumed_by(http_request.app.accepted, http_request, field, event_id, stream_id)
+    if resumed.position.is_end:
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # tells a browser not to come again
+    http_request.state.resumed = resumed
+    body = resumed.record.request
+    if resumed.record.route == completions.PATH:
+        return await completions.answer_completion(
+            engine, http_request, msgspec.json.decode(body, type=CompletionRequest)
+        )
+    return await chat.answer_conversation(engine, http_request, msgspec.json.decode(body, type=ChatCompletionRequest))
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        "GET",
+        "/v1/streams/{stream_id}",
+        resume_stream,
+        "Go on with a stream",
+        query={RESUME_FROM: {"type": "string"}},
+    ),
+)

@@ -1,0 +1,81 @@
+"""A stream whose master is killed goes on over a restart with the bytes that it would have had; its receipt holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import Server, start_server
+
+pytestmark = pytest.mark.end_to_end
+
+BODY = {
+    "prompt": "Count from 1 to 60.",
+    "max_tokens": 300,
+    "temperature": 4.0,
+    "ignore_eos": True,
+    "stream": True,
+    "receipt": True,
+}
+READ = 40
+"""Events that come before the master is killed."""
+
+
+def start(folder: Path) -> Server:
+    settings = ("resume_streams=True", "request_log=disk", f"request_log_path={folder}")
+    return start_server("--model", "demo", *(x for each in settings for x in ("--set", f"serving_config.{each}")))
+
+
+def read_and_kill(server: Server) -> tuple[str, bytes]:
+    """The stream's id and its first bytes, up to a whole event."""
+    data = b""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=120.0) as answer:
+        assert answer.status_code == 200
+        for piece in answer.iter_raw():
+            data += piece
+            if data.count(b"\n\n") >= READ:
+                server.processes[0].kill()
+                break
+        return answer.headers["x-stream-id"], data[: data.rindex(b"\n\n") + 2]
+
+
+def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
+    server = start(tmp_path / "log")
+    try:
+        stream_id, first = read_and_kill(server)
+        server.processes[0].wait(60)
+    finally:
+        server.stop()
+    assert b"[DONE]" not in first
+    last_id = first[: -len(b"\n\n")].rpartition(b"\n\n")[2].split(b"\n")[0].removeprefix(b"id: ").decode()
+    server = start(tmp_path / "log")
+    try:
+        path = f"{server.url}/v1/streams/{stream_id}"
+        rest = httpx.get(path, headers={"Last-Event-ID": last_id}, timeout=120.0)
+        whole = httpx.get(path, timeout=120.0)
+    finally:
+        server.stop()
+    assert (rest.status_code, whole.status_code) == (200, 200)
+    assert first + rest.content == whole.content
+    assert rest.content.endswith(b"data: [DONE]\n\n")
+
+    events = [event.split("\ndata: ")[1] for event in whole.text.split("\n\n")[:-2]]
+    receipt = tmp_path / "receipt.json"
+    content = json.loads(events[-1])["receipt"]
+    receipt.write_text(json.dumps(content))
+    assert verify(receipt).returncode == 0
+    content["sampling"]["seed"] = str(int(content["sampling"]["seed"]) ^ 1)
+    receipt.write_text(json.dumps(content))
+    altered = verify(receipt)
+    assert (altered.returncode, "sampling.seed: does not fit" in altered.stdout) == (1, True)
+    receipt.write_text(receipt.read_text()[:-9])
+    assert verify(receipt).returncode == 2
+
+
+def verify(receipt: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm_serving", "verify", str(receipt), "--model", "demo"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,104 @@
+"""Accepted requests, and who may come back to them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from accepted_records import record
+from llm_serving.errors import IdempotencyError, RequestNotFoundError
+from llm_serving.server.accepted.record import OVERHEAD_BYTES
+from llm_serving.server.accepted.table import AcceptedRequests
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def table(max_bytes=2**20, kept_s=60.0, clock=None) -> AcceptedRequests:
+    return AcceptedRequests(max_bytes, kept_s, clock or Clock())
+
+
+def test_a_stream_is_found_by_its_own_tenant_alone():
+    accepted = table()
+    accepted.restore(record())
+    assert accepted.find("f", "stream-0", "ann").request_id == "request-0"
+    assert accepted.find("f", "stream-0", None).request_id == "request-0"
+    for stream, tenant in (("stream-0", "bob"), ("stream-1", "ann")):
+        with pytest.raises(RequestNotFoundError, match="still known"):
+            accepted.find("f", stream, tenant)
+    accepted.restore(record(2, streams=False))
+    with pytest.raises(RequestNotFoundError):
+        accepted.find("f", "stream-2", "ann")
+
+
+def test_memory_is_bounded_and_the_oldest_make_room():
+    accepted = table(max_bytes=3 * OVERHEAD_BYTES)
+    for number in range(50):
+        accepted.restore(record(number))
+        assert accepted.num_bytes <= 3 * OVERHEAD_BYTES
+    assert len(accepted) == 2
+    assert asyncio.run(accepted.claim("ann", "key-0", b"x")) is None, "forgotten with its key"
+    accepted.restore(record(60, request=b"x" * 10**6))
+    assert len(accepted) == 2, "what does not fit pushes nobody out"
+
+
+def test_age_is_bounded():
+    clock = Clock()
+    accepted = table(kept_s=60.0, clock=clock)
+    accepted.restore(record())
+    clock.now += 60.0
+    accepted.find("f", "stream-0", None)
+    clock.now += 0.1
+    with pytest.raises(RequestNotFoundError):
+        accepted.find("f", "stream-0", None)
+    assert accepted.num_bytes == 0
+
+
+def test_the_same_key_has_the_same_request_and_others_have_their_own():
+    async def run():
+        accepted = table()
+        assert await accepted.claim("ann", "key-0", b"d") is None
+        await accepted.add(record())
+        accepted.settle("ann", "key-0")
+        assert (await accepted.claim("ann", "key-0", b"d")).request_id == "request-0"
+        with pytest.raises(IdempotencyError, match="Idempotency-Key"):
+            await accepted.claim("ann", "key-0", b"other")
+        assert await accepted.claim("bob", "key-0", b"other") is None
+
+    asyncio.run(run())
+
+
+def test_who_comes_while_the_first_is_on_its_way_waits_for_it():
+    async def run():
+        accepted = table()
+        assert await accepted.claim("ann", "key-0", b"d") is None
+        waiting = [asyncio.create_task(accepted.claim("ann", "key-0", b"d")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(IdempotencyError):
+            await accepted.claim("ann", "key-0", b"other")
+        assert not any(task.done() for task in waiting)
+        waiting.pop().cancel()
+        await accepted.add(record())
+        accepted.settle("ann", "key-0")
+        assert [(await task).request_id for task in waiting] == ["request-0"] * 2
+
+    asyncio.run(run())
+
+
+def test_where_the_first_was_refused_the_next_one_is_the_first():
+    async def run():
+        accepted = table()
+        assert await accepted.claim("ann", "key-0", b"d") is None
+        waiting = [asyncio.create_task(accepted.claim("ann", "key-0", b"d")) for _ in range(2)]
+        await asyncio.sleep(0)
+        accepted.settle("ann", "key-0")
+        assert await waiting[0] is None
+        assert not waiting[1].done()
+        accepted.settle("ann", "key-0")
+        assert await waiting[1] is None
+
+    asyncio.run(run())

@@ -1,0 +1,143 @@
+"""Idempotency-Key: the same request by the same key has the same answer, computed once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gated_server import GatedServer
+from server_client import error_of
+
+PATH = "/v1/completions"
+BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+
+
+def keyed(key="k", **headers):
+    return {"Idempotency-Key": key, **headers}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_answer_byte_by_byte_and_nothing_is_computed_again(stream):
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            body = BODY | {"stream": stream}
+            first = await client.post(PATH, json=body, headers=keyed())
+            again = await client.post(PATH, json=dict(reversed(body.items())), headers=keyed())
+            assert (first.status_code, again.content) == (200, first.content)
+            assert server.num_computed == 6
+            assert "idempotent-replayed" not in first.headers
+            assert again.headers["idempotent-replayed"] == "true"
+            assert again.headers["x-request-id"] == first.headers["x-request-id"]
+            other = await client.post(PATH, json=body, headers=keyed("other"))
+            assert other.content != first.content, "another seed was drawn, or another id at least"
+            assert server.num_computed == 12
+
+    asyncio.run(run())
+
+
+def test_another_request_by_the_same_key_is_refused():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            await client.post(PATH, json=BODY, headers=keyed())
+            refused = await client.post(PATH, json=BODY | {"max_tokens": 5}, headers=keyed())
+            assert refused.status_code == 422
+            assert error_of(refused)["code"] == "idempotency_key_reused"
+            chat = {"messages": [{"role": "user", "content": "x"}]}
+            assert (await client.post("/v1/chat/completions", json=chat, headers=keyed())).status_code == 422
+            others = BODY | {"max_tokens": 5, "user": "somebody else"}
+            assert (await client.post(PATH, json=others, headers=keyed())).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_who_comes_while_it_is_computed_joins_it():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            server.runner.gate.clear()
+            tasks = [asyncio.create_task(client.post(PATH, json=BODY, headers=keyed())) for _ in range(3)]
+            await server.reach(lambda: len(server.site.routes.accepted) == 1)
+            server.runner.gate.set()
+            answers = [await task for task in tasks]
+            assert len({answer.content for answer in answers}) == 1
+            assert server.num_computed == 6
+
+    asyncio.run(run())
+
+
+def test_what_was_refused_has_no_answer_to_repeat():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            bad = BODY | {"max_tokens": 10**6}
+            assert (await client.post(PATH, json=bad, headers=keyed())).status_code == 400
+            assert (await client.post(PATH, json=BODY, headers=keyed())).status_code == 200
+            too_long = await client.post(PATH, json=BODY, headers=keyed("x" * 300))
+            assert (too_long.status_code, error_of(too_long)["param"]) == (400, "Idempotency-Key")
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_was_forgotten_is_computed_again_with_the_same_seed_and_id():
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            first = await client.post(PATH, json=BODY, headers=keyed())
+            for kept in list(server.engine.shared._kept.values()):
+                server.engine.shared.forget(kept)
+            again = await client.post(PATH, json=BODY, headers=keyed())
+            whole, repeated = first.json(), again.json()
+            for each in (whole, repeated):
+                each["usage"].pop("prompt_tokens_details")  # what was found computed is told by who computes
+            assert repeated == whole
+            assert server.num_computed == 12
+
+    asyncio.run(run())
+
+
+def test_without_a_log_a_key_has_no_effect():
+    async def run():
+        server = GatedServer(serving={"request_log": "none"})
+        async with server.running() as client:
+            first = await client.post(PATH, json=BODY, headers=keyed())
+            again = await client.post(PATH, json=BODY, headers=keyed())
+            assert first.json()["id"] != again.json()["id"]
+
+    asyncio.run(run())
+
+
+def test_the_same_seeded_request_in_flight_is_computed_once_where_the_configuration_says_so():
+    async def run():
+        server = GatedServer(max_num_seqs=8, serving={"join_identical": True})
+        async with server.running() as client:
+            body = BODY | {"seed": 4, "temperature": 1.0}
+            bodies = [body, body, body | {"cache_salt": "x"}, body | {"user": "bob"}, body | {"priority": 1}]
+            server.runner.gate.clear()
+            tasks = [asyncio.create_task(client.post(PATH, json=each)) for each in bodies]
+            await server.reach(lambda: server.engine.shared.num_readers == 5)
+            assert server.engine.num_waiting + server.engine.num_running == 4
+            server.runner.gate.set()
+            answers = [(await task).json() for task in tasks]
+            assert len({answer["id"] for answer in answers}) == 5, "each has its own"
+            assert len({str(answer["choices"]) for answer in answers}) == 1
+            explained = [(await client.get(f"/v1/requests/{each['id']}/explain")).json() for each in answers[:2]]
+            assert explained[0]["requests"] == explained[1]["requests"]
+            assert explained[0]["requests"][0]["num_sharing"] == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_choices_are_shared_each_by_itself(n):
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            body = BODY | {"n": n, "temperature": 1.0, "prompt": [[5, 6], [7, 8, 9]]}
+            first = await client.post(PATH, json=body, headers=keyed())
+            again = await client.post(PATH, json=body, headers=keyed())
+            assert again.content == first.content
+            assert len(first.json()["choices"]) == 2 * n
+
+    asyncio.run(run())

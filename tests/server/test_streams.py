@@ -1,0 +1,218 @@
+"""Streams that go on after a lost connection, or after a restart of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from gated_server import GatedServer
+from llm_serving.config.schema import ApiKey
+from llm_serving.server.accepted.log_file import LogFile
+from llm_serving.server.accepted.table import AcceptedRequests
+from llm_serving.server.authentication import hash_key
+from server_client import error_of
+
+PATH = "/v1/completions"
+BODY = {"prompt": "Count to 9.", "max_tokens": 8, "ignore_eos": True, "stream": True, "return_token_ids": True}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "ignore_eos": True, "stream": True}
+RESUMES = {"resume_streams": True}
+
+
+def server(**serving) -> GatedServer:
+    return GatedServer(serving=RESUMES | serving)
+
+
+def events_of(text: str) -> list[tuple[str, str]]:
+    """(id, data) of each event."""
+    events = text.split("\n\n")
+    assert events.pop() == ""
+    pairs = [event.split("\n") for event in events]
+    assert all(len(pair) == 2 for pair in pairs)
+    return [(event_id.removeprefix("id: "), data.removeprefix("data: ")) for event_id, data in pairs]
+
+
+def test_without_being_configured_streams_are_as_they_were():
+    async def run():
+        async with GatedServer().running() as client:
+            answer = await client.post(PATH, json=BODY)
+            assert "id: " not in answer.text
+            assert "x-stream-id" not in answer.headers
+            assert (await client.get("/v1/streams/abc")).status_code == 404
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, BODY),
+        (PATH, BODY | {"temperature": 1.0, "n": 2, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", CHAT | {"seed": 7, "n": 3, "logprobs": True}),
+    ],
+)
+def test_behind_every_event_the_rest_follows_byte_by_byte(path, body):
+    async def run():
+        async with server().running() as client:
+            answer = await client.post(path, json=body)
+            stream_id = answer.headers["x-stream-id"]
+            whole = events_of(answer.text)
+            assert whole[-1][1] == "[DONE]"
+            everything = sorted(data for _, data in whole if "prompt_tokens" not in data)
+            for place, (event_id, _) in list(enumerate(whole))[:-1]:
+                rest = await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": event_id})
+                assert rest.status_code == 200
+                told = [*whole[: place + 1], *events_of(rest.text)]
+                assert sorted(data for _, data in told if "prompt_tokens" not in data) == everything
+                assert told[-1] == whole[-1]
+                if body.get("n", 1) == 1 and "stream_options" not in body:
+                    assert events_of(rest.text) == whole[place + 1 :]
+            ended = await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": whole[-1][0]})
+            assert (ended.status_code, ended.content) == (204, b"")
+
+    asyncio.run(run())
+
+
+def test_the_place_may_be_in_the_query_or_come_with_the_request_once_more():
+    async def run():
+        async with server().running() as client:
+            answer = await client.post(PATH, json=BODY)
+            stream_id, whole = answer.headers["x-stream-id"], events_of(answer.text)
+            rest = await client.get(f"/v1/streams/{stream_id}?resume_from=3")
+            assert events_of(rest.text) == whole[3:]
+            rest = await client.get(f"/v1/streams/{stream_id}", params={"resume_from": whole[4][0]})
+            assert events_of(rest.text) == whole[5:]
+            assert events_of((await client.get(f"/v1/streams/{stream_id}")).text) == whole
+            again = await client.post(PATH, json=BODY, headers={"Last-Event-ID": whole[2][0]})
+            assert events_of(again.text) == whole[3:]
+            other = await client.post(PATH, json=BODY | {"max_tokens": 7}, headers={"Last-Event-ID": whole[2][0]})
+            assert other.status_code == 422
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("event_id", ["nonsense", "other:3", "1.2", "-1", "9" * 30])
+def test_who_lies_about_events_is_told_so(event_id):
+    async def run():
+        async with server().running() as client:
+            stream_id = (await client.post(PATH, json=BODY)).headers["x-stream-id"]
+            answer = await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": event_id})
+            assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
+            unknown = await client.get("/v1/streams/nobody", headers={"Last-Event-ID": event_id})
+            assert unknown.status_code in (400, 404)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_comes_back_within_the_grace_finds_it_computed_on():
+    async def run():
+        gated = server(resume_grace_s=60.0)
+        async with gated.running() as client:
+            gated.runner.gate.clear()
+            lost = asyncio.create_task(client.post(PATH, json=BODY))
+            await gated.reach(lambda: len(gated.site.routes.accepted) == 1)
+            (record,) = gated.site.routes.accepted._records.values()
+            lost.cancel()
+            await gated.reach(lambda: gated.engine.shared.num_readers == 0)
+            gated.runner.gate.set()
+            rest = await client.get(f"/v1/streams/{record.stream_id}")
+            assert events_of(rest.text)[-1][1] == "[DONE]"
+            assert gated.num_computed == 8
+
+    asyncio.run(run())
+
+
+def test_tenants_go_on_with_their_own_alone():
+    keys = tuple(ApiKey(name=name, key_sha256=hash_key(name * 16), admin=name == "c") for name in "abc")
+
+    def shown(name):
+        return {"Authorization": f"Bearer {name * 16}"}
+
+    async def run():
+        gated = GatedServer(api_keys=keys, serving=RESUMES)
+        async with gated.running() as client:
+            answer = await client.post(PATH, json=BODY, headers=shown("a"))
+            path = f"/v1/streams/{answer.headers['x-stream-id']}"
+            assert (await client.get(path, headers=shown("a"))).text == answer.text
+            for other in "bc":
+                assert (await client.get(path, headers=shown(other))).status_code == 404
+            event_id = {"Last-Event-ID": events_of(answer.text)[0][0]}
+            assert (await client.post(PATH, json=BODY, headers=shown("b") | event_id)).status_code == 404
+            assert (await client.get(path)).status_code == 401
+
+    asyncio.run(run())
+
+
+def logged(folder: Path) -> tuple[AcceptedRequests, LogFile]:
+    log = LogFile(folder, 2**20)
+    accepted = AcceptedRequests(2**20, 3600.0, time.time)
+    for record in log.read():
+        accepted.restore(record)
+    accepted.log = log
+    return accepted, log
+
+
+@pytest.mark.parametrize("body", [BODY, BODY | {"temperature": 1.0, "n": 2}])
+def test_after_a_restart_the_rest_is_computed_again(tmp_path, body):
+    async def ask(act, **serving):
+        accepted, log = logged(tmp_path)
+        gated = GatedServer(serving=RESUMES | serving, accepted=accepted)
+        try:
+            async with gated.running() as client:
+                return await act(client)
+        finally:
+            log.close()
+
+    first = asyncio.run(ask(lambda client: client.post(PATH, json=body, headers={"Idempotency-Key": "k"})))
+    whole, stream_id = events_of(first.text), first.headers["x-stream-id"]
+
+    def go_on(client):
+        return client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": whole[4][0]})
+
+    rest = asyncio.run(ask(go_on))
+    assert (
+        sorted([*whole[:5], *events_of(rest.text)], key=lambda each: each[1]) == sorted(whole, key=lambda each: each[1])
+        or "n" in body
+    )
+    assert {data for _, data in [*whole[:5], *events_of(rest.text)]} == {data for _, data in whole}
+    again = asyncio.run(ask(lambda client: client.post(PATH, json=body, headers={"Idempotency-Key": "k"})))
+    assert {data for _, data in events_of(again.text)} == {data for _, data in whole}
+    assert again.headers["x-stream-id"] == stream_id
+
+
+def test_another_model_or_configuration_goes_on_with_nothing():
+    async def run():
+        gated = server()
+        async with gated.running() as client:
+            answer = await client.post(PATH, json=BODY)
+            gated.site.routes.model_state._facts += b"x"
+            gone = await client.get(f"/v1/streams/{answer.headers['x-stream-id']}")
+            assert (gone.status_code, error_of(gone)["code"]) == (410, "gone")
+
+    asyncio.run(run())
+
+
+def test_while_the_model_loads_a_client_is_told_to_come_back():
+    """Not that its stream is gone, which would be for ever."""
+
+    async def run():
+        gated = server()
+        async with gated.running() as client:
+            path = f"/v1/streams/{(await client.post(PATH, json=BODY)).headers['x-stream-id']}"
+            living, gated.engine.replicas.living = gated.engine.replicas.living, dict
+            assert (await client.get(path)).status_code == 503
+            gated.engine.replicas.living = living
+            assert (await client.get(path)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_streams_of_many_choices_have_no_ids():
+    async def run():
+        async with server().running() as client:
+            answer = await client.post(PATH, json=BODY | {"n": 17, "max_tokens": 1})
+            assert "id: " not in answer.text
+
+    asyncio.run(run())
