@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
+from fakes import FakeEngine, Piece, Script
 from gated_server import GatedServer
+from llm_serving.core.request import FinishReason
+from llm_serving.server.app import create_app
 from server_client import error_of
+from tool_cases import CALL, HERMES, tokenizer_with
 
 PATH = "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -139,5 +145,21 @@ def test_choices_are_shared_each_by_itself(n):
             again = await client.post(PATH, json=body, headers=keyed())
             assert again.content == first.content
             assert len(first.json()["choices"]) == 2 * n
+
+    asyncio.run(run())
+
+
+def test_calls_of_tools_have_the_same_ids_again():
+    async def run():
+        engine = FakeEngine(Script((Piece(CALL),), FinishReason.STOP), max_body_bytes=2**16)
+        engine.tokenizer = tokenizer_with(HERMES)
+        transport = httpx.ASGITransport(create_app(engine))
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answers = [
+                (await client.post("/v1/chat/completions", json=body, headers=keyed(key))).json() for key in "aab"
+            ]
+        ids = [answer["choices"][0]["message"]["tool_calls"][0]["id"] for answer in answers]
+        assert ids[0] == ids[1] != ids[2]
 
     asyncio.run(run())

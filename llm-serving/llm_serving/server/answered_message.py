@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random, SystemRandom
 from typing import Final
 
 from msgspec import UNSET
@@ -30,10 +31,12 @@ class AnsweredMessage:
     Args:
         parser: Takes its text apart; None: all of it is said.
         offered: The tools it may call.
+        chance: Draws the ids of calls; None: nobody can draw the same.
     """
 
-    def __init__(self, parser: AnswerParser | None, offered: OfferedTools | None) -> None:
+    def __init__(self, parser: AnswerParser | None, offered: OfferedTools | None, chance: Random | None = None) -> None:
         self._parser = parser
+        self._chance = chance or SystemRandom()
         self._offered = offered
         self._said: list[str] = []
         self._reasoning: list[str] = []
@@ -75,7 +78,7 @@ class AnsweredMessage:
             self._arguments[-1].append(call.arguments)
             return ToolCallDelta(index=len(self._calls) - 1, function=FunctionDelta(call.arguments))
         assert self._offered is not None
-        begun = ToolCall(id=self._offered.new_id(), function=CalledFunction(call.name, ""))
+        begun = ToolCall(id=self._offered.new_id(self._chance), function=CalledFunction(call.name, ""))
         self._calls.append(begun)
         self._arguments.append([call.arguments])
         function = FunctionDelta(call.arguments, call.name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import string
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Final
 
 from llm_serving.engine.async_engine import AsyncEngine
@@ -31,9 +31,9 @@ class OfferedTools:
     for_template: list[dict[str, Any]]
     format: ToolFormat
 
-    def new_id(self) -> str:
-        """An id for a call."""
-        return self.format.id_prefix + "".join(secrets.choice(_ID_CHARS) for _ in range(self.format.id_chars))
+    def new_id(self, chance: Random) -> str:
+        """An id for a call, drawn by `chance`."""
+        return self.format.id_prefix + "".join(chance.choice(_ID_CHARS) for _ in range(self.format.id_chars))
 
 
 def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> OfferedTools | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random, SystemRandom
 from typing import Final, NamedTuple
 
 import msgspec
@@ -65,6 +66,10 @@ class Turn:
     def stream_id(self) -> str:
         """Of a stream that can be resumed; empty: it cannot."""
         return self.record.stream_id if self.record is not None and self.record.streams else ""
+
+    def chance(self, choice: int) -> Random:
+        """What draws the ids of a choice: the same for a request that comes again, otherwise nobody can draw them."""
+        return SystemRandom() if self.record is None else Random(f"{self.record.stream_id} {choice}")
 
     @property
     def headers(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ async def answer_conversation(engine: AsyncEngine, http_request: Request, reques
             receipt=receipt,
         )
         parsers = [answer_parser(engine, request, prompt, offered) for _ in range(choices.n)]
-        messages = [AnsweredMessage(each, offered) for each in parsers]
+        messages = [AnsweredMessage(each, offered, turn.chance(index)) for index, each in enumerate(parsers)]
         answer = _Answer(engine.tokenizer, request, identity, streamed_usage, prompt, messages, receipt)
         return await respond(http_request, request, generation, answer, identity, turn)
 
