@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
 
@@ -15,6 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from llm_serving.config.schema import ServerConfig
+from llm_serving.server.front_door.body_meter import BodyMeter
+from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.joined_head import JoinedHead
 from llm_serving.server.front_door.older_http import OLDER, end_with_connection, is_faulty
@@ -22,14 +23,13 @@ from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
 from llm_serving.server.front_door.request_head import BLANK_LINE, RequestHead, without_upgrade
 from llm_serving.server.front_door.slow_reader import SlowReader
+from llm_serving.server.front_door.turn_timer import TurnTimer
 from llm_serving.server.front_door.turns import Turns
 
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
 SLICE_BYTES: Final = 4 * 1024
 """Most bytes of a chunked body that are parsed before others get their turn on the event loop."""
-BODY_PER_FRAMING: Final = 4
-"""Bytes of a chunked body for each byte of framing beyond `max_header_bytes`: tiny chunks cost much time."""
 TLS_BYTES: Final = 128 * 1024
 """What the layer of TLS keeps beside the bytes of a connection that wait."""
 WRITE_BUFFER_BYTES: Final = 64 * 1024
@@ -93,16 +93,12 @@ class Connection(HttpToolsProtocol):
         self._held = b""
         self._searched = 0
         self._in_body = False
-        self._body_left: int | None = None
-        """Bytes of a body of declared length that have not come; None: it is chunked."""
-        self._body_bytes = 0
-        self._gap_bytes = 0
-        self._framing_bytes = 0
+        self._body = BodyMeter()
         self._is_scheduled = False
         self._has_turn = True
         """Whether what comes next is part of a turn that was waited for: that of its welcome at first."""
         self._undigested: RequestResponseCycle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = TurnTimer(self.loop, turns, address)
         self._reader: SlowReader | None = None
         self._parting: PartingTransport | None = None
 
@@ -155,7 +151,7 @@ class Connection(HttpToolsProtocol):
         self.transport = cast(asyncio.Transport, self._parting)
         unsent = transport.get_write_buffer_size
         self._reader = SlowReader(self.loop, unsent, self._limits.write_timeout_s, self._cut)
-        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._in_turn, self._head_is_late)
+        self._timer.start(self._limits.header_timeout_s, self._head_is_late)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client has left; a thousand may do so at once."""
@@ -171,7 +167,7 @@ class Connection(HttpToolsProtocol):
 
     def _lose(self, exc: Exception | None) -> None:
         self._held = b""
-        self._stop_timer()
+        self._timer.stop()
         if self._reader is not None:
             self._reader.leave()
         self._guests.leave(self)
@@ -228,8 +224,8 @@ class Connection(HttpToolsProtocol):
             before = len(self._held)
             if not self._in_body:
                 self._advance_head()
-            elif self._body_left is not None:
-                self._advance_declared(self._body_left)
+            elif self._body.left is not None:
+                self._advance_declared(self._body.left)
             else:
                 self._advance_chunked()
                 if self._in_body and 0 < len(self._held) < before:
@@ -269,13 +265,13 @@ class Connection(HttpToolsProtocol):
         if size:
             head, self._held = self._held[:size], self._held[size:]
             self._parse(without_upgrade(head))
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self._limits.header_timeout_s, self._in_turn, self._head_is_late)
+        elif not self._timer.is_set:
+            self._timer.start(self._limits.header_timeout_s, self._head_is_late)
 
     def _advance_declared(self, left: int) -> None:
         self._unset_keepalive_if_required()
         piece, self._held = self._held[:left], self._held[left:]
-        self._body_left = left - len(piece)
+        self._body.left = left - len(piece)
         self._parse(piece)
 
     def _advance_chunked(self) -> None:
@@ -294,8 +290,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, piece: bytes) -> None:
         was_head = not self._in_body
-        self._gap_bytes += len(piece)
-        self._framing_bytes += len(piece)
+        self._body.arrived(len(piece))
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -306,35 +301,15 @@ class Connection(HttpToolsProtocol):
             self._refuse(NOT_HTTP)
             return
         if was_head and self._in_body:
-            self._body_left = self._declared_length()
-            self._announce_end(self.cycle)
-            late_s = self._limits.body_timeout_s + BODY_GRACE_S
-            self._timer = self.loop.call_later(late_s, self._in_turn, self._body_is_late)
-        elif self._in_body and self._framing > self._limits.max_header_bytes:
+            self._body.left = self._declared_length()
+            if self._body.left is None:
+                close_unless_read(self.cycle, lambda: self._in_body)
+            else:
+                self.cycle.keep_alive &= self._body.left <= self._limits.max_request_body_bytes
+            self._timer.start(self._limits.body_timeout_s + BODY_GRACE_S, self._body_is_late)
+        elif self._in_body and self._body.framing > self._limits.max_header_bytes:
             rule = f"chunk sizes, extensions and trailers must be at most {self._limits.max_header_bytes} bytes"
             self._refuse(Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, rule))
-
-    def _announce_end(self, cycle: RequestResponseCycle) -> None:
-        """An answer tells that the connection ends where the rest of its request may not be read.
-
-        Otherwise a client that has sent all of it would send its next request into a connection that is just closed.
-        """
-        if self._body_left is not None:
-            cycle.keep_alive &= self._body_left <= self._limits.max_request_body_bytes
-            return
-        send = cycle.send
-
-        async def send_and_close(message: Any) -> None:
-            if self._in_body and not cycle.response_started:
-                cycle.keep_alive = False
-            await send(message)
-
-        cycle.send = send_and_close  # type: ignore[method-assign]
-
-    @property
-    def _framing(self) -> int:
-        """Bytes since the last one of the body, or of all that is not body, less what goes with it."""
-        return max(self._gap_bytes, self._framing_bytes - self._body_bytes // BODY_PER_FRAMING)
 
     def _declared_length(self) -> int | None:
         return next((int(value) for name, value in self.headers if name == b"content-length"), None)
@@ -360,8 +335,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
-        self._body_bytes = self._gap_bytes = self._framing_bytes = 0
+        self._timer.stop()
+        self._body.begin()
         version = self.parser.get_http_version()
         if is_faulty(version, self.headers):
             raise ValueError(version)  # the parser reports it as an error of its own
@@ -372,14 +347,12 @@ class Connection(HttpToolsProtocol):
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        self._framing_bytes -= len(body)
-        self._gap_bytes = 0
+        self._body.were_body(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        self._stop_timer()
+        self._timer.stop()
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():  # answered before its end
             self._unset_keepalive_if_required()
@@ -403,22 +376,20 @@ class Connection(HttpToolsProtocol):
             self._weigh()
 
     def _watch_digestion(self, cycle: RequestResponseCycle) -> None:
-        """The bytes of a body weigh until the application asks for what comes after: it has parsed them by then."""
+        """The bytes of a body weigh until it is digested."""
         self._undigested = cycle
-        receive = cycle.receive
 
-        async def receive_and_note() -> Any:
-            if not cycle.more_body and not cycle.body and self._undigested is cycle:
+        def digested() -> None:
+            if self._undigested is cycle:
                 self._undigested = None
                 self._weigh()
-            return await receive()
 
-        cycle.receive = receive_and_note  # type: ignore[method-assign]
+        when_digested(cycle, digested)
 
     def _weigh(self) -> None:
         weight = len(self._held)
         if self._undigested is not None:
-            weight += self._body_bytes
+            weight += self._body.num_bytes
         if self._is_unread:
             weight += self.transport.get_write_buffer_size()
         if weight and self.scheme == "https":
@@ -427,16 +398,6 @@ class Connection(HttpToolsProtocol):
             self._guests.weigh(self, weight)
 
     # Ends
-
-    def _in_turn(self, late: Callable[[], None]) -> None:
-        """The timer has run out; what follows waits for its turn, unless the timer is stopped meanwhile."""
-        timer = self._timer
-
-        def act() -> None:
-            if self._timer is timer:
-                late()
-
-        self._turns.do(self.address, act)
 
     def timeout_keep_alive_handler(self) -> None:
         idle, close = self.timeout_keep_alive_task, super().timeout_keep_alive_handler
@@ -477,11 +438,6 @@ class Connection(HttpToolsProtocol):
                 self._guests.on_refused(self.address, refusal.status)
             self.transport.close()
         self._held = b""
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _nothing() -> None:
