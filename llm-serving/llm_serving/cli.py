@@ -215,7 +215,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="folder in Hugging Face form, name of a model at a hub such as Qwen/Qwen3-0.6B, or `demo`",
+        help="folder in Hugging Face form, GGUF file, name of a model at a hub such as Qwen/Qwen3-0.6B, or `demo`",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"

@@ -27,6 +27,7 @@ from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor
 from llm_serving.formats.writing import Tensor, write_checkpoint, write_safetensors
 from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import spare_tensors
+from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.new_folder import check_absent, copy_small_files, new_folder
 
@@ -59,7 +60,11 @@ def convert(
     spec = ModelSpec.from_hugging_face(config, str(yaml or source))
     if spec.scheme is not None:
         raise ConfigError(f"{source} must hold a model that is not quantised. Found: {spec.scheme.described}")
-    tensors = list(_tensors(read_tensors(source), order, config))
+    found = read_tensors(source)
+    stored = {name: each for name, each in found.items() if isinstance(each, StoredTensor)}
+    if is_gguf(source) or len(stored) < len(found):
+        raise ConfigError(f"{source} must be a model in safetensors or in checkpoints of MindSpore")
+    tensors = list(_tensors(stored, order, config))
     if form == "mindformers" and spec.architecture not in _MINDFORMERS:
         known = ", ".join(_MINDFORMERS)
         raise ConfigError(f"--to mindformers must be given a model of {known}. Given: {spec.architecture}")

@@ -10,6 +10,7 @@ from llm_serving.errors import ConfigError, ModelError
 from llm_serving.hub import cached_models, download
 from llm_serving.hub.contents import missing_files
 from llm_serving.models.contents import check_folder
+from llm_serving.models.gguf import is_gguf
 from llm_serving.models.pooling import served_pooling
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 
@@ -19,7 +20,8 @@ def stored_size(config: ServingConfig) -> ModelSize:
     assert config.model.model_path is not None
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
-    files = list(config.model.model_path.glob("*.safetensors"))
+    path = config.model.model_path
+    files = [path] if is_gguf(path) else list(path.glob("*.safetensors"))
     return model_size(config, sum(file.stat().st_size for file in files) if files else None)
 
 

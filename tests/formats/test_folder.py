@@ -16,7 +16,6 @@ A = {"a": np.zeros((2, 3), np.float32)}
     [
         ("pytorch_model.bin", "AutoModelForCausalLM"),
         ("consolidated.00.pth", "transformers.models.llama.convert_llama_weights_to_hf"),
-        ("model-q4.gguf", "gguf_file='model-q4.gguf'"),
     ],
 )
 def test_a_form_that_is_not_read_comes_with_the_command_that_converts_it(tmp_path, name, command):
@@ -50,3 +49,13 @@ def test_safetensors_win_over_other_forms(tmp_path):
 def test_an_empty_folder_has_nothing_to_convert(tmp_path):
     with pytest.raises(ModelError, match=r"holds no \*.safetensors file$"):
         read_tensors(tmp_path)
+
+
+def test_a_gguf_file_is_named_itself(tmp_path):
+    (tmp_path / "model-q4.gguf").write_bytes(b"x")
+    with pytest.raises(
+        ModelError, match=r"holds no \*.safetensors file; model-q4.gguf is a model by itself: name that"
+    ):
+        read_tensors(tmp_path)
+    with pytest.raises(ModelError, match=r"model-q4.gguf is not a GGUF file"):
+        read_tensors(tmp_path / "model-q4.gguf")

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from gguf_files import write_model
 from graph_model import GraphModel, backend
 from llm_serving.models.contents import check_folder
 from model_factories import TINY, write_safetensors
@@ -12,7 +13,7 @@ from quantized_folders import LAYOUTS, write_quantized
 pytestmark = pytest.mark.mindspore
 
 FAMILIES = {"llama": TINY, "qwen2": {**TINY, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}}
-PROMPT = np.random.default_rng(5).integers(0, 97, 20).tolist()
+PROMPT = np.random.default_rng(5).integers(0, 96, 20).tolist()
 
 
 def greedy(folder, num_tokens=6) -> list[int]:
@@ -39,8 +40,21 @@ def greedy(folder, num_tokens=6) -> list[int]:
 def test_tokens_are_those_of_the_values(tmp_path, family, layout):
     config = FAMILIES[family]
     values = write_quantized(tmp_path / "quantised", LAYOUTS[layout], config, seed=3)
+    assert greedy(tmp_path / "quantised") == greedy(plain_folder(tmp_path, config, values))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", 8), ("llama", 2), ("qwen2", 8)])
+def test_tokens_of_a_gguf_file_are_those_of_the_values(tmp_path, family, kind):
+    config = FAMILIES[family] | {"vocab_size": 96}
+    values = write_model(tmp_path / "a.gguf", family, config, kind, seed=3)
+    tokens = greedy(tmp_path / "a.gguf")
+    assert tokens == greedy(plain_folder(tmp_path, config, values))
+    assert len(set(tokens)) > 1
+
+
+def plain_folder(tmp_path, config, values):
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text(json.dumps(config))
     write_safetensors(plain / "model.safetensors", values)
-    assert greedy(tmp_path / "quantised") == greedy(plain)
+    return plain

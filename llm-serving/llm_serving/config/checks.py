@@ -8,6 +8,7 @@ from llm_serving.config.values import Values
 from llm_serving.core.choices import OrderName, PolicyName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
+from llm_serving.models.gguf import is_gguf
 from llm_serving.models.positions import Positions, positions_of
 from llm_serving.models.spec import ModelSpec
 
@@ -30,7 +31,8 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
     """
     described = mindformers.spec if mindformers is not None else None
     if spec is not None:
-        config = values["model_config.model_path"] / "config.json"
+        path = values["model_config.model_path"]
+        config = path if is_gguf(path) else path / "config.json"
         if described is not None:
             _check_same_shape(described, values.source("model_config.model_cfg_path"), spec, str(config))
         _agree(values, "model_config.vocab_size", spec.vocab_size, str(config))

@@ -6,6 +6,7 @@ from typing import Final
 
 from llm_serving.errors import ConfigError
 from llm_serving.hub import why_no_name
+from llm_serving.models.gguf import SUFFIX, is_gguf
 
 PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 PROJECT_FOLDER: Final = PACKAGE_FOLDER.parents[1]
@@ -54,7 +55,8 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
         written: The same as text, in which `./a/b` is not `a/b`.
 
     Returns:
-        The folder; None: there is none, and what is written can be the name of a model at a hub.
+        The folder, or the GGUF file, also where it is the only one of a folder without config.json; None: there is
+        none, and what is written can be the name of a model at a hub.
 
     Raises:
         ConfigError: There is no such folder, and no hub has such names.
@@ -70,6 +72,16 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
             return None
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"
         raise ConfigError(f"{where}: {key}: {written or path} does not exist{searched}")
-    if not found.is_dir():
-        raise ConfigError(f"{where}: {key}: {path} must be a folder in Hugging Face form")
+    if found.is_dir():
+        return _file_of(found) or found
+    if not is_gguf(found):
+        raise ConfigError(f"{where}: {key}: {path} must be a folder in Hugging Face form, or a GGUF file")
     return found
+
+
+def _file_of(folder: Path) -> Path | None:
+    """The one GGUF file of a folder that holds nothing else of a model."""
+    if (folder / "config.json").exists():
+        return None
+    files = list(folder.glob(f"*{SUFFIX}"))
+    return files[0] if len(files) == 1 else None

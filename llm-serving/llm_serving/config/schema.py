@@ -60,8 +60,8 @@ class ModelConfig:
     older servers' routes had and what clients send on their own."""
 
     model_path: Path | None = option(None, path())
-    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), or the name of a model at a hub, owner/name,
-    where no such folder exists. The word `demo` is the shipped model."""
+    """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), a GGUF file, or the name of a model at a
+    hub, owner/name, where no such folder exists. The word `demo` is the shipped model."""
 
     model_hub: str = option("auto", choice(("auto", *HUBS)))
     """Where a model is looked up that `model_path` names. `auto`: in the local caches of Hugging Face and ModelScope,

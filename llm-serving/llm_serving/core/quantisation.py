@@ -20,6 +20,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "auto-round": "AutoRound",
     "quanto": "Quanto",
     "torchao": "torchao",
+    "gguf": "GGUF",
 }
 _BITS_OF_METHODS: Final[Mapping[str, int]] = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 _BITS: Final = ("bits", "w_bit", "weight_bits", "num_bits", "nbits_per_codebook")
@@ -43,6 +44,8 @@ def describe_quantisation(config: Mapping[str, Any]) -> str | None:
         parts.append(f"{bits} bits")
     if (size := _first(places, _GROUPS)) and size > 0:
         parts.append(f"groups of {size}")
+    types = given.get("types")
+    parts += [each for each in types if isinstance(each, str)] if isinstance(types, list) else []
     return ", ".join(parts)
 
 

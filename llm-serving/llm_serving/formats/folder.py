@@ -11,21 +11,26 @@ from typing import Final
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.checkpoint import read_checkpoint
+from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.packed import ReadableTensor
 from llm_serving.formats.safetensors import read_safetensors
-from llm_serving.formats.stored import StoredTensor
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 
-_READERS: Final[Mapping[str, Callable[[Path, bool], dict[str, StoredTensor]]]] = {
+_READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]]]] = {
     ".safetensors": read_safetensors,
     ".ckpt": lambda file, packed: read_checkpoint(file),
+    ".gguf": lambda file, packed: read_gguf(file).tensors,
 }
-"""Ending of a file -> what reads it; a folder is read by the first of which it has files."""
+"""Ending of a file -> what reads it."""
+
+_IN_FOLDERS: Final = (".safetensors", ".ckpt")
+"""A folder is read by the first of which it has files."""
 
 _FROM_TRANSFORMERS: Final = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained({source}{options}, torch_dtype='auto').save_pretrained({target}, safe_serialization=True)\""
+    "M.from_pretrained({source}, torch_dtype='auto').save_pretrained({target}, safe_serialization=True)\""
 )
 _META: Final = (
     "python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir {source} --output_dir {target}"
@@ -41,13 +46,13 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.exists():
         return _indexed(folder, index)
-    for ending in _READERS:
+    for ending in _IN_FOLDERS:
         if files := sorted(folder.glob(f"*{ending}")):
             return files
     raise ModelError(f"{folder} holds no *.safetensors file{how_to_convert(folder)}")
 
 
-def read_tensors(source: Path, packed: bool = False) -> dict[str, StoredTensor]:
+def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
     """Every tensor of a folder, or of one file, by the name it is stored under.
 
     Args:
@@ -58,7 +63,7 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, StoredTensor]:
         ModelError: A file is missing, damaged or of a form that is not read, or two have a tensor of one name.
     """
     files = weight_files(source) if source.is_dir() else [source]
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, ReadableTensor] = {}
     for file in files:
         reader = _READERS.get(file.suffix)
         if reader is None:
@@ -72,21 +77,22 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, StoredTensor]:
 
 def how_to_convert(folder: Path) -> str:
     """What follows an error about a folder without weights that can be read; empty where it has none at all."""
-    for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf"):
+    for pattern in ("*.bin", "*.pth", "*.pt"):
         if files := sorted(folder.glob(pattern)):
             return _converting(files[0])
+    if files := sorted(folder.glob("*.gguf")):
+        return f"; {files[0].name} is a model by itself: name that file"
     return ""
 
 
 def _converting(file: Path) -> str:
-    command = {".bin": _FROM_TRANSFORMERS, ".gguf": _FROM_TRANSFORMERS, ".pth": _META, ".pt": _META}.get(file.suffix)
+    command = {".bin": _FROM_TRANSFORMERS, ".pth": _META, ".pt": _META}.get(file.suffix)
     if command is None:
         return ""
     folder = file.resolve().parent
-    options = f", gguf_file={file.name!r}" if file.suffix == ".gguf" else ""
     source, target = str(folder), f"{folder}-safetensors"
     if command is _FROM_TRANSFORMERS:
-        spelled = command.format(source=repr(source), target=repr(target), options=options)
+        spelled = command.format(source=repr(source), target=repr(target))
     else:
         spelled = command.format(source=shlex.quote(source), target=shlex.quote(target))
     return f"; {file.name} must be converted to safetensors first, with torch and transformers: {spelled}"

@@ -10,6 +10,7 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.awq import Awq
 from llm_serving.formats.compressed_tensors import CompressedTensors
 from llm_serving.formats.fp8 import Fp8
+from llm_serving.formats.gguf_names import METHOD, Gguf
 from llm_serving.formats.gptq import Gptq
 from llm_serving.formats.packed import Scheme
 
@@ -99,12 +100,21 @@ def _fp8(given: Mapping[str, Any], described: str) -> Scheme:
     return Fp8(described, _block(given.get("weight_block_size")))
 
 
+def _gguf(given: Mapping[str, Any], described: str) -> Scheme:
+    """As `models.gguf` tells it; its heads are compared with the tensors."""
+    heads, kv_heads = (given.get(key, 0) for key in ("heads", "kv_heads"))
+    if any(type(each) is not int or not 0 <= each <= _MAX_GROUP for each in (heads, kv_heads)):
+        raise _RefusedError(f"must have heads. Given: {shorten((heads, kv_heads))}")
+    return Gguf(described, heads, kv_heads)
+
+
 _SCHEMES: Final[Mapping[str, Callable[[Mapping[str, Any], str], Scheme]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    METHOD: _gguf,
 }
 
 

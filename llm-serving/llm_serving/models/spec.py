@@ -16,6 +16,7 @@ from llm_serving.formats.packed import Scheme
 from llm_serving.formats.schemes import scheme_of
 from llm_serving.models import chatglm
 from llm_serving.models.facts import Facts
+from llm_serving.models.gguf import is_gguf, read_config
 from llm_serving.models.mindformers import hugging_face_config
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
@@ -127,11 +128,13 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Reads `config.json` of a Hugging Face folder.
+        """Reads `config.json` of a Hugging Face folder, or the facts of a GGUF file.
 
         Raises:
             ModelError: The folder or the file is missing or unreadable, or the model is none that can be served.
         """
+        if is_gguf(folder):
+            return cls.from_hugging_face(read_config(folder), str(folder))
         path = folder / CONFIG_NAME
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")

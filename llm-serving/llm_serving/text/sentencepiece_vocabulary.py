@@ -31,6 +31,7 @@ class SentencePieceVocabulary:
         legacy: See above.
         add_prefix_space: Without `legacy`: the text begins with a space.
         unk_token: As the config names it.
+        content: What the file would hold, where `path` only names it in errors.
     """
 
     adds_special_tokens = False
@@ -45,8 +46,9 @@ class SentencePieceVocabulary:
         legacy: bool = True,
         add_prefix_space: bool = True,
         unk_token: str = "<unk>",  # noqa: S107  not a secret
+        content: bytes | None = None,
     ) -> None:
-        data = read_limited(path)
+        data = read_limited(path) if content is None else content
         try:
             self._processor = SentencePieceProcessor(model_proto=data)
             self._bare = self._processor if legacy else SentencePieceProcessor(model_proto=data + _NO_DUMMY_PREFIX)

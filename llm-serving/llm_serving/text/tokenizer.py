@@ -9,8 +9,10 @@ from typing import Any
 
 from llm_serving.core.generation_defaults import generation_end_ids
 from llm_serving.errors import ModelError, shorten
+from llm_serving.models.gguf import is_gguf
 from llm_serving.text.conversation import Conversations
 from llm_serving.text.detokenizer import IncrementalDetokenizer
+from llm_serving.text.gguf_tokenizer import read_gguf_tokenizer
 from llm_serving.text.template_files import read_templates, templates_of
 from llm_serving.text.tokenizer_config import (
     MORE_SPECIAL,
@@ -73,10 +75,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_file: Path | None = None) -> Tokenizer:
-        """Reads the tokenizer of a Hugging Face folder.
+        """Reads the tokenizer of a Hugging Face folder, or of a GGUF file.
 
         Args:
-            folder: Holds a tokenizer file (`vocabulary_files.FILES`), and usually `tokenizer_config.json`.
+            folder: Holds a tokenizer file (`vocabulary_files.FILES`), and usually `tokenizer_config.json`; or the GGUF
+                file.
             vocab_file: A tokenizer file that takes the place of the folder's, or another folder.
 
         Raises:
@@ -86,9 +89,12 @@ class Tokenizer:
         if vocab_file is not None and vocab_file.is_dir():
             folder, vocab_file = vocab_file, None
         if vocab_file is None:
-            vocab_file = find_vocabulary(folder)
+            vocab_file = folder if is_gguf(folder) else find_vocabulary(folder)
         elif not vocab_file.exists():
             raise ModelError(f"tokenizer file {vocab_file} does not exist")
+        if is_gguf(vocab_file):
+            vocabulary, config = read_gguf_tokenizer(vocab_file)
+            return cls(vocabulary, config, end_ids)
         config = read_tokenizer_config(folder)
         vocabulary = read_vocabulary(vocab_file, config)
         return cls(vocabulary, config, end_ids, read_templates(folder, config))

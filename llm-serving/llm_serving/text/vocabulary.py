@@ -54,24 +54,29 @@ class TokenizersVocabulary:
         path: The file.
         added_tokens: Tokens of `tokenizer_config.json` by id; the file may lack the newest.
         special_texts: Texts of the tokens that the config names by their use; those of the file are special tokens.
+        content: What the file would hold, where `path` only names it in errors.
     """
 
     adds_special_tokens = True
     usual_names = USUAL_NAMES
 
     def __init__(
-        self, path: Path, added_tokens: Mapping[int, AddedToken] | None = None, special_texts: Iterable[str] = ()
+        self,
+        path: Path,
+        added_tokens: Mapping[int, AddedToken] | None = None,
+        special_texts: Iterable[str] = (),
+        content: bytes | None = None,
     ) -> None:
-        data = read_limited(path)
+        data = read_limited(path) if content is None else content
         try:
             self._tokenizer = TokenizersTokenizer.from_buffer(data)
-            content = json.loads(data)
+            parsed = json.loads(data)
         except Exception as error:  # noqa: BLE001  the library raises bare Exception
             raise ModelError(f"{path}: is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._add_tokens(added_tokens or {}, special_texts)
-        steps = _decoder_steps(content.get("decoder"), path)
+        steps = _decoder_steps(parsed.get("decoder"), path)
         byte_level = any(step["type"] == "ByteLevel" for step in steps)
         self.strips_leading_space = any(map(_takes_space_off, steps))
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)

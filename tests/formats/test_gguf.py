@@ -1,0 +1,154 @@
+"""GGUF files: blocks stand for what their definition says, and a header that lies is refused by its name."""
+
+import struct
+
+import numpy as np
+import pytest
+from gguf_files import ELEMENTS, Stored, fact, gguf_bytes, number, plain, random_matrix, text
+from llm_serving.errors import ModelError
+from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.quantized import QuantizedTensor
+
+FACTS = {"general.architecture": "llama", "some.list": [1, 2, 3], "some.texts": ["a", "b"], "some.truth": True}
+A = plain(np.arange(6, dtype=np.float32).reshape(2, 3))
+B = plain(np.arange(40, dtype=np.float16))
+
+
+def write(path, content=None, **options):
+    path.write_bytes(gguf_bytes(FACTS, {"a": A, "b": B}, **options) if content is None else content)
+    return path
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_facts_and_plain_tensors(tmp_path, version):
+    found = read_gguf(write(tmp_path / "a.gguf", version=version), texts=True)
+    assert found.facts["general.architecture"] == "llama"
+    assert found.facts["some.list"].tolist() == [1, 2, 3]
+    assert found.facts["some.texts"] == ["a", "b"]
+    assert found.facts["some.truth"] is True
+    assert found.tensors["a"].read().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found.tensors["b"].read().tolist() == list(range(40))
+    assert found.types == ("F32",)
+    assert read_gguf(tmp_path / "a.gguf").facts["some.texts"] is None
+
+
+def test_bfloat16_and_another_alignment(tmp_path):
+    bits = np.arange(4, dtype=np.uint16).reshape(2, 2)
+    content = gguf_bytes({"general.alignment": 64}, {"b": B, "c": plain(bits)}, alignment=64)
+    found = read_gguf(write(tmp_path / "a.gguf", content))
+    assert found.tensors["c"].read().tolist() == bits.tolist()
+    assert found.types == ("BF16",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bits", "group"),
+    [
+        (2, "Q4_0", 4, 32),
+        (6, "Q5_0", 8, 32),
+        (8, "Q8_0", 8, 32),
+        (12, "Q4_K", 0, 0),
+        (13, "Q5_K", 0, 0),
+        (14, "Q6_K", 8, 16),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_blocks_are_what_their_definition_says(tmp_path, kind, name, bits, group, num_blocks):
+    shape = 5, ELEMENTS[kind] * num_blocks
+    stored, values = random_matrix(kind, shape, np.random.default_rng(kind))
+    found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes({}, {"a": A, "w": stored})))
+    assert found.types == ("F32", name)
+    tensor = found.tensors["w"]
+    assert tensor.shape == shape
+    # Two products and a difference, rounded to float32 each.
+    np.testing.assert_allclose(tensor.read(), values, rtol=1e-6, atol=1e-6)
+    packed = tensor.read_packed()
+    assert isinstance(packed, QuantizedTensor) == bool(bits)
+    if isinstance(packed, QuantizedTensor):
+        assert (packed.bits, packed.group_size, packed.zeros) == (bits, group, None)
+
+
+def test_a_type_that_is_not_read_is_named_with_those_that_are(tmp_path):
+    content = gguf_bytes({}, {"w": Stored((1, 256), 10, bytes(84))})
+    with pytest.raises(ModelError, match=r"tensor 'w' must be F32, F16, BF16, Q4_0, .* Found: type 10 of ggml"):
+        read_gguf(write(tmp_path / "a.gguf", content))
+
+
+@pytest.mark.parametrize("shape", [(2, 31), (64,), (2, 2, 32)])
+def test_blocks_make_rows(tmp_path, shape):
+    content = gguf_bytes({}, {"w": Stored(shape, 8, bytes(34 * 4))})
+    with pytest.raises(ModelError, match="tensor 'w' of type Q8_0 must have two lengths, the columns a multiple of 32"):
+        read_gguf(write(tmp_path / "a.gguf", content))
+
+
+def huge_list(kind):
+    return struct.pack("<IIQ", 9, kind, 2**60)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a.gguf is empty"),
+        (b"GG", "is not a GGUF file or is cut short: 4 bytes at byte 0, where 2 are left"),
+        (b"PK\x03\x04 a zip", "it does not begin with GGUF"),
+        (gguf_bytes({}, {}, version=1), "version must be 2 or 3. Found: 1"),
+        (gguf_bytes({}, {}, version=3 << 24), "version must be 2 or 3. Found: 50331648"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "1099511627776 tensors, where 65536 are allowed"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "9223372036854775808 facts, where 65536 are allowed"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "bytes of a text, where 65536 are allowed"),
+        (gguf_bytes({"a": huge_list(4)}, {}), "items of a list, where"),
+        (gguf_bytes({"a": huge_list(8)}, {}), "items of a list, where"),
+        (gguf_bytes({"a": struct.pack("<IIQ", 9, 4, 2**20)}, {}), "4194304 bytes at byte"),
+        (gguf_bytes({"a": struct.pack("<IIQ", 9, 9, 1)}, {}), "a list of type 9"),
+        (gguf_bytes({"a": struct.pack("<I", 13)}, {}), "a fact of type 13"),
+        (gguf_bytes({"a": struct.pack("<I", 8) + text(b"\xff")}, {}), "a text that is not UTF-8"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("a") + fact(1)), "`'a'` stands twice"),
+        (gguf_bytes({"split.count": 3}, {}), "`split.count` must be 1. Found: 3; .*--merge"),
+        (gguf_bytes({"general.alignment": 0}, {}), "`general.alignment` must be 1 to 65536. Found: 0"),
+        (gguf_bytes({"general.alignment": "x"}, {}), "`general.alignment` must be"),
+        (gguf_bytes({}, {"a": A, "b": B}, offsets={"b": 0}), "tensors 'a' and 'b' must not share bytes"),
+        (gguf_bytes({}, {"a": A, "b": B}, offsets={"b": 31}), "must begin at a multiple of 32 .* Found: offset 31"),
+        (gguf_bytes({}, {"a": A}, offsets={"a": 2**40}), "lie within the file of"),
+        (gguf_bytes({}, {"a": A}, offsets={"a": 2**64 - 32}), "lie within the file of"),
+        (gguf_bytes({}, {"a": Stored((2**30, 2**30), 0, bytes(8))}), "must begin .* lie within the file"),
+        (gguf_bytes({}, {"a": Stored((2**39, 2**40), 8, bytes(8))}), "lie within the file"),
+        (gguf_bytes({}, {"a": Stored((2**41,), 0, bytes(8))}), "elements of a length, where"),
+        (gguf_bytes({}, {"a": Stored((), 0, bytes(8))}), "0 lengths of tensor 'a'"),
+        (gguf_bytes({}, {"a": Stored((1,) * 5, 0, bytes(8))}), "5 lengths of tensor 'a'"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_file_and_rule(tmp_path, content, message):
+    with pytest.raises(ModelError, match=rf"a\.gguf.*{message}|{message}") as caught:
+        read_gguf(write(tmp_path / "a.gguf", content))
+    assert str(tmp_path / "a.gguf") in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_two_tensors_of_a_name(tmp_path):
+    content = bytearray(gguf_bytes({}, {"a": A, "b": B}))
+    content[content.index(b"b")] = ord("a")
+    with pytest.raises(ModelError, match="tensor 'a' stands twice"):
+        read_gguf(write(tmp_path / "a.gguf", bytes(content)))
+
+
+def test_every_cut_is_an_error_and_every_changed_byte_an_error_or_another_file(tmp_path):
+    content = gguf_bytes(FACTS, {"a": A, "b": B})
+    path = tmp_path / "a.gguf"
+    for size in range(len(content)):
+        with pytest.raises(ModelError):
+            read_gguf(write(path, content[:size]), texts=True)
+    rng = np.random.default_rng(0)
+    for _ in range(600):
+        changed = bytearray(content)
+        changed[rng.integers(len(content) - 104)] = rng.integers(256)
+        try:
+            found = read_gguf(write(path, bytes(changed)), texts=True)
+            for tensor in found.tensors.values():
+                assert tensor.read().shape == tensor.shape
+        except ModelError as error:
+            assert str(path) in str(error)
+
+
+def test_numbers_of_every_type(tmp_path):
+    facts = {"a": number("<i", -1), "b": number("<Q", 2**40), "c": number("<d", 0.1), "d": number("<f", 0.5)}
+    found = read_gguf(write(tmp_path / "a.gguf", gguf_bytes(facts, {}))).facts
+    assert found == {"a": -1, "b": 2**40, "c": 0.1, "d": 0.5}

@@ -1,0 +1,134 @@
+"""Facts of GGUF files as those of a config.json: what a folder with the same values would be."""
+
+import numpy as np
+import pytest
+from gguf_files import gguf_bytes, plain, write_model
+from llm_serving.config import load_config
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.models.contents import check_folder
+from llm_serving.models.spec import ModelSpec
+from llm_serving.models.weights import WeightReader
+from model_factories import TINY
+
+SMALL = {**TINY, "vocab_size": 96, "rope_theta": 5e5}
+ARCHITECTURES = {
+    "llama": {**SMALL},
+    "qwen2": {**SMALL, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {**SMALL, "architectures": ["Qwen3ForCausalLM"]},
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [*(("llama", kind) for kind in (0, 1, 30, 2, 6, 8, 12, 14)), ("qwen2", 8), ("qwen3", 2)],
+)
+def test_values_are_those_of_a_folder(tmp_path, architecture, kind):
+    config = ARCHITECTURES[architecture] | (WIDE if kind > 8 else {})
+    values = write_model(tmp_path / "a.gguf", architecture, config, kind)
+    spec = check_folder(tmp_path / "a.gguf")
+    expected = ModelSpec.from_hugging_face(config)
+    assert spec.tensors == expected.tensors
+    for fact in ("rms_norm_eps", "rope_theta", "max_position_embeddings", "num_key_value_heads", "vocab_size"):
+        assert spec.fact(fact) == expected.fact(fact), fact
+    reader = WeightReader(tmp_path / "a.gguf", spec.scheme)
+    for name, shape in spec.tensors.items():
+        found = reader.take(name, shape)
+        found = (found.astype(np.uint32) << 16).view(np.float32) if found.dtype == np.uint16 else found
+        np.testing.assert_allclose(found, values[name], rtol=1e-3 if kind == 1 else 1e-6, atol=1e-6, err_msg=name)
+    reader.check_all_taken()
+
+
+def test_the_scheme_says_what_there_is(tmp_path):
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 8)
+    spec = ModelSpec.from_folder(tmp_path / "a.gguf")
+    assert spec.scheme.described == "GGUF, Q8_0"
+    found = WeightReader(tmp_path / "a.gguf", spec.scheme).take_packed(
+        "model.layers.0.self_attn.q_proj.weight", (64, 64)
+    )
+    assert isinstance(found, QuantizedTensor)
+
+
+def test_tokens_that_begin_and_end(tmp_path):
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "eot_token_id": 5, "eom_token_id": 2, "padding_token_id": 7}
+    more = {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 8, more_facts=more)
+    spec = ModelSpec.from_folder(tmp_path / "a.gguf")
+    assert (spec.bos_token_id, spec.eos_token_ids, spec.pad_token_id) == (1, (2, 5), 7)
+
+
+def test_divisors_of_frequencies_are_used_as_they_are(tmp_path):
+    """llama.cpp's converter writes Llama 3's scaling as divisors; the frequencies must be those of the scaling."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    config = SMALL | {"rope_scaling": scaling}
+    (rotary,) = ModelSpec.from_hugging_face(config).network.rotaries
+    plain_frequencies = 5e5 ** -(np.arange(0, 16, 2) / 16)
+    divisors = plain((plain_frequencies / rotary.frequencies(256)).astype(np.float32))
+    write_model(tmp_path / "a.gguf", "llama", config, 8, more_tensors={"rope_freqs.weight": divisors})
+    (found,) = check_folder(tmp_path / "a.gguf").network.rotaries
+    for length in (16, 256, 4096):
+        np.testing.assert_allclose(found.frequencies(length), rotary.frequencies(length), rtol=1e-6)
+    np.testing.assert_allclose(found.cos(32), rotary.cos(32), rtol=1e-4, atol=1e-5)
+
+
+def test_yarn_by_name(tmp_path):
+    more = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
+    facts = {f"qwen2.rope.{key}": value for key, value in more.items()}
+    write_model(tmp_path / "a.gguf", "qwen2", ARCHITECTURES["qwen2"], 8, more_facts=facts)
+    (rotary,) = ModelSpec.from_folder(tmp_path / "a.gguf").network.rotaries
+    assert (rotary.scaling.kind, rotary.scaling.factor, rotary.scaling.original) == ("yarn", 4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"general.architecture": "mamba"},
+            "`general.architecture` must be one of llama, qwen2, qwen3. Given: 'mamba'",
+        ),
+        ({"general.architecture": 3}, "`general.architecture` must be one of"),
+        ({"llama.expert_count": 8}, "`llama.expert_count` must be 0"),
+        ({"llama.embedding_length": "x"}, "`llama.embedding_length` must be a number. Given: 'x'"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "`llama.attention.head_count_kv` must be a number"),
+        ({"llama.attention.head_count": 0}, "`llama.attention.head_count` must be an integer from 1 to 64"),
+        ({"llama.attention.head_count": 1.5}, "`llama.attention.head_count` must be an integer from 1"),
+        ({"llama.attention.value_length": 8}, "`llama.attention.value_length` must be the 16 elements of a head"),
+        ({"llama.rope.dimension_count": 8}, "`llama.rope.dimension_count` must be the 16 elements of a head"),
+        ({"llama.rope.scaling.type": "longrope"}, "`llama.rope.scaling.type` must be one of none, linear, yarn"),
+        ({"llama.block_count": 3}, "missing: 9: model.layers.2.input_layernorm"),
+        ({"llama.feed_forward_length": 64}, "of another shape: 6"),
+        ({"tokenizer.ggml.eos_token_id": 96}, "token id 96 must be < `vocab_size` 96"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "`tokenizer.ggml.eos_token_id` must be a number"),
+    ],
+)
+def test_facts_that_are_not_served(tmp_path, changes, message):
+    write_model(tmp_path / "a.gguf", "llama", SMALL, 8, more_facts=changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        check_folder(tmp_path / "a.gguf")
+    assert str(tmp_path / "a.gguf") in str(caught.value)
+
+
+def test_a_file_without_a_model(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes({"general.architecture": "llama"}, {}))
+    with pytest.raises(ModelError, match=r"`llama.embedding_length` must be given. Given: None"):
+        ModelSpec.from_folder(path)
+    with pytest.raises(ModelError, match=r"none.gguf: cannot be read: No such file"):
+        ModelSpec.from_folder(tmp_path / "none.gguf")
+
+
+def test_a_configuration_names_the_file_or_the_folder_it_is_alone_in(tmp_path):
+    path = tmp_path / "small-Q8_0.gguf"
+    write_model(path, "llama", SMALL, 8)
+    for given in (path, tmp_path):
+        config = load_config(None, [], str(given))
+        assert config.model.model_path == path
+        assert config.model.model_name == "small-Q8_0"
+        assert config.model.vocab_size == 96
+    (tmp_path / "other.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_config(None, [], str(tmp_path))
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(ConfigError, match="must be a folder in Hugging Face form, or a GGUF file"):
+        load_config(None, [], str(tmp_path / "file.txt"))
