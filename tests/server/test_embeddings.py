@@ -185,4 +185,4 @@ def test_the_length_of_a_vector_is_rounded_once():
     assert normalised(np.zeros(3, np.float32)).tolist() == [0.0] * 3
     large = np.array([1e30, -1e-30, 3e20], np.float32)
     assert normalised(large).tolist() == [1.0, np.float32(-1e-30 / np.float32(1e30)), np.float32(large[2] / large[0])]
-    assert cosine(normalised(ones), normalised(-ones)) == -1.0
+    assert (cosine(ones, -ones), cosine(3 * ones, large[:1].repeat(4)), cosine(ones, 0 * ones)) == (-1.0, 1.0, 0.0)

@@ -196,7 +196,7 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         if self.pooling is not None and self.pooling.alone and not wants_vector:
-            raise RequestError("model", "is an embedding model, of /v1/embeddings, /v1/score and /v1/rerank alone")
+            raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
             return self._join(found, request_id, exchange)
         replica, engine = self._replica_of(fork_of) or self._least_loaded()

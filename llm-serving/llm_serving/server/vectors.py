@@ -94,13 +94,18 @@ async def read_vectors(
 
 def normalised(vector: Float32Array) -> Float32Array:
     """A vector ([H]) divided by its length; zeros stay zeros."""
-    values = vector.astype(np.float64)  # squares of float32 are exact in it
-    length = math.sqrt(math.fsum((values * values).tolist()))
-    return vector if length == 0.0 else (values / length).astype(np.float32)
+    length = math.sqrt(_product(vector, vector))
+    return vector if length == 0.0 else (vector.astype(np.float64) / length).astype(np.float32)
 
 
 def cosine(first: Float32Array, second: Float32Array) -> float:
-    """Of the angle between two vectors ([H]) of length 1."""
+    """Of the angle between two vectors ([H]), -1 to 1; 0 where one is zero."""
+    lengths = math.sqrt(_product(first, first) * _product(second, second))
+    return 0.0 if lengths == 0.0 else max(-1.0, min(1.0, _product(first, second) / lengths))
+
+
+def _product(first: Float32Array, second: Float32Array) -> float:
+    """Products of float32 are exact in float64, and so is their sum until it is rounded."""
     return math.fsum((first.astype(np.float64) * second.astype(np.float64)).tolist())
 
 

@@ -25,7 +25,7 @@ from llm_serving.server.vector_schemas import (
     Scores,
     TextDocument,
 )
-from llm_serving.server.vectors import MAX_INPUTS, Vectors, cosine, normalised, read_vectors
+from llm_serving.server.vectors import MAX_INPUTS, Vectors, cosine, read_vectors
 
 _INLINE_PAIRS: Final = 2
 """Scores that are computed on the event loop."""
@@ -113,8 +113,7 @@ async def _scores(vectors: Vectors, num_first: int) -> list[float]:
     """Of each text behind the first ones with the only one of them, or with that at its place."""
 
     def compute() -> list[float]:
-        units = [normalised(vector) for vector in vectors.of_texts]
-        first, second = units[:num_first], units[num_first:]
+        first, second = vectors.of_texts[:num_first], vectors.of_texts[num_first:]
         return [cosine(first[index % num_first], each) for index, each in enumerate(second)]
 
     return await off_loop(len(vectors.of_texts) > _INLINE_PAIRS, compute)
