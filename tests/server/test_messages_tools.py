@@ -117,3 +117,18 @@ def test_tools_count():
         return post(engine, f"{PATH}/count_tokens", {"messages": [USER], **fields}).json()["input_tokens"]
 
     assert count(tools=[TOOL]) > count() == count(tools=[TOOL], tool_choice={"type": "none"})
+
+
+def test_what_is_said_can_be_bound_to_a_schema():
+    form = {"type": "json_schema", "schema": SCHEMA}
+    _, engine = ask("{}", output_config={"format": form}, tools=None)
+    assert engine.submitted[0].constraint is not None
+    for config, place in (
+        ({"format": form | {"type": "json_object"}}, "output_config.format.type"),
+        ({"format": {"type": "json_schema", "schema": {"type": "no"}}}, "output_config.format.schema"),
+        ({"effort": "low"}, "output_config.effort"),
+    ):
+        response, refused = ask("{}", output_config=config, tools=None)
+        assert response.status_code == 400
+        assert f"`{place}`" in response.json()["error"]["message"]
+        assert refused.submitted == []

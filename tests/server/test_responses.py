@@ -243,7 +243,7 @@ class _Heard:
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "no"}]}, "input"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"background": True, "stream": True}, "background"),

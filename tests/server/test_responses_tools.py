@@ -158,3 +158,30 @@ def test_a_stored_response_is_gone_on_with(stream):
         {"role": "tool", "content": "rain", "tool_call_id": call_id},
     ]
     assert json.loads(ARGUMENTS) == called["function"]["arguments"]
+
+
+def test_what_is_said_can_be_bound_to_a_schema():
+    form = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
+    response, engine = ask("{}", text={"format": form, "verbosity": "medium"})
+    assert response.json()["text"]["format"] == form
+    theirs = engine_that_says("{}")
+    chat = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    post(theirs, "/v1/chat/completions", {"messages": [USER], "response_format": chat})
+    assert engine.submitted[0].constraint == theirs.submitted[0].constraint is not None
+    assert ask("x", text={"format": {"type": "text"}})[1].submitted[0].constraint is None
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ({"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}, "text.format.schema"),
+        ({"format": {"type": "xml"}}, "text.format.type"),
+        ({"format": "json"}, "text.format"),
+        ({"verbosity": "low"}, "text.verbosity"),
+        ({"format": {"type": "json_schema", "schema": SCHEMA, "more": 1}}, "text.format.more"),
+    ],
+)
+def test_a_form_that_cannot_be_kept_to_is_named(text, param):
+    response, engine = ask("x", text=text, tools=None)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert engine.submitted == []

@@ -10,6 +10,7 @@ from llm_serving.server.anthropic_schemas import (
     AnthropicTool,
     ContentBlock,
     ConversationTurn,
+    OutputConfig,
     ResultBlock,
     ToolChoice,
 )
@@ -62,6 +63,20 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice.type not in _CHOICES:
         raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
     return _CHOICES[choice.type]
+
+
+def form_of(config: OutputConfig | None) -> JsonObject | None:
+    """`response_format` of chat.
+
+    Raises:
+        RequestError: It is no JSON schema.
+    """
+    form = None if config is None else config.format
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        raise RequestError("output_config.format.type", "must be json_schema", form.get("type"))
+    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
 
 
 def _turn(place: str, turn: ConversationTurn) -> list[ChatMessage]:

@@ -55,12 +55,19 @@ class ConversationTurn(Struct):
     content: str | list[ContentBlock]
 
 
+class OutputConfig(Struct, kw_only=True):
+    format: JsonObject | None = None
+    """`{"type": "json_schema", "schema": ...}`: what the text of the answer is."""
+
+
 class CountTokensRequest(Struct, kw_only=True):
     messages: list[ConversationTurn]
     model: str | None = None
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    """Changes no token of the prompt."""
 
 
 class MessagesRequest(CallerFields, kw_only=True):
@@ -70,6 +77,7 @@ class MessagesRequest(CallerFields, kw_only=True):
     model: str | None = None
     system: str | list[ContentBlock] | None = None
     stream: bool | None = None
+    output_config: OutputConfig | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     temperature: float | None = None

@@ -52,6 +52,8 @@ LIMITS: Final[dict[str, str]] = {
     "after": "Of the last one that was told.",
     "purpose": "Of the files that are told.",
     "receipt": "Where `serving_config.receipts` is not none.",
+    "text": "A text. Of a response its `format`: a form that answers can be bound to.",
+    "output_config": "A `format` of type json_schema, with a schema that answers can be bound to.",
     "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
     "calls of the model can be read.",
     "tool_choice": "auto or none.",

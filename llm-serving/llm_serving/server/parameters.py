@@ -27,6 +27,7 @@ from llm_serving.server.anthropic_schemas import (
     ConversationTurn,
     CountTokensRequest,
     MessagesRequest,
+    OutputConfig,
     ResultBlock,
     ToolChoice,
 )
@@ -90,7 +91,6 @@ class BodyFields:
 _IN_ORDER: Final = Ignored("calls come in their order")
 _STRICT: Final = ()
 """Every value but null asks for something."""
-_GRAMMAR: Final = Refused("is not supported: answers are not bound to a form")
 _TOOLS: Final = Refused("is not supported: tools are not served")
 _ADAPTER: Final = Refused("is not supported: one model without adapters is served")
 
@@ -147,8 +147,7 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
 )
 _NOT_COUNTED: Final[Rows] = {
     "thinking": Refused("is not supported: how long a model thinks is its own matter", ({"type": "disabled"},)),
-    "output_config": _GRAMMAR,
-    "output_format": _GRAMMAR,
+    "output_format": _named("output_config.format"),
     "mcp_servers": Refused(),
     "container": Refused(),
     "context_management": Refused(),
@@ -180,10 +179,10 @@ _OF_ANTHROPIC: Final = {
     "system": ContentBlock,
     "tools": AnthropicTool,
     "tool_choice": ToolChoice,
+    "output_config": OutputConfig,
 }
 _RESPONSES: Final[Rows] = {
     "max_tool_calls": Refused("is not supported: it bounds tools of a server, and this one has none"),
-    "text": Refused("must be of format text: answers are not bound to a form", ({"format": {"type": "text"}},)),
     "reasoning": Refused(
         "is not supported: how long a model thinks is its own matter", ({"effort": None, "summary": None},)
     ),
@@ -259,6 +258,9 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ResultBlock: BodyFields(_BLOCK),
     AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
     ToolChoice: BodyFields(),
+    OutputConfig: BodyFields(
+        dict.fromkeys(("effort", "task_budget"), Refused("is not supported: how long a model thinks is its own matter"))
+    ),
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem, "tools": FunctionTool}),
     InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),
     FunctionTool: BodyFields({"defer_loading": Refused()}),

@@ -74,6 +74,25 @@ def choice_of(choice: str | JsonObject | None) -> str | JsonObject | None:
     return choice
 
 
+def form_of(text: JsonObject | None) -> JsonObject | None:
+    """`response_format` of chat, where name, schema and strictness stand in an object of their own.
+
+    Raises:
+        RequestError: Something is asked of the text besides.
+    """
+    for name, value in (text or {}).items():
+        if name == "verbosity" and value in (None, "medium"):
+            continue
+        if name != "format":
+            raise RequestError(f"text.{name[:60]}", "is not supported", value)
+    form = (text or {}).get("format")
+    if form is not None and not isinstance(form, dict):
+        raise RequestError("text.format", "must be an object", form)
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
+
+
 def _check(place: str, item: InputItem) -> None:
     own = _FIELDS[item.type]
     for name in _NAMES:

@@ -62,6 +62,8 @@ class ResponsesRequest(CallerFields, kw_only=True):
     """`auto` or `none`; nothing else is enforced."""
     parallel_tool_calls: bool | None = None
     """False: of several calls only the first is told."""
+    text: JsonObject | None = None
+    """`format`: the form of what is said, `text`, `json_object` or `json_schema`."""
     stream: bool | None = None
     background: bool | None = None
     """Answer at once and compute on; only with `store`, not with `stream`."""

@@ -31,7 +31,7 @@ from llm_serving.errors import (
 )
 from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind
 from llm_serving.server.answered_message import CALLED
-from llm_serving.server.anthropic_conversation import choice_of, messages_of, tools_of
+from llm_serving.server.anthropic_conversation import choice_of, form_of, messages_of, tools_of
 from llm_serving.server.anthropic_schemas import (
     AnsweredBlock,
     ConversationTurn,
@@ -90,6 +90,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         top_p=request.top_p,
         stop=request.stop_sequences,
         seed=request.seed,
+        response_format=form_of(request.output_config),
         tools=tools_of(request.tools),
         tool_choice=choice_of(request.tool_choice),
         parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
@@ -130,6 +131,9 @@ def _in_our_words(error: RequestError) -> RequestError:
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
         )
+    if error.field.startswith("response_format"):
+        inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
+        return error.renamed(f"output_config.format{inner}")
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
     return error

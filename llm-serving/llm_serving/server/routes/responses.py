@@ -28,7 +28,7 @@ from llm_serving.server.generation import Generation, raise_on_error
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.response_store import ResponseStore, StoredResponse
-from llm_serving.server.responses_conversation import choice_of, messages_of, tools_of
+from llm_serving.server.responses_conversation import choice_of, form_of, messages_of, tools_of
 from llm_serving.server.responses_schemas import (
     DeletedResponse,
     Failure,
@@ -80,6 +80,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         tools=tools_of(request.tools),
         tool_choice=choice_of(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
+        response_format=form_of(request.text),
     )
     identity, generation, blocks = await converse_once(
         engine, http_request, chat, caller=caller, prefix="resp", reworded=_in_our_words
@@ -97,6 +98,7 @@ async def create_response(engine: AsyncEngine, http_request: Request) -> Respons
         parallel_tool_calls=request.parallel_tool_calls is not False,
         store=request.store is not False and store.keeps,
         temperature=request.temperature,
+        text={"format": {"type": "text"}} | (request.text or {}),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
         top_p=request.top_p,
@@ -141,6 +143,9 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
 def _in_our_words(error: RequestError) -> RequestError:
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
+    if error.field.startswith("response_format"):
+        inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
+        return error.renamed(f"text.format{inner}")
     name = error.field.partition("[")[0]
     return error.renamed(_FIELDS[name]) if name in _FIELDS else error
 
