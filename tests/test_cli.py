@@ -316,6 +316,15 @@ def test_replay_explains_a_step(recording, capsys):
     assert "steps 0 to 1: " in printed
 
 
+def test_replay_writes_a_page(recording, tmp_path, capsys):
+    page = tmp_path / "replay.html"
+    assert main(["replay", str(recording), "--html", str(page)]) == 0
+    assert capsys.readouterr().err == f"{page}: 3 steps, 0 before them left out; open it in a browser\n"
+    assert '"first"' in page.read_text()
+    assert main(["replay", str(recording), "--html", str(tmp_path / "nowhere" / "replay.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_replay_of_a_difference_answers_1(recording, capsys):
     entry = next(each for each in read(recording.read_bytes()) if isinstance(each.record, Decided))
     changed = msgspec.structs.replace(entry.record, preempted=[0])

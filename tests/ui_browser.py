@@ -13,6 +13,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.parse
 import urllib.request
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 from browser import Browser
 from fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script
 from http_serving import serving
+from llm_serving import cli
 from llm_serving.config.schema import ApiKey
 from llm_serving.server.authentication import hash_key
 from page_server import PageServer
@@ -313,6 +315,52 @@ def the_time_of_an_answer_is_explained(page: Browser, save: Callable[[str], None
         page.run("location.hash = '#/why/nobody'")
         page.wait_for("document.querySelector('.why .error').innerText.includes('request_id')")
         page.problems.clear()  # the status of 404
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def a_recording_is_stepped_through(page: Browser, save: Callable[[str], None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with PageServer(step_s=0.001, max_num_seqs=2, record_path=Path(folder)).serving() as server:
+            threads = [send(server.url, f"low-{number}", priority_class="batch", user=HOSTILE) for number in range(4)]
+            wait_until_running(server.url, 2)
+            threads += [send(server.url, f"high-{number}", priority_class="interactive") for number in range(2)]
+            for thread in threads:
+                thread.join()
+        [recording] = Path(folder).glob("*.rec")
+        shown = Path(folder) / "replay.html"
+        assert cli.main(["replay", str(recording), "--html", str(shown)]) == 0
+        page.look()
+        page.open(shown.as_uri())
+        page.wait_for("document.querySelector('.replay')")
+        assert "Step 0 computes" in page.text(".wall")
+        page.click("[aria-label='next preemption']")
+        page.wait_for("document.querySelector('[aria-label=\"Lost their place\"] li')")
+        assert "for class interactive, to be computed again" in page.text("[aria-label='Lost their place']")
+        assert "and it waits: " in page.text(".verdict")
+        page.click("[aria-label='Lost their place'] button")
+        page.wait_for("document.querySelector('.history .parts').childElementCount > 2")
+        assert "slots were held by" in page.text(".history")
+        save("preempted")
+        at = page.run("document.querySelector('#step').value")
+        page.run("document.activeElement.blur()")
+        page.press("ArrowRight")
+        assert page.run("document.querySelector('#step').value") == str(int(at) + 1)
+        page.click("[aria-label=play]")
+        page.wait_for(f"Number(document.querySelector('#step').value) > {int(at) + 3}")
+        assert page.run("[window.hit === undefined, document.images.length]") == [True, 0]
+        page.look(width=390, height=900, dark=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
+def wait_until_running(url: str, count: int) -> None:
+    while True:
+        with urllib.request.urlopen(f"{url}/v1/scheduler", timeout=60) as answer:
+            if json.load(answer)["replicas"][0]["running"] == count:
+                return
 
 
 def main() -> int:

@@ -154,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("file", type=Path, metavar="FILE", help="of the folder scheduler_config.record_path")
     replay.add_argument("--until", type=int, metavar="N", help="stop after the decision of step N")
     replay.add_argument("--explain", action="store_true", help="show the state and the decision where the replay stops")
+    replay.add_argument(
+        "--html",
+        type=Path,
+        metavar="OUT",
+        help="also write a file for a browser in which the newest steps are gone through",
+    )
     replay.set_defaults(run=_replay)
 
     timeline = commands.add_parser(
@@ -339,11 +345,15 @@ def _import(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from llm_serving.recording.records import Reader
     from llm_serving.recording.replay import Replay
+    from llm_serving.recording.story import Story
 
     try:
         with arguments.file.open("rb") as file:
             reader = Reader(file)
             replay = Replay(reader)
+            story = Story(replay.scheduler)
+            if arguments.html is not None:
+                replay.on_decision = story.decided
             began = time.perf_counter()
             replay.run(arguments.until, explain=arguments.explain)
             seconds = time.perf_counter() - began
@@ -351,6 +361,14 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.file}: {error.strerror or error}") from None
     except RecordingError as error:
         raise RecordingError(f"{arguments.file}: {error}") from error
+    if arguments.html is not None:
+        from llm_serving.server.replay_page import write_replay_page
+
+        told = story.told(reader.header.name, reader.header.version)
+        write_replay_page(told, arguments.html)
+        _say(
+            f"{arguments.html}: {len(told.steps)} steps, {told.num_left_out} before them left out; open it in a browser"
+        )
     if replay.explanation:
         print(replay.explanation, end="\n\n")
     print(f"{reader.header.name}, recorded by version {reader.header.version}")

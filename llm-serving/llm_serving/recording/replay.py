@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
 import msgspec
@@ -46,6 +46,8 @@ class Replay:
         self.num_events = self.num_decisions = 0
         self.explanation = ""
         """After `run` with `explain`: the state and the decision it stopped at."""
+        self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
+        """Told of each schedule that is the recorded one, and of the time it was made at."""
         self._reader = reader
         state, self._open = restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
@@ -78,6 +80,8 @@ class Replay:
                 continue
             before = describe_state(self.scheduler) if explain and self.next_step == until else ""
             schedule = self._decide(entry, entry.record.now, entries)
+            if schedule is not None:
+                self.on_decision(schedule, entry.record.now)
             if schedule is not None and schedule.step == until:
                 parts = [before, describe_decision(schedule), describe_waiting(self.scheduler, schedule)]
                 self.explanation = "\n\n".join(parts) if explain else ""

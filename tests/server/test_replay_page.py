@@ -1,0 +1,65 @@
+"""The page of a recording: one file, whose policy allows its own code and style alone, and in which texts are data."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+
+from llm_serving.recording.story import ToldRequest, ToldStep, ToldStory
+from llm_serving.server.page import FOLDER
+from llm_serving.server.replay_page import MODULES, replay_page
+
+HOSTILE = "</script><script>window.hit = 1</script><!--<img src=x onerror=hit()>"
+
+
+def create_story(name: str = "replica-0") -> ToldStory:
+    request = ToldRequest(name, "standard", name, 4, 8, 0.0)
+    step = ToldStep(7, 1.5, [(0, 0, 4, True)], [(0, 1)], [], 0, [], None, "", None, (), 1)
+    return ToldStory(name, "1.0", 8, 2048, 64, 16, [request], [step], 3)
+
+
+def hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_it_needs_nothing_else():
+    text = replay_page(create_story())
+    assert not re.search(r"<link|src=|@import|[ :]url\(|^import |^export ", text, re.MULTILINE)
+    assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}
+
+
+def test_its_policy_allows_its_own_code_and_style_alone():
+    text = replay_page(create_story())
+    policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])
+    [code] = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+    [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert f"script-src {hash_of(code)}; style-src {hash_of(style)}" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
+
+
+def test_hostile_texts_are_data():
+    text = replay_page(create_story(HOSTILE))
+    assert text.count("<script") == 2, "the data and the code"
+    assert "<img" not in text
+    [data] = re.findall(r'<script type="application/json" id="story">(.*?)</script>', text, re.DOTALL)
+    told = json.loads(data)
+    assert told["name"] == told["requests"][0][0] == HOSTILE
+    assert told["steps"][0][:2] == [7, 1.5]
+
+
+def test_every_module_stands_behind_those_it_imports_from():
+    for place, name in enumerate(MODULES):
+        imported = re.findall(r'^import .* from "\./(.*)";$', (FOLDER / name).read_text(), re.MULTILINE)
+        assert set(imported) <= set(MODULES[:place])
+    names = [
+        name
+        for module in MODULES
+        for name in re.findall(
+            r"^(?:export )?(?:async )?(?:const|let|class|function\*?) (\w+)", (FOLDER / module).read_text(), re.M
+        )
+    ]
+    assert len(set(names)) == len(names), "two modules have a name in common"
