@@ -31,7 +31,7 @@ export class Live {
       this.message,
       el("dl", { class: "tiles" }, TILES.map(([name, label]) => el("div", { class: "card tile", "data-tile": name }, el("dt", {}, label), el("dd", {}, this.tiles[name])))),
       el("div", { class: "board" },
-        el("section", { class: "card requests-card", "aria-label": "Requests" }, el("h2", {}, "Requests", el("span", { class: "aside" }, "the last 20 seconds")), this.rows.node, this.others),
+        el("section", { class: "card requests-card", "aria-label": "Requests" }, el("h2", {}, "Requests", (this.reach = el("span", { class: "aside" }))), this.rows.node, this.others),
         el("div", { class: "panels" }, this.engine,
           panel("Tokens a second", el("span", { class: "aside" }, "blue out, amber in"), this.rates.node),
           panel("Classes", "", this.classes.node), panel("Tenants", "", this.tenants.node))));
@@ -44,7 +44,7 @@ export class Live {
     this.#watch();
     const move = () => {
       if (!this.controller) return;
-      if (!this.frozen && this.state.picture && !document.hidden) this.rows.drawTracks(this.#time());
+      if (!this.frozen && this.state.picture && !document.hidden) this.rows.drawTracks(this.#time(), this.span);
       setTimeout(() => requestAnimationFrame(move), 80);
     };
     requestAnimationFrame(move);
@@ -120,6 +120,8 @@ export class Live {
     say(this.tiles.preemptions, count(totals.preemptions));
     say(this.tiles.violations, count(totals.bound_violations));
     this.tiles.violations.parentElement.parentElement.classList.toggle("alarm", totals.bound_violations > 0);
+    this.span = state.span;
+    say(this.reach, `the last ${this.span} seconds`);
     const unseen = this.rows.draw(state);
     say(this.others, unseen ? `and ${count(unseen)} that are not shown one by one` : "");
     for (const replica of picture.replicas) {
@@ -135,6 +137,6 @@ export class Live {
     this.classes.draw(picture);
     this.tenants.draw(picture);
     this.rates.draw(state.rates);
-    this.rows.drawTracks(this.#time());
+    this.rows.drawTracks(this.#time(), this.span);
   }
 }

@@ -1,6 +1,6 @@
 // What the pictures of /v1/live come to: each request with what it has been doing, rates, steps.
 
-export const TRACK_S = 20;
+const SPANS_S = [5, 10, 30, 120];
 const ENDED_S = 5;
 const RATES = 240;
 const STEPS = 160;
@@ -40,6 +40,12 @@ export class LiveState {
 
   get now() {
     return this.picture?.time ?? 0;
+  }
+
+  /** Seconds that tracks show: as many as the oldest request that lives needs, of a few that are easily read. */
+  get span() {
+    const oldest = Math.max(0, ...[...this.requests.values()].filter((each) => each.phase !== "ended").map((each) => this.now - each.arrived));
+    return SPANS_S.find((span) => span > oldest) ?? SPANS_S.at(-1);
   }
 
   /** The newest rates: tokens a second. */
@@ -85,7 +91,7 @@ export class LiveState {
     }
     request.row = { ...request.row, ...row };
     request.replica = replica;
-    while (request.track.length > 2 && request.track[1][0] < time - TRACK_S) request.track.shift();
+    while (request.track.length > 2 && request.track[1][0] < time - SPANS_S.at(-1)) request.track.shift();
   }
 
   /** Over the last second: a single picture may fall between two prompts. */

@@ -1,7 +1,6 @@
 // The requests, each a row that moves from one group to the next; its track shows what it has been doing.
 
 import { clientId, colour, count, duration, el, plural, roughly, say, sharp } from "./dom.js";
-import { TRACK_S } from "./live_state.js";
 
 export const GROUPS = [
   ["queue", "Queue", "have never run; at the right the steps each has waited, of so many at most", 6],
@@ -51,8 +50,8 @@ export class Rows {
   }
 
   /** Draws the tracks alone: what can be seen to move between two pictures. */
-  drawTracks(now) {
-    for (const row of this.rows.values()) row.drawTrack(now);
+  drawTracks(now, span) {
+    for (const row of this.rows.values()) row.drawTrack(now, span);
   }
 
   #row(request, now) {
@@ -119,13 +118,13 @@ class Row {
     this.wait.title = row.bound && phase === "queue" ? `waits ${count(row.waited)} steps; at most ${count(row.bound)}, whatever others send` : "";
   }
 
-  drawTrack(now) {
+  drawTrack(now, span) {
     const { context, width, height } = sharp(this.canvas);
-    const x = (time) => width - ((now - time) / TRACK_S) * width;
+    const x = (time) => width - ((now - time) / span) * width;
     const { track } = this.request;
     track.forEach(([time, phase], index) => {
       const end = track[index + 1]?.[0] ?? now;
-      if (phase === "ended" || end < now - TRACK_S) return;
+      if (phase === "ended" || end < now - span) return;
       context.fillStyle = colour(phase);
       const left = Math.max(0, x(time));
       const thick = phase === "queue" || phase === "preempted" ? height * 0.34 : height * 0.8;
