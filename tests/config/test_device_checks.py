@@ -26,6 +26,14 @@ def test_blocks_the_operator_library_cannot_lay_out(kernels, block_size):
     )
 
 
+def test_a_log_of_requests_needs_a_place_and_streams_a_log():
+    assert error_of("serving_config.request_log=disk") == (
+        "default: `serving_config.request_log_path` must be given with request_log: disk. Given: None"
+    )
+    message = error_of("serving_config.request_log=none", "serving_config.resume_streams=True")
+    assert message.startswith("--set: `serving_config.resume_streams` must be False with request_log: none")
+
+
 def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
     model = write_config(tmp_path / "model", head_dim=10)
     config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
+import weakref
 
 import pytest
 from async_engine_setup import Setup
@@ -154,6 +156,28 @@ def test_each_reader_has_the_time_of_its_first_token():
     store.clock.now = 2.0
     shared.read("b", late)
     assert (first.first_token_time, late.first_token_time) == (1.0, 2.0)
+
+
+def test_an_answer_that_ended_leaves_no_cycle_behind():
+    async def run():
+        store = Store()
+        gc.collect()
+        gc.disable()
+        try:
+            for keeps in (False, True):
+                shared = store.open(keeps=keeps)
+                stream = shared.read("a", None)
+                shared.put(piece("1", FinishReason.STOP))
+                if keeps:
+                    await all_of(shared.read("b", None))
+                gone = weakref.ref(stream)
+                await all_of(stream)
+                del stream
+                assert gone() is None
+        finally:
+            gc.enable()
+
+    asyncio.run(run())
 
 
 class TestOnAnEngine:

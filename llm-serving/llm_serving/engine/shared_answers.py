@@ -97,6 +97,8 @@ class SharedAnswer:
             self._grace = None
         for piece in self._pieces:
             self._give(reader, piece)
+        if self.finished:
+            self._readers.clear()
         return stream
 
     def put(self, piece: RequestOutput) -> None:
@@ -108,6 +110,8 @@ class SharedAnswer:
                 self._grace.cancel()
         for reader in self._readers.values():
             self._give(reader, piece)
+        if piece.finished:
+            self._readers.clear()  # each of them leads back to here: a cycle would wait for a search
         if self._pieces is not None:
             self._pieces.append(piece)
             size = _bytes_of(piece)
