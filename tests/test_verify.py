@@ -23,6 +23,7 @@ from llm_serving.receipts.seal import Opened, opened, sealed
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import sequences_of
 from llm_serving.server.selection import ChoiceOutput, select_best
+from llm_serving.text.constraints.grammars import regex_grammar
 from llm_serving.verify import Verdict, Verifier
 from llm_serving.verify_command import DIFFERENT, EQUAL, UNREADABLE, verify_file
 
@@ -151,6 +152,14 @@ def only(verdict: Verdict) -> str:
     return verdict.differences[0]
 
 
+def test_an_answer_that_was_bound_to_a_form_is_bound_to_it_again(receipt_of, verify):
+    form = SamplingParams(temperature=1.5, seed=11, max_tokens=20, constraint=regex_grammar("[0-9]{3}(ab|cd)").text)
+    receipt = receipt_of(["Add 17 and 25."], form)
+    assert verify(receipt).differences == []
+    other = replace(form, constraint=regex_grammar("[a-z]{3}").text)
+    assert "differ at position 0" in verify(resealed(receipt, sampling=other)).differences[0]
+
+
 def test_an_altered_token_is_found_by_its_place_even_when_sealed_anew(whole, verify):
     ids = list(opened(whole).receipt.choices[0].token_ids)
     ids[7] ^= 1
@@ -200,6 +209,15 @@ def test_a_value_that_a_key_cannot_have_is_named(whole, verify):
     assert "graph_kernel_flags: --dump_as_text in the receipt, nothing here" in only(
         verify(resealed(whole, configuration=flags))
     )
+
+
+def test_weights_of_fewer_bits_are_told_and_computed_with(whole, verify):
+    settings = opened(whole).receipt.configuration
+    assert settings["quant_config.quantization"] is None
+    fewer = verify(resealed(whole, configuration=settings | {"quant_config.quantization": "w8a16"}))
+    assert not any(line.startswith(("configuration", "cannot")) for line in fewer.differences)
+    none = verify(resealed(whole, configuration=settings | {"model_config.model_dtype": None}))
+    assert "configuration.model_config.model_dtype: None in the receipt" in none.differences[0]
 
 
 def test_another_instruction_set_is_told_and_computed_with_if_this_processor_has_it(whole, verify):

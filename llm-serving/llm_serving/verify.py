@@ -17,7 +17,7 @@ from llm_serving.errors import ConfigError, KernelError, LLMServingError
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from llm_serving.receipts.answer_digest import AnswerDigest
-from llm_serving.receipts.configuration import settings_of
+from llm_serving.receipts.configuration import Setting, settings_of
 from llm_serving.receipts.contents import ContentHashes
 from llm_serving.receipts.receipt import Receipt, ReceiptChoice
 from llm_serving.receipts.seal import Opened
@@ -49,7 +49,7 @@ class Verdict:
 class _Means(NamedTuple):
     """What a model is loaded with."""
 
-    settings: tuple[tuple[str, str | int | bool], ...]
+    settings: tuple[tuple[str, Setting], ...]
     max_model_len: int
     kernels: str
     instruction_set: str
@@ -140,7 +140,10 @@ def _config_for(load: Callable[[Sequence[str]], ServingConfig], means: _Means) -
         raise ConfigError(
             f"max_model_len: must be at most {most}, as in this configuration. Given: {means.max_model_len}"
         )
-    config = load([f"{key}={value}" for key, value in (settings | kernels).items()])
+    given = {key: value for key, value in (settings | kernels).items() if value is not None}
+    config = load([f"{key}={value}" for key, value in given.items()])
+    for key in settings.keys() - given.keys():
+        config = _without(config, key)
     return replace(
         config,
         model=replace(
@@ -154,6 +157,16 @@ def _config_for(load: Callable[[Sequence[str]], ServingConfig], means: _Means) -
         scheduler=replace(config.scheduler, prefix_caching=False, record_path=None),
         serving=replace(config.serving, audit_every=0, explain_requests=0),
     )
+
+
+def _without(config: ServingConfig, key: str) -> ServingConfig:
+    """The configuration where a key is not given, if that means something of its own."""
+    section, _, name = key.partition(".")
+    attribute, kind = SECTIONS[section]
+    if next(each.default for each in fields(kind) if each.name == name) is not None:
+        return config
+    changes: dict[str, Any] = {attribute: replace(getattr(config, attribute), **{name: None})}
+    return replace(config, **changes)
 
 
 def _answers(llm: LLM, receipt: Receipt, prompt: list[int]) -> list[ChoiceOutput]:

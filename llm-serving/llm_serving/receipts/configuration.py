@@ -27,13 +27,16 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 
 
-def settings_of(config: ServingConfig) -> dict[str, str | int | bool]:
-    """ "section.key" -> value of every key that can change a byte; a new key is among them until it is said not to."""
-    settings: dict[str, str | int | bool] = {}
+Setting = str | int | bool | None
+
+
+def settings_of(config: ServingConfig) -> dict[str, Setting]:
+    """Every "section.key" that can change a byte, and its value; a new key is among them until it is said not to."""
+    settings: dict[str, Setting] = {}
     for section in COMPUTING:
         attribute, kind = SECTIONS[section]
         for field in fields(kind):
             if field.name not in WITHOUT_EFFECT:
                 value = getattr(getattr(config, attribute), field.name)
-                settings[f"{section}.{field.name}"] = value if isinstance(value, str | int | bool) else repr(value)
+                settings[f"{section}.{field.name}"] = value if isinstance(value, Setting) else repr(value)
     return settings

@@ -48,7 +48,7 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokenizer: str
     """SHA-256 over the tokenizer's files."""
     computed_by: ComputedBy
-    configuration: dict[str, str | int | bool]
+    configuration: dict[str, str | int | bool | None]
     """"section.key" -> value, of every key that can change a byte."""
     max_model_len: int
     """Most tokens that a request may have: some models place tokens by it."""
