@@ -15,6 +15,7 @@ from llm_serving.engine.engine import Engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
+from llm_serving.speculation import Drafter
 from word_tokenizer import WordTokenizer
 
 
@@ -38,6 +39,7 @@ class Harness:
         journal: Journal | None = None,
         clock: Clock | None = None,
         runner: type[FakeRunner] = FakeRunner,
+        drafter: Drafter | None = None,
         **scheduler,
     ) -> None:
         self.scheduler = create_scheduler(**scheduler)
@@ -56,6 +58,7 @@ class Harness:
             self.metrics,
             self._publish,
             journal=journal,
+            drafter=drafter,
             clock=clock or (lambda: float(next(ticks))),
         )
 

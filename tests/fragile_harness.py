@@ -48,11 +48,9 @@ class FragileExecutor(LocalExecutor):
 
 
 class FragileHarness(Harness):
-    def __init__(
-        self, max_restarts: int = 1000, new_runner: Callable[[], Any] | None = None, **scheduler: object
-    ) -> None:
+    def __init__(self, max_restarts: int = 1000, new_runner: Callable[[], Any] | None = None, **harness: Any) -> None:
         """`new_runner`: of each WorkAgent; None: the fake model."""
-        super().__init__(**scheduler)
+        super().__init__(**harness)
         blocks = self.scheduler.blocks
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
         self.executor = FragileExecutor(new_runner or (lambda: FakeRunner(*sizes)), max_restarts)

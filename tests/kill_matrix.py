@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ if __name__ == "__main__":
 import psutil
 from engine_harness import bytes_of
 from fragile_harness import FragileHarness
+from guessing_drafter import GuessingDrafter
 from killed_servers import end_of_a_master, table_of_one, table_of_two
 from kills import MOMENTS, Table, compare, play, streams
 from llm_serving.core.step import StepInput
@@ -51,7 +53,9 @@ def simulated_table(offsets: range = range(DISTANCE)) -> Table:
     }
     settings = product(("prefill_first", "decode_first", "mixed"), ("recompute", "swap"), offsets)
     for policy, mode, offset in settings:
+        guesses = GuessingDrafter(random.Random(offset)) if offset % 2 else None
         harness = FragileHarness(
+            drafter=guesses,
             policy=policy,
             num_blocks=16,
             num_swap_blocks=24,

@@ -173,7 +173,9 @@ class SimulatedAgent:
             self._dead = True
             return
         if fate == "bad row" and len(output.token_ids):
-            output = replace(output, row_errors={rng.randrange(len(output.token_ids)): BAD_ROW})
+            sample = rng.randrange(len(output.token_ids))
+            output.token_ids[sample] = -1
+            output = replace(output, row_errors={sample: BAD_ROW})
         reply: AgentMessage = encode_output(output)
         if fate == "fail":
             reply = StepFailed(message.step, "RuntimeError: out of luck")

@@ -32,6 +32,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 from factories import create_classes, create_scheduler
+from guessing_drafter import GuessingDrafter
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, class_of
@@ -93,6 +94,7 @@ class Replica:
             self._start, STEP_TIMEOUT_S, rng.choice((2, 50)), simulation.clock, lambda delay_s: self.stopped
         )
         self.restart_wait_s = rng.choice((0.5, 1000.0))
+        guesses = GuessingDrafter(rng, rng.choice((0.0, 0.3)), self.scheduler.blocks.window.num_tokens)
         self.engine = Engine(
             self.scheduler,
             self.executor,
@@ -104,6 +106,7 @@ class Replica:
             max_steps_in_flight=max_steps_in_flight,
             audit_every=rng.choice((0, 0, 1, 3)),
             restart_wait_s=self.restart_wait_s,
+            drafter=rng.choice((None, guesses)),
         )
 
     def _start(self, like: Loaded | None, timeout_s: float | None) -> SimulatedAgent:
@@ -344,6 +347,8 @@ class Simulation:
                 "blocks copied": moves[BlockMove.COPY],
                 "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
                 "audits": counts["llm_serving:audits_total"],
+                "guesses": counts["vllm:spec_decode_num_draft_tokens_total"],
+                "right guesses": counts["vllm:spec_decode_num_accepted_tokens_total"],
                 "restarts": counts["llm_serving:worker_restarts_total"],
                 "replicas": len(self.replicas),
                 "restarts that failed": sum(each.num_failed_starts for each in self.replicas),

@@ -57,6 +57,7 @@ PLACES = {
     "observe": Place(4.0, MASTER),
     "executor": Place(4.0, MASTER),
     "admission": Place(4.1, MASTER),
+    "speculation": Place(4.1, MASTER),
     "receipts": Place(4.2, MASTER),
     "engine": Place(5, MASTER),
     "server": Place(6, MASTER),

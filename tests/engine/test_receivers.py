@@ -26,9 +26,9 @@ class Noting(OneSequence):
         super().__init__(request, desk)
         self.noted: list[object] = []
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> None:
-        self.noted.append(output.token_ids.item(sample))
-        super().take(request, sample, output)
+    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+        self.noted += output.token_ids[samples.start : samples.stop].tolist()
+        super().take(request, samples, output)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         self.noted.append((reason, error))

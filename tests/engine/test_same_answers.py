@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from engine_harness import Harness
-from factories import create_request
+from factories import create_request, create_scheduler
 from fake_runner import expected_output
+from guessing_drafter import GuessingDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
@@ -26,11 +28,15 @@ def assert_answers_are_those_given_alone(harness: Harness, requests: list[Reques
 
 
 @settings(max_examples=120, deadline=None)
-@given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans())
+@given(arrivals=arrivals, options=scheduler_options(), ahead=st.booleans(), guesses=st.none() | st.integers(0))
 def test_answers_do_not_depend_on_load_or_configuration(
-    arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], ahead: bool, guesses: int | None
 ) -> None:
-    harness = Harness(ahead=ahead, **options)
+    """Nor on what is guessed."""
+    drafter = None
+    if guesses is not None:
+        drafter = GuessingDrafter(random.Random(guesses), window=create_scheduler(**options).blocks.window.num_tokens)
+    harness = Harness(ahead=ahead, drafter=drafter, **options)
     load = create_load(arrivals)
     for step in range(26):
         for arrival, abort, request in load:

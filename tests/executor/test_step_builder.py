@@ -210,3 +210,37 @@ class _Walk:
 
     def allowed_words(self, output_token_ids):
         return np.array([len(output_token_ids), *output_token_ids], np.int32)
+
+
+def test_a_row_with_drafts_gives_a_token_behind_each_of_its_own():
+    plain = create_request(3, request_id="plain")
+    drafted = create_request(
+        4,
+        request_id="drafted",
+        max_tokens=8,
+        min_tokens=3,
+        repetition_penalty=1.5,
+        bad_words=((8, 9), (1,)),
+        stop_token_ids=frozenset({2}),
+    )
+    steps = Steps(plain, drafted, block_size=16)
+    steps.next()
+    steps.collect(7, 7)
+    steps.scheduler.draft(drafted, [8, 3])
+    step = steps.next()
+    assert step.token_ids.tolist() == [7, 7, 8, 3]
+    assert step.query_lens.tolist() == [1, 3]
+    assert step.wanted.tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 2, 0]]
+    assert step.sampling.position.tolist() == [4, 5, 6, 7]
+    prompt = [100, 101, 102, 103]
+    assert histories(step) == [[], [*prompt, 7], [*prompt, 7, 8], [*prompt, 7, 8, 3]]
+    forbidden = -math.inf
+    # The end is forbidden for three tokens; the second bad word ends where the first draft is its beginning.
+    assert biases(step) == [
+        {},
+        {2: forbidden, 1: forbidden},
+        {2: forbidden, 1: forbidden, 9: forbidden},
+        {1: forbidden},
+    ]
+    steps.collect(7, 8, 4, 5)
+    assert steps.next().token_ids.tolist() == [7, 4]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.errors import RecordingError
-from llm_serving.recording.records import MAGIC, Added, Asked, Chain, Decided, Ended, Updated, encode
+from llm_serving.recording.records import FORMAT, MAGIC, Added, Asked, Chain, Decided, Ended, Updated, encode
 from llm_serving.recording.replay import ReplayDiffersError
 from llm_serving.recording.snapshot import capture, restore
 from llm_serving.scheduler import Schedule, Scheduler
@@ -36,13 +36,15 @@ def run_load(scheduler: Scheduler, load: Load, lost_at: int | None = None) -> li
         if step == lost_at:
             in_flight.clear()
             scheduler.lose_cache()
+        for request in scheduler.running if step % 3 == 0 else []:
+            scheduler.draft(request, [7, 7, 8])
         schedule = scheduler.schedule(step / 8)
         if schedule is not None:
             in_flight.append(schedule)
             done.append(schedule)
         if in_flight and (schedule is None or len(in_flight) == scheduler.limits.max_steps_in_flight):
             oldest = in_flight.pop(0)
-            samples = [row for row in oldest.rows if row.samples]
+            samples = [row for row in oldest.rows for _ in range(row.samples)]
             # Some end by a stop id, the others by their length.
             scheduler.update(oldest, [9 if (oldest.step + row.request.sequence) % 7 == 0 else 7 for row in samples])
         if step > 26 and not scheduler.has_unfinished_requests and not in_flight:
@@ -121,6 +123,11 @@ def test_every_policy_composition_and_preemption_mode(policy: str, separate: boo
     assert replay(data).hash == seal(data)
 
 
+def test_the_loads_of_these_tests_have_guesses() -> None:
+    done = run_load(create_scheduler(**SMALL), small_load())
+    assert sum(row.num_drafts for schedule in done for row in schedule.rows) >= 10
+
+
 def test_a_paused_request_goes_on_with_another_token() -> None:
     files = MemoryFiles()
     recorded = create_recorded(files, prefix_caching=True, **SMALL)
@@ -161,6 +168,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "first_scheduled_time",
         "running_since",
         "entered",
+        "draft_token_ids",
     }
     irrelevant = {
         "beginnings",
@@ -169,6 +177,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "exchange",
         "num_lost_steps",
         "num_tokens_when_lost",
+        "num_new_tokens",
         "finish_reason",
         "stop_reason",
     }
@@ -264,7 +273,7 @@ def test_another_format_and_another_state_are_refused() -> None:
     data = small_recording()
     reader = replay(data)._reader
     for changes, text in [
-        ({"format": 99}, "has format 99; this version reads format 6"),
+        ({"format": 99}, f"has format 99; this version reads format {FORMAT}"),
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),

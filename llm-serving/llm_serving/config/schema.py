@@ -440,6 +440,17 @@ class SchedulerConfig:
     schedule_ahead: bool = option(True, boolean())
     """Form step k+1 while step k is computed: near its end, where steps are long."""
 
+    speculative_method: str = option("none", choice(("none", "ngram")))
+    """Guesses of what comes next, checked beside the next token; they change no byte of an answer. `ngram`: what
+    followed where the same tokens stood before, in the prompt, the answer so far and the tenant's finished answers.
+    Requests whose guesses are mostly right get some, as long as more tokens come in the same time."""
+
+    num_speculative_tokens: int = option(8, integer(1, 64))
+    """Tokens guessed for a request at a time, at most; as many as its last block has room for."""
+
+    prompt_lookup_tokens: int = option(3, integer(1, 16))
+    """Tokens in a row that must have stood somewhere before, for `ngram`."""
+
     record_path: Path | None = option(None, path())
     """Folder where each scheduler's events and decisions are recorded, for `llm-serving replay`; token ids are among
     them. Relative to the folder the server was started in. None: nothing is recorded."""

@@ -29,8 +29,8 @@ class Receiver(Protocol):
     def begin(self) -> None:
         """Has the scheduler queue what is to be computed first."""
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> None:
-        """A step has chosen a token for one of `computed`: the one that `output` has for this sample."""
+    def take(self, request: Request, samples: range, output: StepOutput) -> None:
+        """A step has chosen tokens for one of `computed`: those that `output` has for these samples."""
 
     def take_prompt(
         self, request: Request, start: int, logprobs: PromptLogprobs | None, vector: Float32Array | None

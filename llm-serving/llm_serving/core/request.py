@@ -117,6 +117,11 @@ class Request:
     """Those of `num_results_wanted`, from the first on, whose log-probabilities have come."""
     num_tokens_in_flight: int = 0
     """Tokens sampled by submitted steps whose ids have not come back."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses of the tokens behind its newest one. The step that computes that one may compute some of them as well;
+    until its reply has come they stay, and the request is not scheduled again."""
+    num_new_tokens: int = 0
+    """Tokens that its newest reply has brought."""
     num_preemptions: int = 0
     num_lost_steps: int = 0
     """Steps that computed it and were never replied to with a result, since it last got further than ever before."""

@@ -33,11 +33,12 @@ from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.log import get_logger
 from llm_serving.observe.glance import Glance, glance
-from llm_serving.observe.journal import Journal
+from llm_serving.observe.journal import NO_GUESSES, Journal
 from llm_serving.observe.metrics import Metrics
 from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
 from llm_serving.observe.swap_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.speculation import Drafter
 from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -76,6 +77,7 @@ class Engine:
         audit_every: int = 0,
         journal: Journal | None = None,
         restart_wait_s: float = 300.0,
+        drafter: Drafter | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -98,6 +100,7 @@ class Engine:
         self._executor = executor
         self._recovery = Recovery(scheduler, executor, metrics, self._while_away)
         self._restart_wait_s = restart_wait_s
+        self._drafter = drafter
         self._builder = StepBuilder(scheduler.blocks)
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
@@ -115,6 +118,8 @@ class Engine:
         """When the WorkAgent could begin with the oldest step in flight."""
         self.mean_step_s: float | None = None
         """Seconds a step takes, of late; None before the first."""
+        self._host_s = 0.0
+        """Seconds it took to form the newest step."""
         self._step_s = 0.0
         """Seconds that the latest step took."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -250,6 +255,12 @@ class Engine:
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
             self._auditor.run_copy()
+        if self._drafter is not None and self._drafter.pays:
+            if self._in_flight:  # what is guessed depends on all that has been said
+                self._collect()
+                return True
+            for request, token_ids in self._drafter.drafts(self.scheduler.running):
+                self.scheduler.draft(request, token_ids)
         now = self._clock()
         schedule = self.scheduler.schedule(now)
         self.journal.decided(now, self.scheduler.blocked)
@@ -257,6 +268,8 @@ class Engine:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
             self._executor.submit(self._builder.build(schedule, self._executor.next_step), forms_late)
+            if self._drafter is not None:
+                self._host_s = self._clock() - now
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
@@ -276,12 +289,22 @@ class Engine:
         self._step_s, self._step_began = now - self._step_began, now
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
         self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
-        self.journal.replied(now)
+        self.journal.replied(now, right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES)
         self._deliver(schedule, updated, output)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
+        if self._drafter is not None:
+            self._tell_drafter(self._drafter, schedule, updated)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
+
+    def _tell_drafter(self, drafter: Drafter, schedule: Schedule, updated: list[Request]) -> None:
+        if schedule.num_tokens == schedule.num_samples:  # no prompts
+            drafter.measured(schedule.num_tokens, self._step_s, self._host_s)
+        drafter.replied(updated, len(schedule.rows))
+        if schedule.has_drafts:
+            num_right = sum(right_guesses(schedule, updated).values())
+            self._metrics.drafted(sum(row.num_drafts for row in schedule.rows), num_right)
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         num_running = len(self.scheduler.running)
@@ -327,16 +350,17 @@ class Engine:
         live = set(updated)
         if schedule.prompt_results:
             live -= self._deliver_prompts(schedule, output)
-        samples = [request for request, _, _, samples, _ in schedule.rows if samples]
-        for sample, request in enumerate(samples):
-            if request not in live:
+        end = 0
+        for request, _, _, samples, _ in schedule.rows:
+            start, end = end, end + samples
+            if not samples or request not in live:
                 continue
             receiver = request.receiver
             assert receiver is not None
-            if sample in output.row_errors:
-                receiver.end(FinishReason.ERROR, output.row_errors[sample])
+            if start in output.row_errors:
+                receiver.end(FinishReason.ERROR, output.row_errors[start])
             else:
-                receiver.take(request, sample, output)
+                receiver.take(request, range(start, start + request.num_new_tokens), output)
         self._processor.report_times()
 
     def _deliver_prompts(self, schedule: Schedule, output: StepOutput) -> set[Request]:
@@ -403,6 +427,8 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         self._auditor.started(request)
+        if self._drafter is not None:
+            self._drafter.begin(request)
         self._deadlines.add(request)
         receive(request, self._desk)
         self.journal.queued(request, self._clock())
@@ -469,6 +495,16 @@ class Engine:
                 self._executor.collect()  # nothing is in flight, so only bad news can have come
             except WorkerError as error:
                 self._recover(error)
+
+
+def right_guesses(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
+    """`Request.sequence` -> guesses that were right, of the rows of a step that has been replied to."""
+    got = set(updated)
+    return {
+        row.request.sequence: row.request.num_new_tokens - 1
+        for row in schedule.rows
+        if row.num_drafts and row.request in got
+    }
 
 
 def _end(request: Request, reason: FinishReason, error: str | None = None) -> None:

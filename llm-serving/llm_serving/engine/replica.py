@@ -19,6 +19,7 @@ from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES, Policy
+from llm_serving.speculation import Drafter
 from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -131,4 +132,12 @@ def build_engine(
         audit_every=config.serving.audit_every,
         journal=journal,
         restart_wait_s=config.serving.restart_wait_s,
+        drafter=_drafter(config),
     )
+
+
+def _drafter(config: ServingConfig) -> Drafter | None:
+    scheduler = config.scheduler
+    if scheduler.speculative_method == "none":
+        return None
+    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens)

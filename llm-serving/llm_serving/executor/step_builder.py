@@ -26,9 +26,12 @@ from llm_serving.core.step import (
 )
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler import Schedule
+from llm_serving.scheduler.schedule import ScheduledRow
 
 _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
+_Sample = tuple[Request, int]
+"""A token to be chosen: of whom, and behind how many drafts."""
 _NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
 
 
@@ -54,22 +57,24 @@ class StepBuilder:
         rows = schedule.rows
         tables = [self._blocks.table(row[0].request_id) for row in rows]
         token_ids: list[int] = []
-        for request, start, query_len, _, _ in rows:
+        for request, start, query_len, samples, _ in rows:
             num_known, end = len(request.prompt_token_ids) + len(request.output_token_ids), start + query_len
             if start < num_known:
                 token_ids += request.known_token_ids(start, end)
-            if end > num_known:  # the newest token is still on the device
+            if samples > 1:
+                token_ids += request.draft_token_ids
+            elif end > num_known:  # the newest token is still on the device
                 token_ids.append(sampled_in_previous_step(self._previous_samples[request]))
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
-        sample_rows = np.flatnonzero([row[3] for row in rows]).astype(np.int32)
+        sample_rows, num_after = _samples(rows)
         wanted = np.zeros((len(sample_rows), len(Wanted._fields)), np.int32)
-        wanted[:, 0], wanted[:, 1] = sample_rows, query_lens[sample_rows] - 1
+        wanted[:, 0], wanted[:, 1] = sample_rows, query_lens[sample_rows] - 1 - num_after
         scoring = no_scoring()
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule)
             wanted = np.concatenate([wanted, of_prompts])
-        sampled = [row[0] for row in rows if row[3]]
+        sampled = [(row[0], draft) for row in rows for draft in range(row[3])]
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
@@ -78,20 +83,21 @@ class StepBuilder:
             block_tables=_packed([table.ids for table in tables]),
             block_epochs=_packed([table.epochs for table in tables]),
             wanted=wanted,
-            sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows]),
+            sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows] - num_after),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
         )
-        self._previous_samples = {request: index for index, request in enumerate(sampled)}
+        self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}
         return step
 
-    def _sampling(self, requests: list[Request], positions: Int32Array) -> SamplingInput:
-        """`positions`: of the tokens to choose, right behind those that the rows compute."""
+    def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
+        """`positions`: of the tokens to choose, each right behind the one that gives it."""
         params = self._params
+        requests = [request for request, _ in samples]
         if params.requests != requests:
             params = self._params = _SamplingParams(requests, self._params.allowed)
-        histories = [self._history(request) for request in requests] if params.has_penalties else []
-        biases = [_biases(request) for request in requests] if params.has_biases else []
+        histories = [self._history(*sample) for sample in samples] if params.has_penalties else []
+        biases = [_biases(*sample) for sample in samples] if params.has_biases else []
         none = np.zeros(len(requests) + 1, np.int32)
         allowed_offsets, allowed_words = params.allowed_offsets, params.allowed_words
         if params.has_walks:
@@ -110,14 +116,22 @@ class StepBuilder:
             allowed_words=allowed_words,
         )
 
-    def _history(self, request: Request) -> list[int]:
+    def _history(self, request: Request, num_drafts: int) -> list[int]:
         """Tokens before the one being chosen, where penalties need them."""
         if not request.sampling.has_penalties:
             return []
         history = request.prompt_token_ids + request.output_token_ids
         if len(history) < request.num_tokens - 1:
             history.append(sampled_in_previous_step(self._previous_samples[request]))
-        return history
+        return history + request.draft_token_ids[:num_drafts]
+
+
+def _samples(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
+    """Of each token to be chosen the row, and how many tokens of the row stand behind the one that gives it."""
+    counts = np.array([row[3] for row in rows], np.int32)
+    sample_rows = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    ends = np.cumsum(counts, dtype=np.int32)
+    return sample_rows, ends[sample_rows] - 1 - np.arange(len(sample_rows), dtype=np.int32)
 
 
 def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
@@ -179,13 +193,14 @@ def _joined(parts: Sequence[Int32Array]) -> tuple[Int32Array, Int32Array]:
     return _offsets([len(each) for each in parts]), np.concatenate([_NO_WORDS, *parts])
 
 
-def _biases(request: Request) -> list[tuple[int, float]]:
+def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
     """The request's logit biases; forbidden are the ends of bad words and, below `min_tokens`, what would end it."""
     params = request.sampling
     biases = list(params.logit_bias)
-    if request.num_output_tokens <= params.min_tokens:
+    if request.num_output_tokens + num_drafts <= params.min_tokens:
         biases += [(token_id, _FORBIDDEN) for token_id in sorted(request.stop_token_ids)]
-    output = request.output_token_ids  # all of it, where a bad word has several tokens
+    # All of the output, where a bad word has several tokens.
+    output = request.output_token_ids + request.draft_token_ids[:num_drafts]
     biases += [
         (last, _FORBIDDEN)
         for *before, last in params.bad_words

@@ -85,7 +85,7 @@ def own_rows(life: Life, record: Record) -> list[OwnRow]:
             num_again = min(position, furthest) - start
             part = Part.COMPUTED_AGAIN if 2 * num_again >= count else Part.PREFILL
         elif single:
-            position += 1
+            position += 1 + num_right(step, life)
             part = Part.DECODE if sampled else Part.PREFILL  # one token was left of its prompt
         else:
             continue
@@ -93,6 +93,11 @@ def own_rows(life: Life, record: Record) -> list[OwnRow]:
         furthest = max(furthest, position)
         sampled = sampled or single or position >= facts.num_prompt_tokens
     return rows
+
+
+def num_right(step: Step, life: Life) -> int:
+    """Right guesses of the request in a step: tokens that took no step of their own."""
+    return sum(right for sequence, _, right in step.guesses if sequence in life.sequences)
 
 
 def largest_decode_gap(life: Life, record: Record, rows: Sequence[OwnRow]) -> int:

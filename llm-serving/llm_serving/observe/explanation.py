@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from llm_serving.observe.attribution import OwnRow, Part, Span, attribute, largest_decode_gap, own_rows
+from llm_serving.observe.attribution import OwnRow, Part, Span, attribute, largest_decode_gap, num_right, own_rows
 from llm_serving.observe.journal import Life, Record
 from llm_serving.observe.live_requests import client_id_of, client_ids
 from llm_serving.scheduler.bounds import ClassBounds
@@ -40,6 +40,8 @@ class ExplainedTokens(Struct, kw_only=True):
     cached: int
     """Of the prompt, found computed."""
     output: int
+    guessed: int
+    """Of the output, tokens that took no step of their own, as they had been guessed; of the steps still known."""
 
 
 class BoundAndMet(Struct, kw_only=True):
@@ -122,7 +124,10 @@ def explain(
         parts=_sum_up(spans),
         steps=_steps(rows, computed, spans),
         tokens=ExplainedTokens(
-            prompt=facts.num_prompt_tokens, cached=facts.num_cached_tokens, output=facts.num_output_tokens
+            prompt=facts.num_prompt_tokens,
+            cached=facts.num_cached_tokens,
+            output=facts.num_output_tokens,
+            guessed=sum(num_right(row.step, life) for row in rows),
         ),
         num_preemptions=facts.num_preemptions,
         num_sharing=0 if life.exchange is None else life.exchange.num_sharing,

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import islice, pairwise, takewhile
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Schedule
 from llm_serving.scheduler.wait_reason import Blocked
+
+NO_GUESSES: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Step(NamedTuple):
@@ -30,10 +34,13 @@ class Step(NamedTuple):
     """`Request.sequence` of the rows that computed one token and chose the next."""
     chunks: tuple[tuple[int, int, int], ...]
     """(`Request.sequence`, first token, tokens) of all other rows: prompts, and what is computed again."""
+    guesses: tuple[tuple[int, int, int], ...] = ()
+    """(`Request.sequence`, guesses checked, those that were right) of the rows among `singles` that had some."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.singles) + sum(count for _, _, count in self.chunks)
+        num_guesses = sum(checked for _, checked, _ in self.guesses)
+        return len(self.singles) + num_guesses + sum(count for _, _, count in self.chunks)
 
 
 class Preempted(NamedTuple):
@@ -239,18 +246,19 @@ class Journal:
         if not self.enabled:
             return
         rows = schedule.rows
-        singles = tuple([row[0].sequence for row in rows if row[2] == 1 and row[3]])  # by index: rows are many
+        singles = tuple([row[0].sequence for row in rows if row[3] and row[2] == row[3]])  # by index: rows are many
         if singles == self._singles:
             singles = self._singles  # the steps of a batch that only decodes share one tuple
         self._singles = singles
         chunks: tuple[tuple[int, int, int], ...] = ()
         if len(singles) < len(rows):
             chunks = tuple(
-                (row.request.sequence, row.num_computed, row.query_len)
-                for row in rows
-                if row.query_len != 1 or not row.samples
+                (row.request.sequence, row.num_computed, row.query_len) for row in rows if row.query_len != row.samples
             )
-        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks))
+        guesses: tuple[tuple[int, int, int], ...] = ()
+        if schedule.has_drafts:
+            guesses = tuple((row.request.sequence, row.num_drafts, 0) for row in rows if row.num_drafts)
+        self._in_flight.append(Step(schedule.step, now, math.inf, singles, chunks, guesses))
         for request in schedule.started:
             if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.sequences |= {request.sequence}
@@ -258,10 +266,12 @@ class Journal:
             if (life := self._lives.get(request.asked.request_id)) is not None:
                 life.preemptions += (Preempted(now, preemption.by_class, preemption.swapped),)
 
-    def replied(self, now: float) -> None:
-        """The reply to the oldest step has come and been applied."""
+    def replied(self, now: float, right_guesses: Mapping[int, int] = NO_GUESSES) -> None:
+        """The reply to the oldest step has come and been applied; so many guesses were right, by `Request.sequence`."""
         if self.enabled:
-            self._steps.append(self._in_flight.popleft()._replace(ended=now))
+            step = self._in_flight.popleft()
+            guesses = tuple((each, checked, right_guesses.get(each, 0)) for each, checked, _ in step.guesses)
+            self._steps.append(step._replace(ended=now, guesses=guesses))
 
     def lost(self, now: float) -> None:
         """The steps in flight will never be replied to."""

@@ -163,6 +163,11 @@ class Metrics(Collector):
         self._add("vllm:prefix_cache_queries_total", num_queried)
         self._add("vllm:prefix_cache_hits_total", num_hit)
 
+    def drafted(self, proposed: int, accepted: int) -> None:
+        """A step has checked so many guesses, of which so many were right."""
+        self._add("vllm:spec_decode_num_draft_tokens_total", proposed)
+        self._add("vllm:spec_decode_num_accepted_tokens_total", accepted)
+
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
 
@@ -260,6 +265,8 @@ _COUNTERS: Final = {
     "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
+    "vllm:spec_decode_num_draft_tokens_total": "Guesses of tokens that were checked.",
+    "vllm:spec_decode_num_accepted_tokens_total": "Guesses of tokens that were right.",
     "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",
     "llm_serving:audits_total": "Answers computed again, alone, and compared.",
     "llm_serving:audit_mismatch_total": "Audited answers that differed; stays 0.",

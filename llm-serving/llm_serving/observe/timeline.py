@@ -84,6 +84,7 @@ def _part(step: Step, sequences: Set[int]) -> Step:
     return step._replace(
         singles=tuple([each for each in step.singles if each in sequences]),
         chunks=tuple([chunk for chunk in step.chunks if chunk[0] in sequences]),
+        guesses=tuple([guess for guess in step.guesses if guess[0] in sequences]),
     )
 
 
@@ -98,7 +99,7 @@ def _step_events(
     pid: int, steps: Sequence[tuple[Step, int, int]], microseconds: Callable[[int], float]
 ) -> Iterator[JsonObject]:
     for step, began, ended in steps:
-        num_prefill = step.num_tokens - len(step.singles)
+        num_prefill = sum(count for _, _, count in step.chunks)
         kinds = [kind for kind, some in (("prefill", step.chunks), ("decode", step.singles)) if some]
         yield {
             "ph": "X",

@@ -19,6 +19,7 @@ from llm_serving.recording.records import (
     CacheLost,
     Chain,
     Decided,
+    Drafted,
     Ended,
     Event,
     Header,
@@ -208,6 +209,10 @@ class RecordedScheduler(Scheduler):
             )
         )
         super().add(request)
+
+    def draft(self, request: Request, token_ids: list[int]) -> None:
+        self._record(Drafted(request.sequence, token_ids))
+        super().draft(request, token_ids)
 
     def schedule(self, now: float) -> Schedule | None:
         self._record(Asked(now))

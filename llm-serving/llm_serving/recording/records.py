@@ -19,7 +19,7 @@ from llm_serving.errors import RecordingError
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 6
+FORMAT: Final = 7
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -65,6 +65,13 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     last_scheduled_step: int
 
 
+class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
+    """`draft`: guesses of what follows."""
+
+    sequence: int
+    token_ids: list[int]
+
+
 class Asked(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
     """`schedule`; a `Decided` follows, unless it raised."""
 
@@ -104,8 +111,8 @@ class CacheLost(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
     pass
 
 
-Row = tuple[int, int, int, bool, int, list[int]]
-"""Request, tokens in the cache before, tokens computed, whether it samples, blocks of its table, the newest of these:
+Row = tuple[int, int, int, int, int, list[int]]
+"""Request, tokens in the cache before, tokens computed, tokens chosen, blocks of its table, the newest of these:
 those that an earlier row of this file has not shown."""
 
 
@@ -120,7 +127,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     prompt_results: list[PromptResults]
 
 
-Event = Added | Asked | Updated | Paused | Resumed | Reprioritised | Ended | CacheLost
+Event = Added | Drafted | Asked | Updated | Paused | Resumed | Reprioritised | Ended | CacheLost
 Record = Header | Event | Decided
 
 encode = msgspec.msgpack.Encoder().encode

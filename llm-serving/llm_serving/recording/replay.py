@@ -19,6 +19,7 @@ from llm_serving.recording.records import (
     CacheLost,
     Chain,
     Decided,
+    Drafted,
     Ended,
     Entry,
     Event,
@@ -130,6 +131,8 @@ class Replay:
                 scheduler.add(request)
                 self._requests[request.sequence] = request
                 self._ids[request.sequence] = request.request_id
+            case Drafted(sequence, token_ids):
+                scheduler.draft(self._requests[sequence], token_ids)
             case Ended(sequence, reason):
                 scheduler.finish(self._requests.pop(sequence), FinishReason(reason))
             case Paused(sequence):
@@ -177,7 +180,7 @@ class Replay:
         if row is None:
             return "none"
         sequence, num_computed, query_len, samples, num_blocks, new_blocks = row
-        does = "samples" if samples else "does not sample"
+        does = ("does not sample", "samples")[samples] if samples < 2 else f"samples {samples}"
         table = f"{num_blocks} blocks" + (f", new ones {new_blocks}" if new_blocks else "")
         return f"{self._name(sequence)}: tokens {num_computed} to {num_computed + query_len - 1}, {does}, {table}"
 

@@ -32,7 +32,9 @@ class Running:
                 if request.paused:
                     continue
                 self.num_decoding += 1
-                if num_output < request.sampling.max_tokens and not (in_flight and request.waits_for_reply):
+                if num_output < request.sampling.max_tokens and not (
+                    in_flight and (request.waits_for_reply or request.draft_token_ids)
+                ):
                     self.decoding.append(request)
             elif num_uncomputed > 0:
                 self.prefilling.append(request)

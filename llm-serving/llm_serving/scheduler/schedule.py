@@ -19,14 +19,19 @@ class ScheduledRow(NamedTuple):
     """Tokens in the cache before the step."""
     query_len: int
     """Tokens this step computes."""
-    samples: bool
-    """Whether they complete the known tokens, so that a next one is chosen."""
+    samples: int
+    """Tokens that are chosen: none as long as known ones are left to compute, then one, and one behind each draft."""
     num_preemptions: int
     """Of the request when the row was made; once it has lost its place since, the row's keys and values are gone."""
 
     @property
     def end(self) -> int:
         return self.num_computed + self.query_len
+
+    @property
+    def num_drafts(self) -> int:
+        """The last ones of its tokens, which are guesses."""
+        return max(0, self.samples - 1)
 
 
 class PromptResults(NamedTuple):
@@ -59,12 +64,19 @@ class Schedule:
     """What is to tell of each of `preempted`, in the same order."""
     prompt_results: list[PromptResults] = field(default_factory=list)
     """Of the rows that tell something of a prompt, in their order."""
+    has_drafts: bool = False
+    """Whether rows compute guesses."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
 
     @property
     def num_tokens(self) -> int:
         return sum([row[2] for row in self.rows])  # by index: rows are many
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are chosen."""
+        return sum([row[3] for row in self.rows])
 
 
 class StepDraft:
@@ -80,6 +92,7 @@ class StepDraft:
         self.blocked: Blocked | None = None
         self.changes_running = False
         """Whether a request has been admitted or preempted."""
+        self.has_drafts = False
         self.considers_prompts = False
         """Whether prompts could get a share of the step."""
         self._max_prefills = max_prefills
@@ -109,7 +122,7 @@ class StepDraft:
     def add_decode(self, request: Request) -> None:
         """Gives a request that decodes its token; one that has a row already, as it was just admitted, keeps that."""
         if request.request_id not in self._rows:
-            row = (request, request.num_computed_tokens, 1, True, request.num_preemptions)
+            row = (request, request.num_computed_tokens, 1, 1, request.num_preemptions)
             self._rows[request.request_id] = tuple.__new__(ScheduledRow, row)  # half of what its own constructor takes
             self.budget -= 1
 
@@ -117,6 +130,14 @@ class StepDraft:
         self._put(request, min(num_tokens, self.budget))
         if prefill:
             self._prefills.add(request.request_id)
+
+    def add_drafts(self, request: Request, num_drafts: int) -> None:
+        """Has the row of a request that decodes compute so many of its drafts as well."""
+        row = self._rows[request.request_id]
+        num_drafts = min(num_drafts, self.budget)
+        self._rows[request.request_id] = row._replace(query_len=1 + num_drafts, samples=1 + num_drafts)
+        self.budget -= num_drafts
+        self.has_drafts = self.has_drafts or num_drafts > 0
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Gives a request that has a row what is left of the budget, up to so many tokens."""
@@ -137,4 +158,4 @@ class StepDraft:
         self.budget -= query_len - (0 if before is None else before.query_len)
         start = request.num_computed_tokens
         samples = start + query_len == request.num_tokens and request.sampling.max_tokens > 0
-        self._rows[request.request_id] = ScheduledRow(request, start, query_len, samples, request.num_preemptions)
+        self._rows[request.request_id] = ScheduledRow(request, start, query_len, int(samples), request.num_preemptions)

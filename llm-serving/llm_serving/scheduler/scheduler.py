@@ -67,6 +67,8 @@ class Scheduler:
         """Classes that could not take part when admission was last considered."""
         self._num_admissions = 0
         self._num_beams = 0
+        self._num_drafts = 0
+        """Requests that were given drafts since the step before."""
         self._num_telling = 0
         """Requests that tell something of their prompts."""
         self._requests: dict[str, Request] = {}
@@ -97,6 +99,16 @@ class Scheduler:
         else:
             self.waits.wait(request)
 
+    def draft(self, request: Request, token_ids: list[int]) -> None:
+        """Guesses what follows the newest token of a request; replaces earlier guesses.
+
+        What a step has room for is computed beside that token, where no prompt and no other request's token is kept
+        from it, and counts as far as it turns out to be what the model chooses. The step uses all guesses up.
+        """
+        if request.status is RUNNING and not request.num_tokens_in_flight:
+            request.draft_token_ids = token_ids
+            self._num_drafts += 1
+
     def schedule(self, now: float) -> Schedule | None:
         """Forms the next step; None when no request can move.
 
@@ -118,6 +130,8 @@ class Scheduler:
         self.blocked = self._describe_blocked(draft)
         if not draft.num_rows:
             return None
+        if self._num_drafts:
+            self._schedule_drafts(draft)
         rows = draft.rows
         results = prompt_results_of(rows) if self._num_telling else []
         started = self._advance(draft, running, now)
@@ -126,7 +140,9 @@ class Scheduler:
         self.waits.follow(self.waits.gate.tick())
         preempted, preemptions = self._giving_way.take()
         moves = self.blocks.take_moves()
-        return Schedule(draft.number, rows, moves, started, preempted, preemptions, results, violations)
+        return Schedule(
+            draft.number, rows, moves, started, preempted, preemptions, results, draft.has_drafts, violations
+        )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
         """Applies the tokens that a step sampled, one for each of its sampling rows in order.
@@ -136,22 +152,48 @@ class Scheduler:
             before the result came are left out.
         """
         self._confirm(schedule.rows)
-        sampled = [request for request, _, _, samples, _ in schedule.rows if samples]
-        assert len(sampled) == len(token_ids), f"{len(token_ids)} tokens for {len(sampled)} samples"
-        updated = []
-        for request, token_id in zip(sampled, token_ids, strict=True):
+        sampled = [row for row in schedule.rows if row[3]]
+        assert schedule.num_samples == len(token_ids), f"{len(token_ids)} tokens for {schedule.num_samples} samples"
+        updated, end = [], 0
+        for row in sampled:
+            request, samples = row[0], row[3]
+            start, end = end, end + samples
             if request.status is FINISHED:
                 continue
             request.num_tokens_in_flight -= 1
-            output = request.output_token_ids
-            output.append(token_id)
-            if token_id in request.stop_token_ids:
-                explicit = token_id in request.sampling.stop_token_ids
-                self.finish(request, FinishReason.STOP, token_id if explicit else None)
-            elif len(output) >= request.sampling.max_tokens:
-                self.finish(request, FinishReason.LENGTH)
+            if samples == 1:
+                self._append(request, token_ids[start])
+                request.num_new_tokens = 1
+            else:
+                self._verify(row, token_ids[start:end])
             updated.append(request)
         return updated + self._take_prompt_results(schedule) if schedule.prompt_results else updated
+
+    def _append(self, request: Request, token_id: int) -> None:
+        output = request.output_token_ids
+        output.append(token_id)
+        if token_id in request.stop_token_ids:
+            explicit = token_id in request.sampling.stop_token_ids
+            self.finish(request, FinishReason.STOP, token_id if explicit else None)
+        elif len(output) >= request.sampling.max_tokens:
+            self.finish(request, FinishReason.LENGTH)
+
+    def _verify(self, row: ScheduledRow, token_ids: list[int]) -> None:
+        """Appends the token that was chosen, and that behind each draft for as long as these are what was chosen."""
+        request, drafts = row.request, row.request.draft_token_ids
+        request.draft_token_ids = []
+        self._append(request, token_ids[0])
+        num_right = 0
+        for chosen, draft, following in zip(token_ids, drafts, token_ids[1:], strict=False):
+            if request.is_finished or chosen != draft or following < 0:  # below 0: no token could be chosen there
+                break
+            self._append(request, following)
+            num_right += 1
+        request.num_new_tokens = 1 + num_right
+        self.waiting.queues[request.request_class.name].charge(request.tenant, OUTPUT_TOKEN_WEIGHT * num_right)
+        if num_right and not request.is_finished and row.num_preemptions == request.num_preemptions:
+            request.num_computed_tokens += num_right  # the others' keys and values will be written over
+            self._confirm([row._replace(query_len=1 + num_right, samples=1)])
 
     def _take_prompt_results(self, schedule: Schedule) -> list[Request]:
         """Returns the requests that end with them."""
@@ -228,6 +270,7 @@ class Scheduler:
         self.blocks.lose_all()
         for request in self._requests.values():
             request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
+            request.draft_token_ids = []
         for request in self.running:
             self.waits.wait_again(request)
         self.places.clear()
@@ -349,6 +392,18 @@ class Scheduler:
         room = self.blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
 
+    def _schedule_drafts(self, draft: StepDraft) -> None:
+        """Adds drafts to the rows of requests that decode, higher classes first, in the room that their tables have."""
+        self._num_drafts = 0
+        if draft.computes_prompts:
+            return
+        for row in draft.rows:
+            request = row.request
+            if request.draft_token_ids and row.samples and row.query_len == 1:
+                room = self.blocks.num_tokens_with_room(request.request_id) - row.end
+                left = request.sampling.max_tokens - request.num_output_tokens - 1
+                draft.add_drafts(request, min(len(request.draft_token_ids), room, left))
+
     # --- admission --------------------------------------------------------------------------------------------------
 
     def _waits_for_a_batch(self, now: float) -> bool:
@@ -419,13 +474,18 @@ class Scheduler:
         charges: dict[tuple[str, str], int] = defaultdict(int)
         step = self._step
         for request, num_computed, query_len, samples, _ in draft.rows:
+            if samples:
+                num_drafts = samples - 1
+                query_len -= num_drafts
+                if request.draft_token_ids:
+                    del request.draft_token_ids[num_drafts:]
+                request.num_tokens_in_flight += 1
             request.num_computed_tokens = num_computed + query_len
-            request.num_tokens_in_flight += samples
             request.last_scheduled_step = step
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = now
                 started.append(request)
-            num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * samples
+            num_tokens = query_len + (OUTPUT_TOKEN_WEIGHT - 1) * (samples > 0)
             charges[request.request_class.name, request.tenant] += num_tokens
         tokens: dict[str, int] = defaultdict(int)
         for (name, tenant), num_tokens in charges.items():
@@ -450,8 +510,10 @@ class Scheduler:
     def _confirm(self, rows: list[ScheduledRow]) -> None:
         """The rows have been computed: others may share their full blocks."""
         block_size = self.blocks.block_size
-        for request, num_computed, query_len, _, num_preemptions in rows:
+        for request, num_computed, query_len, samples, num_preemptions in rows:
             end = num_computed + query_len
+            if samples > 1:
+                end -= samples - 1  # drafts are not known to be its tokens
             if request.num_lost_steps and end > request.num_tokens_when_lost:
                 request.num_lost_steps = 0
             if num_preemptions != request.num_preemptions or request.status is FINISHED:

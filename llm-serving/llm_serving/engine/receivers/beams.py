@@ -39,13 +39,14 @@ class Beams:
         self._desk.processor.start(self.request)
         self._desk.scheduler.add(self._new_beam([]))
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> None:
+    def take(self, request: Request, samples: range, output: StepOutput) -> None:
         """Takes the reply for one beam; when it was the last of its group, the group makes a step.
 
         After a step it tells a piece: an empty one, or at the end the last one with all answers.
         """
         if self.request.is_finished:  # within this step
             return
+        (sample,) = samples  # nobody guesses what a beam becomes
         self._replies[request.request_id] = LikelyTokens(*output.top.of(sample))
         if not request.is_finished:  # by its last token
             self._desk.scheduler.pause(request)

@@ -20,11 +20,15 @@ class OneSequence:
         self._desk.processor.start(self.request)
         self._desk.scheduler.add(self.request)
 
-    def take(self, request: Request, sample: int, output: StepOutput) -> None:
+    def take(self, request: Request, samples: range, output: StepOutput) -> None:
         desk = self._desk
-        stop_string = desk.processor.take(request, sample, output)
-        if stop_string is not None:
-            self._finish(FinishReason.STOP, stop_string)
+        for sample in samples:
+            stop_string = desk.processor.take(request, sample, output)
+            if stop_string is not None:
+                self._finish(FinishReason.STOP, stop_string)
+                num_behind = samples.stop - sample - 1
+                del request.output_token_ids[len(request.output_token_ids) - num_behind :]
+                break
         desk.tell(desk.processor.piece(request))
         if request.is_finished:
             desk.note_length(request)

@@ -1,0 +1,75 @@
+"""An engine that guesses: the answers are the same, the steps fewer."""
+
+from __future__ import annotations
+
+import random
+
+from engine_harness import Harness, bytes_of
+from factories import create_request
+from fake_runner import expected_output
+from guessing_drafter import MAX_DRAFTS, GuessingDrafter
+from llm_serving.core.request import FinishReason
+
+
+def guessing(wrong: float = 0.0, **options) -> Harness:
+    return Harness(drafter=GuessingDrafter(random.Random(3), wrong), block_size=16, **options)
+
+
+def run(harness: Harness, *requests) -> list[str]:
+    for request in requests:
+        harness.engine.submit(request)
+    harness.run()
+    return [bytes_of(harness.answer(request.request_id)) for request in requests]
+
+
+def test_right_guesses_save_steps() -> None:
+    harness, plain = guessing(), Harness(block_size=16)
+    for each in (harness, plain):
+        request = create_request(4, request_id="a", max_tokens=64)
+        run(each, request)
+        assert each.token_ids("a") == expected_output(request.prompt_token_ids, 64)
+    assert 2 * len(harness.runner.steps) < len(plain.runner.steps)
+    counts = harness.metrics._counts
+    assert counts["vllm:spec_decode_num_accepted_tokens_total"] == 64 - len(harness.runner.steps)
+    assert (
+        counts["vllm:spec_decode_num_draft_tokens_total"] >= counts["vllm:spec_decode_num_accepted_tokens_total"] > 32
+    )
+
+
+def test_everything_told_is_the_same() -> None:
+    def requests():
+        return [create_request(5, request_id=str(seed), seed=seed, logprobs=2, max_tokens=40) for seed in range(5)]
+
+    assert run(guessing(0.3), *requests()) == run(Harness(block_size=16), *requests())
+
+
+def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
+    for place in range(3, 3 + MAX_DRAFTS):
+        answers = []
+        for harness in (guessing(), Harness(block_size=16)):
+            request = create_request(4, request_id="a", max_tokens=60)
+            words = [
+                harness.engine._processor.text_of(request, [token])
+                for token in expected_output([100, 101, 102, 103], 60)
+            ]
+            request.sampling = create_request(4, max_tokens=60, stop=(words[place],)).sampling
+            (answer,) = run(harness, request)
+            last = harness.last("a")
+            assert last.finish_reason is FinishReason.STOP
+            assert last.num_output_tokens == len(harness.token_ids("a"))
+            answers.append((answer, last.num_output_tokens, last.stop_reason))
+        assert answers[0] == answers[1]
+
+
+def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
+    harness = guessing()
+    harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
+    for _ in range(6):
+        harness.engine.step()
+    late = create_request(4, request_id="b", max_tokens=3)
+    harness.engine.submit(late)
+    harness.engine.step()
+    harness.engine.step()
+    assert late.first_scheduled_time is not None
+    harness.run()
+    assert harness.metrics._counts["llm_serving:bound_violations_total"] == 0

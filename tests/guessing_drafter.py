@@ -1,0 +1,47 @@
+"""Guesses of what the fake model says: mostly right, now and then wrong, as many as it likes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from fake_runner import VOCAB_SIZE, next_token, seen
+from llm_serving.core.request import Request
+from llm_serving.core.window import NO_WINDOW
+from llm_serving.speculation import Drafter
+
+MAX_DRAFTS = 7
+
+
+class GuessingDrafter(Drafter):
+    """Pays whenever it says so; its guesses are wrong at `wrong` of all places."""
+
+    def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
+        self._rng, self._wrong, self._window = rng, wrong, window
+        super().__init__(MAX_DRAFTS, 3)
+
+    @property
+    def pays(self) -> bool:
+        return self._rng.random() < 0.8
+
+    @pays.setter
+    def pays(self, value: bool) -> None:
+        pass
+
+    def drafts(self, running: Iterable[Request]) -> list[tuple[Request, list[int]]]:
+        drafted = [
+            (request, self._guess(request)) for request in running if request in self._states and request.is_decoding
+        ]
+        return [each for each in drafted if self._rng.random() < 0.9]
+
+    def _guess(self, request: Request) -> list[int]:
+        """Behind a wrong token the model says something else, which is guessed as well as before."""
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        guessed = []
+        for _ in range(self._rng.randint(0, MAX_DRAFTS)):
+            token_id = next_token(seen(token_ids, self._window), request.sampling.seed % 2**63)
+            if self._rng.random() < self._wrong:
+                token_id = self._rng.randrange(VOCAB_SIZE)
+            guessed.append(token_id)
+            token_ids.append(token_id)
+        return guessed

@@ -1,0 +1,142 @@
+"""Guesses of what comes next: what the scheduler does with them, and what it does when they are wrong."""
+
+from __future__ import annotations
+
+from factories import create_request, create_scheduler, rows, run_step
+from llm_serving.core.request import FinishReason
+
+
+def decoding(*requests, **options):
+    """A scheduler whose requests have got their first token, 7."""
+    scheduler = create_scheduler(**{"block_size": 16, **options})
+    for request in requests:
+        scheduler.add(request)
+    run_step(scheduler)
+    return scheduler
+
+
+def test_right_guesses_bring_tokens_up_to_the_first_wrong_one() -> None:
+    request = create_request(4)
+    scheduler = decoding(request)
+    scheduler.draft(request, [8, 9, 5])
+    step = scheduler.schedule(0.0)
+    assert rows(step) == [(request.request_id, 4, 4, 4)]
+    assert step.rows[0].num_drafts == 3
+    assert (request.num_computed_tokens, request.num_tokens_in_flight) == (5, 1)
+    assert scheduler.schedule(0.0) is None  # what comes next depends on the reply
+    assert scheduler.update(step, [8, 9, 10, 11]) == [request]
+    assert (request.output_token_ids, request.num_new_tokens) == ([7, 8, 9, 10], 3)
+    assert (request.num_computed_tokens, request.num_confirmed_tokens) == (7, 7)
+    assert rows(run_step(scheduler)) == [(request.request_id, 7, 1, 1)]
+    scheduler.check_integrity()
+
+
+def test_a_wrong_guess_costs_nothing_but_its_computation() -> None:
+    request = create_request(4)
+    scheduler = decoding(request)
+    scheduler.draft(request, [8])
+    scheduler.update(scheduler.schedule(0.0), [9, 10])
+    assert (request.output_token_ids, request.num_new_tokens, request.num_computed_tokens) == ([7, 9], 1, 5)
+    assert rows(run_step(scheduler)) == [(request.request_id, 5, 1, 1)]
+
+
+def test_guesses_are_used_up_by_the_next_step_even_if_it_has_no_room() -> None:
+    request = create_request(15)
+    scheduler = decoding(request)
+    scheduler.draft(request, [7, 7, 7])
+    assert rows(run_step(scheduler)) == [(request.request_id, 15, 1, 1)]  # its block is full then
+    assert rows(run_step(scheduler)) == [(request.request_id, 16, 1, 1)]
+
+
+def test_an_end_among_right_guesses_is_the_end() -> None:
+    request = create_request(4, stop_token_ids=frozenset({9}))
+    scheduler = decoding(request)
+    scheduler.draft(request, [8, 9, 10])
+    scheduler.update(scheduler.schedule(0.0), [8, 9, 10, 11])
+    assert request.output_token_ids == [7, 8, 9]
+    assert request.finish_reason is FinishReason.STOP
+    assert scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_no_more_is_guessed_than_the_answer_may_have() -> None:
+    request = create_request(4, max_tokens=3)
+    scheduler = decoding(request)
+    scheduler.draft(request, [8, 9, 10])
+    step = scheduler.schedule(0.0)
+    assert rows(step) == [(request.request_id, 4, 2, 2)]
+    scheduler.update(step, [8, 9])
+    assert (request.output_token_ids, request.finish_reason) == ([7, 8, 9], FinishReason.LENGTH)
+
+
+def test_where_no_token_can_be_chosen_behind_a_right_guess_it_is_asked_again() -> None:
+    request = create_request(4)
+    scheduler = decoding(request)
+    scheduler.draft(request, [8, 9])
+    scheduler.update(scheduler.schedule(0.0), [8, -1, 10])
+    assert request.output_token_ids == [7, 8]
+    assert rows(scheduler.schedule(0.0)) == [(request.request_id, 5, 1, 1)]
+
+
+def test_guesses_take_what_prompts_and_tokens_leave() -> None:
+    first, second = create_request(4, request_id="a"), create_request(4, request_id="b")
+    scheduler = decoding(first, second, max_num_batched_tokens=8)
+    scheduler.draft(first, [1] * 5)
+    scheduler.draft(second, [1] * 5)
+    assert rows(scheduler.schedule(0.0)) == [("a", 4, 6, 6), ("b", 4, 2, 2)]
+
+
+def test_a_step_with_a_prompt_has_no_guesses() -> None:
+    request = create_request(4, request_id="a")
+    scheduler = decoding(request)
+    scheduler.draft(request, [1, 1])
+    scheduler.add(create_request(3, request_id="b"))
+    assert rows(scheduler.schedule(0.0)) == [("b", 0, 3, 1), ("a", 4, 1, 1)]
+
+
+def test_guesses_for_whoever_does_not_run_or_waits_for_a_token_are_forgotten() -> None:
+    request = create_request(4)
+    scheduler = create_scheduler(block_size=16)
+    scheduler.add(request)
+    scheduler.draft(request, [1])
+    step = scheduler.schedule(0.0)
+    scheduler.draft(request, [1])
+    assert request.draft_token_ids == []
+    scheduler.update(step, [7])
+
+
+def test_a_reply_to_guesses_of_one_that_lost_its_place_counts_its_tokens_but_not_its_cache() -> None:
+    low = create_request(4, request_id="low", priority=1)
+    scheduler = decoding(low, max_num_seqs=1)
+    scheduler.draft(low, [8, 9])
+    step = scheduler.schedule(0.0)
+    scheduler.add(create_request(4, request_id="high", priority=-1, max_tokens=1))
+    other = scheduler.schedule(0.0)
+    assert rows(other) == [("high", 0, 4, 1)]
+    scheduler.update(step, [8, 9, 10])
+    assert (low.output_token_ids, low.num_computed_tokens) == ([7, 8, 9, 10], 0)
+    scheduler.update(other, [7])
+    assert rows(run_step(scheduler)) == [("low", 0, 8, 1)]
+
+
+def test_guesses_are_gone_with_the_cache() -> None:
+    request = create_request(4)
+    scheduler = decoding(request)
+    scheduler.draft(request, [8])
+    scheduler.schedule(0.0)
+    scheduler.lose_cache()
+    assert request.draft_token_ids == []
+    assert rows(run_step(scheduler)) == [(request.request_id, 0, 5, 1)]
+
+
+def test_others_find_blocks_of_right_guesses_and_none_of_wrong_ones() -> None:
+    request = create_request(6, request_id="a")
+    scheduler = decoding(request, block_size=8, prefix_caching=True)
+    scheduler.draft(request, [8])
+    scheduler.update(scheduler.schedule(0.0), [8, 9])  # tokens 6 and 7 of the sequence: 7, 8
+    same, other = create_request(6, request_id="b"), create_request(6, request_id="c")
+    same.prompt_token_ids += [7, 8, 9]
+    other.prompt_token_ids += [7, 9, 9]
+    scheduler.add(same)
+    scheduler.add(other)
+    scheduler.schedule(0.0)
+    assert (same.num_cached_tokens, other.num_cached_tokens) == (8, 0)

@@ -1,0 +1,80 @@
+"""Looking up what followed the same tokens before."""
+
+from __future__ import annotations
+
+from llm_serving.speculation.lookup import FinishedAnswers, Lookup
+
+
+def lookup(prompt, finished=None, namespace="", length=2):
+    return Lookup(prompt, namespace, length, finished or FinishedAnswers(length, 100))
+
+
+def test_what_followed_in_the_prompt_is_guessed() -> None:
+    look = lookup([1, 2, 3, 4, 5, 1, 2])
+    assert look.guess(3) == [3, 4, 5]
+    assert look.guess(9) == [3, 4, 5, 1, 2]
+
+
+def test_nothing_is_guessed_where_nothing_was_seen() -> None:
+    look = lookup([1, 2, 3])
+    assert not look.has_guess
+    assert look.guess(3) == []
+    assert not look.append(4)
+
+
+def test_a_place_is_followed_as_long_as_it_is_right() -> None:
+    look = lookup([1, 2, 3, 4, 5, 1, 2])
+    assert look.append(3)
+    assert look.guess(2) == [4, 5]
+    assert not look.append(9)
+    assert look.guess(2) == []
+
+
+def test_the_newest_place_counts() -> None:
+    assert lookup([1, 2, 3, 1, 2, 4, 1, 2]).guess(1) == [4]
+
+
+def test_the_answer_itself_is_looked_in() -> None:
+    look = lookup([9, 9])
+    for token_id in (1, 2, 3, 1, 2):
+        look.append(token_id)
+    assert look.guess(2) == [3, 1]
+
+
+def test_a_place_at_the_end_is_looked_up_again() -> None:
+    finished = FinishedAnswers(2, 100)
+    finished.add("", (1, 2, 3))
+    look = lookup([1, 2], finished)
+    assert look.append(3)
+    assert look.guess(4) == []
+
+
+def test_finished_answers_are_seen_in_their_namespace_alone() -> None:
+    finished = FinishedAnswers(2, 100)
+    finished.add("mine", (1, 2, 3, 4))
+    assert lookup([1, 2], finished, "mine").guess(4) == [3, 4]
+    assert lookup([1, 2], finished, "yours").guess(4) == []
+
+
+def test_the_oldest_answers_make_room_and_leave_nothing() -> None:
+    finished = FinishedAnswers(2, 8)
+    finished.add("a", (1, 2, 3, 4))
+    finished.add("b", (1, 2, 5, 6))
+    finished.add("b", (1, 2, 7, 8))
+    assert finished.find("a", [1, 2]) is None
+    assert lookup([1, 2], finished, "b").guess(2) == [7, 8]
+    assert finished.num_tokens == 8
+    finished.add("b", (4, 5, 6, 7, 8, 9, 1, 2))
+    assert finished.find("b", [1, 2]) is None
+    assert lookup([7, 8], finished, "b").guess(9) == [9, 1, 2]
+    finished.add("b", tuple(range(9)))  # too long alone
+    finished.add("b", (1, 2))  # nothing follows
+    assert finished.num_tokens == 8
+
+
+def test_a_forgotten_answer_takes_no_place_of_a_newer_one_with_it() -> None:
+    finished = FinishedAnswers(2, 8)
+    finished.add("a", (1, 2, 3, 4))
+    finished.add("a", (1, 2, 3, 5))
+    finished.add("a", (8, 8, 8, 8))
+    assert lookup([1, 2], finished, "a").guess(2) == [3, 5]
