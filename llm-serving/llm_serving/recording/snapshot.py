@@ -28,7 +28,9 @@ _MAPPINGS: Final[dict[str, type[Any]]] = {each.__name__: each for each in (dict,
 _PACKAGE: Final = __name__.partition(".")[0]
 _PARTS: Final = ("core", "kvcache", "scheduler")
 """Parts of the package whose classes make up the state."""
-_LEFT_OUT: Final[dict[type, frozenset[str]]] = {Request: frozenset({"beginnings", "form", "receiver", "exchange"})}
+_LEFT_OUT: Final[dict[type, frozenset[str]]] = {
+    Request: frozenset({"beginnings", "constraint", "walk", "form", "receiver", "exchange"})
+}
 """Attributes that no decision depends on; they come back as None."""
 
 
