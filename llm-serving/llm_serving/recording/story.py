@@ -34,8 +34,8 @@ class ToldStep(msgspec.Struct, array_like=True):
 
     number: int
     time: float
-    rows: list[tuple[int, int, int, bool]]
-    """(request, first token computed, tokens computed, whether it samples)."""
+    rows: list[tuple[int, int, int, int]]
+    """(request, first token computed, tokens computed, tokens chosen)."""
     running: list[tuple[int, int]]
     """(request, blocks), in the order in which they decode."""
     waiting: list[int]

@@ -66,7 +66,7 @@ export class Replay {
     const computed = new Set(step.rows.map(([who]) => who));
     const blocks = new Map(step.running);
     const most = Math.max(...step.rows.map(([, , number]) => number));
-    this.#fill("computed", step.rows.map(([who, first, number, samples]) => this.#row(who, first < this.story.requests[who].prompt ? "prefill" : number > 1 ? "again" : "decode", number / most,
+    this.#fill("computed", step.rows.map(([who, first, number, samples]) => this.#row(who, first < this.story.requests[who].prompt ? "prefill" : number > Math.max(1, samples) ? "again" : "decode", number / most,
       `tokens ${count(first)}${number > 1 ? ` to ${count(first + number - 1)}` : ""}${samples ? "" : ", none chosen"}`, blocks.get(who))));
     this.#fill("left", step.running.filter(([who]) => !computed.has(who)).map(([who, held]) => this.#row(who, "paused", 0, "", held)));
     this.#fill("waiting", step.waiting.map((who) => this.#row(who, "queue", 0, who === step.next ? `next: ${step.reason}` : this.#behind(step, who), undefined)), step.numWaiting);
