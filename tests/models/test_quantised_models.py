@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from gguf_files import write_model
 from graph_model import GraphModel, backend
+from llm_serving.errors import ModelError
 from llm_serving.models.contents import check_folder
+from llm_serving.models.weights import WeightReader
 from model_factories import TINY, write_safetensors
 from quantized_folders import LAYOUTS, write_quantized
 
@@ -50,6 +52,24 @@ def test_tokens_of_a_gguf_file_are_those_of_the_values(tmp_path, family, kind):
     tokens = greedy(tmp_path / "a.gguf")
     assert tokens == greedy(plain_folder(tmp_path, config, values))
     assert len(set(tokens)) > 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [("GPTQ, 4 bits", "quantize_config.json"), ("AWQ, 4 bits", "quant_config.json")]
+)
+def test_older_tools_say_it_in_a_file_of_its_own(tmp_path, layout, name):
+    values = write_quantized(tmp_path, LAYOUTS[layout], TINY)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {key: value for key, value in config.pop("quantization_config").items() if key != "quant_method"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_text(json.dumps(own))
+    spec = check_folder(tmp_path)
+    projection = "model.layers.0.mlp.up_proj.weight"
+    found = WeightReader(tmp_path, spec.scheme).take(projection, spec.tensors[projection])
+    assert np.array_equal(found, values[projection])
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(ModelError, match=f"{name}: must be a JSON object"):
+        check_folder(tmp_path)
 
 
 def plain_folder(tmp_path, config, values):

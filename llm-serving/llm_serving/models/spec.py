@@ -27,6 +27,9 @@ MAX_CONFIG_BYTES: Final = 2**20
 MAX_VOCAB_SIZE: Final = 2**20
 """Most tokens whose weights are summed exactly when one is chosen."""
 
+_QUANTISED_BESIDE: Final[Mapping[str, str]] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""File of older tools -> their method, where config.json says nothing of it."""
+
 _UNLIMITED: Final = 2**20
 """Tokens. Longest context of a model that has no positions to run out of."""
 
@@ -140,13 +143,10 @@ class ModelSpec:
             raise ModelError(f"model folder {folder} does not exist")
         if not path.exists():
             raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: is it in Hugging Face form?")
-        content = read_regular(path, MAX_CONFIG_BYTES)
-        try:
-            config = json.loads(content.decode())
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
+        config = _read_object(path)
+        for name, method in _QUANTISED_BESIDE.items():
+            if config.get("quantization_config") is None and (folder / name).exists():
+                config["quantization_config"] = {"quant_method": method, **_read_object(folder / name)}
         if is_embedding_model(folder):
             config["tie_word_embeddings"] = True  # its head is never read, and need not be there
         return cls.from_hugging_face(config, str(path))
@@ -184,6 +184,17 @@ class ModelSpec:
         `network` is `model.arch.type` there, which tells families apart that share a configuration.
         """
         return cls.from_hugging_face(hugging_face_config(config, network, where), where)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_regular(path, MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must be a JSON object. Given: {shorten(config)}")
+    return config
 
 
 def _factors(kind: str, weights: Mapping[str, Weight]) -> list[Weight]:
