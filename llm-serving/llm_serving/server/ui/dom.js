@@ -60,9 +60,13 @@ export function clientId(engineId) {
   return end > 0 ? engineId.slice(0, end) : engineId;
 }
 
-/** A colour of the style sheet, for canvases. */
+const colours = new Map();
+document.addEventListener("theme-changed", () => colours.clear());
+
+/** A colour of the style sheet, for canvases; asked for once, as each question has the styles computed. */
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colours.get(name);
 }
 
 /** The drawing context of a canvas as large as it is shown, sharp on every screen. */

@@ -7,6 +7,7 @@ import { Classes, Rates, ReplicaPanels, Tenants, panel } from "./panels.js";
 import { Rows } from "./rows.js";
 
 const TILES = [["running", "running"], ["waiting", "waiting"], ["output", "tokens/s out"], ["prompt", "tokens/s in"], ["hits", "prefix hits"], ["preemptions", "preemptions"], ["violations", "bounds broken"]];
+const TRACK_MS = 150;
 const RETRY_S = [1, 2, 5, 10];
 
 export class Live {
@@ -42,15 +43,16 @@ export class Live {
   show() {
     if (this.controller) return;
     this.#watch();
+    clearTimeout(this.moving);
     const move = () => {
-      if (!this.controller) return;
       if (!this.frozen && this.state.picture && !document.hidden) this.rows.drawTracks(this.#time(), this.span);
-      setTimeout(() => requestAnimationFrame(move), 80);
+      this.moving = setTimeout(() => requestAnimationFrame(move), TRACK_MS);
     };
     requestAnimationFrame(move);
   }
 
   hide() {
+    clearTimeout(this.moving);
     this.controller?.abort();
     this.controller = null;
   }
