@@ -257,6 +257,8 @@ def test_an_audit_counts_and_says_what_is_wrong(whole, tmp_path):
     assert told[-1] == "2 receipts: 1 equal, 1 different, 0 unreadable"
     assert audit(whole, b"{nonsense", altered) == UNREADABLE
     assert told[0].startswith(f"{file}:2: unreadable: is no JSON")
+    assert audit(b"{torn", whole) == UNREADABLE
+    assert told[-1] == "2 receipts: 1 equal, 0 different, 1 unreadable"
     assert audit(json.dumps(whole, indent=2).encode()) == EQUAL
     assert len(told) == 1
     assert audit(b"") == UNREADABLE

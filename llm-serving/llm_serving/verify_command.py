@@ -106,19 +106,18 @@ def read_items(path: Path) -> Iterator[Item]:
     lines = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     if not lines:
         yield Item(name, ReceiptError("there is no receipt in it"))
-    elif len(lines) == 1 or not _is_json(lines[0][1]):  # one that is written over several lines
+    elif len(lines) == 1 or not any(_is_object(line) for _, line in lines):  # one that is written over several lines
         yield Item(name, _item(data))
     else:
         for number, line in lines:
             yield Item(f"{name}:{number}", _item(line))
 
 
-def _is_json(line: bytes) -> bool:
+def _is_object(line: bytes) -> bool:
     try:
-        msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return False
-    return True
 
 
 def _item(data: bytes) -> Opened | ReceiptError:
