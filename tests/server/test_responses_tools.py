@@ -162,7 +162,7 @@ def test_a_stored_response_is_gone_on_with(stream):
 
 def test_what_is_said_can_be_bound_to_a_schema():
     form = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
-    response, engine = ask("{}", text={"format": form, "verbosity": "medium"})
+    response, engine = ask("{}", tools=None, text={"format": form, "verbosity": "medium"})
     assert response.json()["text"]["format"] == form
     theirs = engine_that_says("{}")
     chat = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}

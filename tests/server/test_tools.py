@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from typing import Any
 
 import pytest
+from constraint_runs import random_answer
 from fakes import FakeEngine, Piece, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.text.tokenizer import Tokenizer
@@ -151,12 +154,14 @@ def named(name: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [
-        ("tool_choice", "required", "tool_choice"),
-        ("tool_choice", {"type": "function", "function": {"name": "get_weather"}}, "tool_choice"),
+        ("tool_choice", "some", "tool_choice"),
+        ("tool_choice", {"type": "function", "function": {"name": "get_whether"}}, "tool_choice.function.name"),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice"),
         ("tools", [named("no spaces")], "tools[0].function.name"),
         ("tools", [named("a"), named("a")], "tools[1].function.name"),
         ("tools", [{"type": "web_search", "function": {"name": "a"}}], "tools[0].type"),
-        ("tools", [named("a", strict=True)], "tools[0].function.strict"),
+        ("tools", [named("a", strict=True, parameters={"not": {}})], "tools[0].function.parameters"),
+        ("tools", [named("a"), named("b", strict=True, parameters={"$ref": "#/x"})], "tools[1].function.parameters"),
         ("tools", [named(f"f{i}") for i in range(129)], "tools"),
         ("functions", [{"name": "a"}], "functions"),
     ],
@@ -170,3 +175,58 @@ def test_what_is_not_served_is_refused(hermes: Tokenizer, field: str, value: Any
 def test_tools_of_a_model_whose_calls_nobody_can_read_are_refused() -> None:
     response, _ = ask(tokenizer_with("{{ messages[0].content }}"), "x")
     assert "serving_config.tool_call_parser" in error_of(response)["message"]
+
+
+def answers_to(hermes: Tokenizer, **body: Any) -> list[Any]:
+    """The calls in what random models answer to a request that must be answered by calls."""
+    _, engine = ask(hermes, "x", max_tokens=100, **body)
+    constraint = engine.submitted[0].constraint
+    assert constraint is not None
+    found = []
+    for seed in range(6):
+        text = random_answer(constraint, random.Random(seed), 300)
+        if text is not None:
+            response, _ = ask(hermes, text, **body)
+            found.append(response.json()["choices"][0]["message"].get("tool_calls"))
+    return found
+
+
+SWITCH = named("switch", parameters={"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+                                     "additionalProperties": False})  # fmt: skip
+CHOSEN = {"type": "function", "function": {"name": "switch"}}
+
+
+@pytest.mark.parametrize("choice", ["required", CHOSEN])
+def test_a_call_that_must_come_comes(hermes: Tokenizer, choice: Any) -> None:
+    found = answers_to(hermes, tool_choice=choice, tools=[SWITCH], parallel_tool_calls=False)
+    assert found
+    for [call] in found:
+        assert call["function"]["name"] == "switch"
+        assert isinstance(json.loads(call["function"]["arguments"])["on"], bool)
+
+
+def test_a_named_tool_is_the_one_that_is_called(hermes: Tokenizer) -> None:
+    found = answers_to(hermes, tool_choice=CHOSEN, tools=[WEATHER, SWITCH])
+    assert {call["function"]["name"] for calls in found for call in calls} == {"switch"}
+
+
+def test_calls_of_strict_tools_are_bound_where_a_call_may_come(hermes: Tokenizer) -> None:
+    strict = {**SWITCH, "function": SWITCH["function"] | {"strict": True}}
+    _, engine = ask(hermes, "x", tools=[WEATHER, strict])
+    assert engine.submitted[0].constraint is not None
+    _, engine = ask(hermes, "x", tools=[WEATHER, SWITCH])
+    assert engine.submitted[0].constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": None}, "tool_choice"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"use_beam_search": True}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_does_not_go_with_calls_that_must_come(hermes: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    response, engine = ask(hermes, "x", tool_choice="required", **fields)
+    assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])

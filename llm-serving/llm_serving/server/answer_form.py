@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,10 +29,14 @@ class AnswerForm:
     Attributes:
         field: That asks for it, as the client wrote it.
         make: Makes the grammar; may take long, and raises GrammarError or RequestError.
+        size: Characters of the text that it is made of, where that is one.
+        parts: What other fields ask for in it; the first that cannot be kept to alone is named.
     """
 
     field: str
     make: Callable[[], Grammar]
+    parts: Sequence[AnswerForm] = ()
+    size: int = 0
 
 
 def asked_form(request: object, names: Mapping[str, str] | None = None) -> AnswerForm | None:
@@ -54,14 +58,19 @@ def asked_form(request: object, names: Mapping[str, str] | None = None) -> Answe
         raise RequestError(forms[1].field, f"must not be given together with `{forms[0].field}`")
     if not forms:
         return None
-    if getattr(request, "use_beam_search", None):
-        raise RequestError(forms[0].field, "is not supported with use_beam_search")
-    for name in NOT_WITH_A_CONSTRAINT:
-        field = (names or {}).get(name, name)
-        value = getattr(request, field, None)
-        if value and value != DEFAULTS[name]:
-            raise RequestError(field, f"is not supported with `{forms[0].field}`")
+    check_others(request, forms[0].field, names)
     return forms[0]
+
+
+def check_others(request: object, field: str, names: Mapping[str, str] | None = None) -> None:
+    """Raises RequestError where a request that is bound by a field asks for what does not go with that."""
+    if getattr(request, "use_beam_search", None):
+        raise RequestError(field, "is not supported with use_beam_search")
+    for name in NOT_WITH_A_CONSTRAINT:
+        other = (names or {}).get(name, name)
+        value = getattr(request, other, None)
+        if value and value != DEFAULTS[name]:
+            raise RequestError(other, f"is not supported with `{field}`")
 
 
 async def compiled(engine: AsyncEngine, form: AnswerForm | None) -> TokenConstraint | None:
@@ -89,8 +98,11 @@ def _asks(value: Any) -> bool:
 
 def _compile(compiler: ConstraintCompiler, form: AnswerForm) -> TokenConstraint:
     try:
+        compiler.check_size(form.size)  # before much is made of it
         return compiler.compiled(form.make())
     except GrammarError as error:
+        for part in form.parts:
+            _compile(compiler, part)
         raise RequestError(form.field, str(error)) from None
 
 
@@ -133,13 +145,13 @@ def _any_object(field: str, value: Any, request: object) -> AnswerForm | None:
 def _regex(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: regex_grammar(text))
+    return AnswerForm(field, lambda: regex_grammar(text), size=len(text))
 
 
 def _grammar(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: any_grammar(text))
+    return AnswerForm(field, lambda: any_grammar(text), size=len(text))
 
 
 def _choice(field: str, value: Any, request: object) -> AnswerForm:

@@ -14,7 +14,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
-from llm_serving.server.answer_form import asked_form, compiled, text_of
+from llm_serving.server.answer_form import asked_form, check_others, compiled, text_of
 from llm_serving.server.answered_message import AnsweredMessage
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
@@ -26,7 +26,7 @@ from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
-from llm_serving.server.tools import OfferedTools, answer_parser, offered_tools, plain_call
+from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, offered_tools, plain_call
 from llm_serving.text.chat_template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
@@ -74,6 +74,10 @@ async def converse(
         decided["skip_special_tokens"] = False
     checked = sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # before there is a text
     form = asked_form(request)
+    if offered is not None and (bound_by := offered.bound_by) is not None:
+        check_others(request, bound_by)
+        if form is not None and offered.must_call:
+            raise RequestError(form.field, f"must not be given together with `{bound_by}`")
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request.messages), lambda: _said(request))
@@ -100,7 +104,7 @@ async def converse(
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
-    constraint = await compiled(engine, form)
+    constraint = await compiled(engine, bound_form(engine, request, prompt, form, offered))
     decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(

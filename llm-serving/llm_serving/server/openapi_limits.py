@@ -56,7 +56,8 @@ LIMITS: Final[dict[str, str]] = {
     "output_config": "A `format` of type json_schema, with a schema that answers can be bound to.",
     "tools": "Functions of different names, of 1 to 64 letters, digits or any of _ . -; up to 128, and only where the "
     "calls of the model can be read.",
-    "tool_choice": "auto or none.",
+    "tool_choice": "auto, none, required with `tools`, or the name of one of them; required is refused with what the "
+    "fields that ask for a form are refused with.",
     "tool_calls": "Arguments are JSON objects.",
     "tokens": "Ids of the vocabulary.",
     "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",

@@ -177,7 +177,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: list[Tool] | None = None
     """Functions that the model may call."""
     tool_choice: str | JsonObject | None = None
-    """`auto` or `none`; nothing else is enforced."""
+    """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
     """False: of several calls only the first is told."""
     chat_template_kwargs: JsonObject | None = None

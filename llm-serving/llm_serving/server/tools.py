@@ -6,15 +6,18 @@ import json
 import re
 import string
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Final
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
+from llm_serving.server.answer_form import AnswerForm
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
+from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
 from llm_serving.text.answer_parts import AnswerParser
 from llm_serving.text.reasoning import CLOSING, OPENING, ReasoningParser
-from llm_serving.text.tools import TOOL_FORMATS, ToolFormat, format_in
+from llm_serving.text.tools import TOOL_FORMATS, Callee, Marks, ToolFormat, format_in
 
 MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -30,6 +33,19 @@ class OfferedTools:
     names: frozenset[str]
     for_template: list[dict[str, Any]]
     format: ToolFormat
+    callees: tuple[Callee, ...] = ()
+    """Those that may be called."""
+    must_call: bool = False
+    """Whether an answer is calls alone."""
+    most: int | None = None
+    """Calls of an answer; None: any number."""
+
+    @property
+    def bound_by(self) -> str | None:
+        """The field by which answers are bound to a form; None: they are not."""
+        if self.must_call:
+            return "tool_choice"
+        return "tools" if any(each.strict for each in self.callees) else None
 
     def new_id(self, chance: Random) -> str:
         """An id for a call, drawn by `chance`."""
@@ -42,9 +58,7 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
     Raises:
         RequestError: A tool or the choice among them breaks a rule, or the model's calls could not be read.
     """
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise RequestError("tool_choice", "must be auto or none: calls are not enforced", choice)
+    choice, chosen = _chosen(request)
     if not request.tools:
         return None
     _check(request.tools)
@@ -59,6 +73,39 @@ def offered_tools(engine: AsyncEngine, request: ChatCompletionRequest) -> Offere
         frozenset(tool.function.name for tool in request.tools),
         [_for_template(tool) for tool in request.tools],
         TOOL_FORMATS[name],
+        tuple(
+            Callee(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+            for tool in request.tools
+            if chosen in (None, tool.function.name)
+        ),
+        choice == "required",
+        1 if chosen is not None or request.parallel_tool_calls is False else None,
+    )
+
+
+def bound_form(
+    engine: AsyncEngine,
+    request: ChatCompletionRequest,
+    prompt: list[int],
+    form: AnswerForm | None,
+    offered: OfferedTools | None,
+) -> AnswerForm | None:
+    """The form of the whole answer: what is thought, then what is called, or said in the form that is asked for."""
+    bound_by = None if offered is None else offered.bound_by
+    if form is None and bound_by is None:
+        return None
+    reasoning = _reasoning_parser(engine, request, prompt)
+    thinks_open = None if reasoning is None else reasoning.is_open
+    calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.most)
+    marks = Marks(engine.tokenizer.special_token_id)
+    parts = [] if form is None else [form]
+    if request.tools is not None and offered is not None:
+        places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
+        parts += [AnswerForm(places[each.name], partial(arguments_grammar, each)) for each in offered.callees]
+    return AnswerForm(
+        parts[0].field if form is not None or bound_by is None else bound_by,
+        lambda: answer_grammar(None if form is None else form.make(), calls, thinks_open, marks),
+        parts,
     )
 
 
@@ -100,6 +147,23 @@ def _reasoning_parser(engine: AsyncEngine, request: ChatCompletionRequest, promp
     return None if request.continue_final_message and not is_open else ReasoningParser(is_open=is_open)
 
 
+def _chosen(request: ChatCompletionRequest) -> tuple[str, str | None]:
+    """`tool_choice` as auto, none or required, and the one tool that is to be called; None: any."""
+    choice = request.tool_choice
+    if choice in (None, "auto", "none", "required"):
+        if choice == "required" and not request.tools:
+            raise RequestError("tool_choice", "must not be required without `tools`")
+        return str(choice or "auto"), None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict):
+        rule = 'must be auto, none, required or {"type": "function", "function": {"name": ...}}'
+        raise RequestError("tool_choice", rule, choice)
+    names = [tool.function.name for tool in request.tools or ()]
+    if function.get("name") not in names:
+        raise RequestError("tool_choice.function.name", "must be that of one of `tools`", function.get("name"))
+    return "required", str(function["name"])
+
+
 def _check(tools: list[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
         raise RequestError("tools", f"must hold at most {MAX_TOOLS} tools", len(tools))
@@ -110,10 +174,6 @@ def _check(tools: list[Tool]) -> None:
             raise RequestError(f"tools[{i}].type", "must be function", tool.type)
         if not _NAME.fullmatch(name):
             raise RequestError(f"tools[{i}].function.name", "must be 1 to 64 letters, digits or any of _ . -", name)
-        if tool.function.strict:
-            raise RequestError(
-                f"tools[{i}].function.strict", "must be false: calls are not bound to their schema", True
-            )
         if name in seen:
             raise RequestError(f"tools[{i}].function.name", "must be another than those before", name)
         seen.add(name)

@@ -26,6 +26,7 @@ class ReasoningParser:
     """
 
     def __init__(self, *, is_open: bool) -> None:
+        self.is_open = is_open
         self._thinks: bool | None = True if is_open else None
         """None: that is not certain yet."""
         self._text = ""

@@ -182,6 +182,11 @@ class Tokenizer:
         """What the folder calls its class."""
         return self._named_class
 
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token by its text; None: it is none."""
+        token_id = self._vocabulary.token_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
     def _special_id(self, name: str) -> int | None:
         if (text := self._special_texts.get(name)) is None:
             return None

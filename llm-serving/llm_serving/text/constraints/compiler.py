@@ -106,8 +106,7 @@ class ConstraintCompiler:
         Raises:
             GrammarError: It is too large, or no grammar.
         """
-        if grammar.num_bytes > self.limits.max_bytes:
-            raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {grammar.num_bytes}")
+        self.check_size(grammar.num_bytes)
         with self._lock:
             known = self._known.get(grammar)
             if is_new := known is None:
@@ -124,6 +123,11 @@ class ConstraintCompiler:
                     self._known.pop(grammar, None)
         return known.result()
 
+    def check_size(self, num_bytes: int) -> None:
+        """Raises GrammarError for a text that is too large."""
+        if num_bytes > self.limits.max_bytes:
+            raise GrammarError(f"must have at most {self.limits.max_bytes} bytes. Given: {num_bytes}")
+
     def _compile(self, grammar: Grammar) -> TokenConstraint:
         self._try(grammar)
         matcher = _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
@@ -138,7 +142,7 @@ class ConstraintCompiler:
             try:
                 if process is None or not process.lives:
                     process = ConfinedProcess(MODULE, MAX_CPU_S, Tried)
-                tried = process.ask(Try(grammar.text, self.limits.max_states))
+                tried = process.ask(Try(grammar.text, self.limits.max_states, self._num_tokens))
             except TransportError as error:
                 logger.warning("a grammar used up its time or memory, its process ends: %s", error)
                 if process is not None:

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from llm_serving.errors import ChannelClosedError, TransportError
 from llm_serving.text.confined_process import confine, within
@@ -29,7 +29,7 @@ from llm_serving.text.constraints.token_walk import matcher_of
 from llm_serving.transport.channel import Channel
 
 MAX_MEMORY_BYTES: Final = 2**30
-"""Of addresses, of which an idle process has a third."""
+"""Of addresses, beyond those of an idle process."""
 STACK_BYTES: Final = 2**22
 """Of the thread that compiles; the master's have several times as much."""
 NUM_STEPS: Final = 16
@@ -40,6 +40,8 @@ MAX_SEARCH_S: Final = 0.5
 class Try(msgspec.Struct):
     grammar: str
     max_states: int
+    num_tokens: int
+    """Of the model, which grammars may name by their ids."""
 
 
 class Tried(msgspec.Struct):
@@ -66,17 +68,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(channel: Channel[Try], cpu_seconds: float) -> int:
     """Tries grammars until nobody asks any more."""
-    tokens = LLTokenizer("byte")
+    tokens: LLTokenizer | None = None
     try:
         while True:
             question = channel.receive()
             with within(cpu_seconds):
+                if tokens is None or tokens.vocab_size != max(question.num_tokens, _Bytes.num_tokens):
+                    tokens = _tokens(question.num_tokens)
                 answer = _tried(Grammar(question.grammar), tokens, question.max_states)
             channel.send(answer)
     except ChannelClosedError:
         return 0
     except (TransportError, MemoryError):
         return 1
+
+
+class _Bytes:
+    """A tokenizer whose tokens are single bytes, and behind them one that ends a text."""
+
+    num_tokens = 257
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _tokens(count: int) -> LLTokenizer:
+    """Those of `_Bytes`, and others that have no bytes: so many in all, if these are not fewer."""
+    tokens = TokenizerWrapper(_Bytes())
+    tokens.tokens = [*_Bytes.tokens, *[b""] * (count - _Bytes.num_tokens)]
+    return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=[_Bytes.eos_token_id])
 
 
 def _tried(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> Tried:

@@ -24,7 +24,10 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
 
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
+JSON_OPTIONS: Final = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+"""Beside a schema that stands within a grammar."""
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
+_BEGINNING: Final = "start: @answer"
 _Part = Mapping[str, Any]
 
 
@@ -98,16 +101,18 @@ def any_grammar(text: str) -> Grammar:
 
 
 def lark_grammar(text: str, **named: Grammar) -> Grammar:
-    """A grammar in the language of llguidance; `@name` in it stands for the grammar of that name."""
+    """A grammar in the language of llguidance; `@name` in it stands for the grammar of that name, one of a
+    single part."""
     parts: list[_Part] = [{"lark_grammar": text + _OPTIONS}]
     for name, grammar in named.items():
-        first, *others = grammar.parts
-        parts += [{**first, "name": name}, *others]
+        *_, part = grammar.parts
+        assert len(grammar.parts) == 1 or grammar.parts[0]["lark_grammar"] == _BEGINNING + _OPTIONS
+        parts.append({**part, "name": name})
     return Grammar(json.dumps({"grammars": parts}, ensure_ascii=False))
 
 
 def _begun(part: _Part) -> Grammar:
-    return lark_grammar("start: @answer", answer=Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)))
+    return lark_grammar(_BEGINNING, answer=Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)))
 
 
 def _exact(text: str) -> int:

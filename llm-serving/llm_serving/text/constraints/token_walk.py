@@ -55,12 +55,10 @@ class TokenWalk:
         self._num_words = num_words
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        output = list(output_token_ids)
-        num_taken = len(self._taken)
-        if self._matcher is None or output[:num_taken] != self._taken:
-            self._matcher, num_taken = self._beginning.deep_copy(), 0
-        matcher, new = self._matcher, output[num_taken:]
-        self._taken = output
+        if self._matcher is None or list(output_token_ids[: len(self._taken)]) != self._taken:
+            self._matcher, self._taken = self._beginning.deep_copy(), []
+        matcher, new = self._matcher, list(output_token_ids[len(self._taken) :])
+        self._taken += new
         words = np.zeros(self._num_words, np.int32)
         if not new or matcher.try_consume_tokens(new) == len(new):
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

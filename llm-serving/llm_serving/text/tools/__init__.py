@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from llm_serving.core.choices import ToolFormatName
 from llm_serving.text.tools import glm, glm_lines, hermes, llama, mistral
+from llm_serving.text.tools.call_rules import Callee, Marks
 from llm_serving.text.tools.calls import Call, Part, ToolParser
 
-__all__ = ["TOOL_FORMATS", "Call", "Part", "ToolFormat", "ToolParser", "format_in"]
+__all__ = ["TOOL_FORMATS", "Call", "Callee", "Marks", "Part", "ToolFormat", "ToolParser", "format_in"]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     create: Callable[[Collection[str]], ToolParser]
     """Makes a parser of one answer, from the names of the tools."""
+    rules: Callable[[Sequence[Callee], int | None, Marks], str]
+    """Makes the rules of a grammar, from the tools, the most calls (None: any number), and the marks of the model."""
     mark: str
     """What only chat templates of such models have; of several formats the first in the table counts."""
     special_tokens: bool = False
@@ -27,11 +30,13 @@ class ToolFormat:
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    ToolFormatName.MISTRAL: ToolFormat(mistral.create, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""),
-    ToolFormatName.GLM: ToolFormat(glm.create, "<arg_key>"),
-    ToolFormatName.HERMES: ToolFormat(hermes.create, "<tool_call>"),
-    ToolFormatName.LLAMA: ToolFormat(llama.create, "<|python_tag|>", special_tokens=True),
-    ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, "<|observation|>"),
+    ToolFormatName.MISTRAL: ToolFormat(
+        mistral.create, mistral.rules, "[TOOL_CALLS]", special_tokens=True, id_chars=9, id_prefix=""
+    ),
+    ToolFormatName.GLM: ToolFormat(glm.create, glm.rules, "<arg_key>"),
+    ToolFormatName.HERMES: ToolFormat(hermes.create, hermes.rules, "<tool_call>"),
+    ToolFormatName.LLAMA: ToolFormat(llama.create, llama.rules, "<|python_tag|>", special_tokens=True),
+    ToolFormatName.GLM_LINES: ToolFormat(glm_lines.create, glm_lines.rules, "<|observation|>"),
 }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
+from llm_serving.text.constraints.grammars import JSON_OPTIONS, GrammarError, literal
+from llm_serving.text.tools.call_rules import Callee, Marks, any_of, repeated
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import arguments_of, is_name, parsed
 
@@ -14,6 +16,8 @@ OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
 _VALUE: Final = "<arg_value>"
 _VALUE_END: Final = "</arg_value>"
+_OF_TEXTS: Final = frozenset(("pattern", "format", "minLength", "maxLength"))
+_OF_SCHEMAS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
@@ -64,3 +68,48 @@ def create(names: Collection[str]) -> ToolParser:
     """A parser; calls are marked well enough without the names of the tools."""
     del names
     return MarkedCalls(OPENING, _Reader)
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`. Arguments have the names and the order of their schema, texts stand as they are;
+    of what else a schema says only the values that an argument may have are kept to."""
+    rest = f"call {marks(CLOSING)}"
+    times = "*" if most is None else f"{{0,{most}}}"
+    calls = "".join(_call_rule(f"call{i}", each) for i, each in enumerate(callees))
+    return (
+        f"calls: {repeated('whole', 'WS?', most)}\n"
+        f"whole: {marks(OPENING)} {rest}\n"
+        f"free: (opened {rest}){times} TEXT?\n"
+        f"{marks.up_to('opened', OPENING)}"
+        f"call: {any_of(callees)}\n{calls}"
+        "RAW: /[^<]*/\n"
+    )
+
+
+def _call_rule(rule: str, callee: Callee) -> str:
+    properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    if not isinstance(properties, dict):
+        argument = '"<arg_key>" RAW "</arg_key>" WS? "<arg_value>" RAW "</arg_value>" WS?'
+        return f"{rule}: {literal(callee.name)} WS? ({argument})*\n"
+    definitions: dict[str, Any] = {
+        name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema
+    }
+    parts = [
+        f'({literal(f"<arg_key>{name}</arg_key>")} WS? "<arg_value>" {_value_rule(each, definitions, callee)} '
+        f'"</arg_value>" WS?){"" if name in required else "?"}'
+        for name, each in properties.items()
+    ]
+    return f"{rule}: {literal(callee.name)} WS? {' '.join(parts)}\n"
+
+
+def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee) -> str:
+    """What a value may be: texts stand as they are, everything else as JSON."""
+    about = schema if isinstance(schema, dict) else {}
+    texts = about.get("enum", [about["const"]] if "const" in about else ())
+    if texts and all(isinstance(each, str) for each in texts):
+        return "(" + " | ".join(literal(each) for each in texts) + ")"
+    if about.get("type", "string") == "string" and not _OF_SCHEMAS & about.keys():
+        if callee.strict and (others := sorted(_OF_TEXTS & about.keys())):
+            raise GrammarError(f"cannot be kept to in calls of this model: texts with {', '.join(others)}")
+        return "RAW"
+    return "%json " + json.dumps({**definitions, **about, **JSON_OPTIONS})

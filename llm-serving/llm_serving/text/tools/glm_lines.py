@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
+from llm_serving.text.constraints.grammars import literal
+from llm_serving.text.tools.call_rules import Callee, Marks, any_of, escaped
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import JsonEnd, WrittenCall, arguments_of, parsed
 
@@ -43,3 +45,16 @@ class _Reader:
 def create(names: Collection[str]) -> ToolParser:
     """A parser of calls of these tools."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`; an answer calls one tool, as these models do."""
+    del most, marks
+    names = "|".join(escaped(each.name) for each in callees)
+    calls = [f"call{i}: {literal(each.name + chr(10))} @args{i}\n" for i, each in enumerate(callees)]
+    return (
+        f"calls: {any_of(callees)}\n"
+        "free: calls | OTHER?\n"
+        f"OTHER: TEXT & ~/\\s*({names})\\s*\\n(?s:.*)/\n"
+        f"{''.join(calls)}"
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
+from llm_serving.text.tools.call_rules import Callee, Marks, json_calls, repeated
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
 
@@ -57,3 +58,16 @@ class _Reader:
 def create(names: Collection[str]) -> ToolParser:
     """A parser; calls of other tools than these are told once they are whole."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`."""
+    rest = f"WS? call WS? {marks(CLOSING)}"
+    times = "*" if most is None else f"{{0,{most}}}"
+    return (
+        f"calls: {repeated('whole', 'WS?', most)}\n"
+        f"whole: {marks(OPENING)} {rest}\n"
+        f"free: (opened {rest}){times} TEXT?\n"
+        f"{marks.up_to('opened', OPENING)}"
+        f"{json_calls(callees, 'arguments')}"
+    )

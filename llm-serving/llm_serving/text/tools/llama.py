@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
+from llm_serving.text.tools.call_rules import Callee, Marks, json_calls, repeated
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import JsonEnd, WrittenCall, call_of, parsed, written_call
 
@@ -54,3 +55,14 @@ class _Reader:
 def create(names: Collection[str]) -> ToolParser:
     """A parser of calls of these tools."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)), begins_open=True)
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`; a text that begins with a brace is a call."""
+    several = repeated("call", '";" WS?', most)
+    return (
+        f"calls: {several}\n"
+        f"free: calls | OTHER? ({marks(OPENING)} calls)?\n"
+        "OTHER: /[^{ \\n](?s:.*)/\n"
+        f"{json_calls(callees, 'parameters')}"
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
+from llm_serving.text.constraints.grammars import literal
+from llm_serving.text.tools.call_rules import Callee, Marks, any_of, json_calls, repeated
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import (
     MAX_NAME_CHARS,
@@ -19,6 +21,8 @@ from llm_serving.text.tools.json_text import (
 )
 
 OPENING: Final = "[TOOL_CALLS]"
+ARGUMENTS: Final = "[ARGS]"
+"""A special token of newer models."""
 _NAME: Final = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD_CHARS: Final = MAX_NAME_CHARS + 128
 """Of a name and what may stand behind it."""
@@ -72,3 +76,15 @@ def _head(body: str) -> tuple[str | None, int] | None:
 def create(names: Collection[str]) -> ToolParser:
     """A parser; calls of other tools than these are told once they are whole."""
     return MarkedCalls(OPENING, partial(_Reader, frozenset(names)))
+
+
+def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
+    """Of a grammar, see `call_rules`."""
+    if marks.are_special(ARGUMENTS):
+        calls = [f"call{i}: {literal(each.name)} {marks(ARGUMENTS)} @args{i}\n" for i, each in enumerate(callees)]
+        behind, call = repeated("call", marks(OPENING), most), f"call: {any_of(callees)}\n" + "".join(calls)
+    else:
+        several = repeated("call", 'WS? "," WS?', most)
+        behind = f'WS? "[" WS? {several} WS? "]"'
+        call = json_calls(callees, "arguments")
+    return f"calls: {marks(OPENING)} {behind}\nfree: (opened {behind})? TEXT?\n{marks.up_to('opened', OPENING)}{call}"
