@@ -1,4 +1,4 @@
-"""Constraints over the vocabulary of the fake model: letters and pairs of them."""
+"""Constraints over the vocabulary of the fake model: single bytes and pairs of letters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from fake_runner import VOCAB_SIZE
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, TokenConstraint
 
 END = 2
-_CHARS = [chr(code) for code in range(32, 127)]
-_TEXTS = ["<pad>", "<unk>", "<end>", *_CHARS, *map("".join, itertools.product('{}[]":, 0123abcon', repeat=2))]
+_PAIRS = itertools.product('{}[]":, 0123abcon', repeat=2)
+_SINGLE = [bytes([byte]) for byte in range(32, 256)]
+_TOKENS = [b"<pad>", b"<unk>", b"<end>", *_SINGLE, *("".join(each).encode() for each in _PAIRS)]
 
 
 class LetterTokenizer:
@@ -21,11 +22,11 @@ class LetterTokenizer:
     bos_token_id = None
 
     def token_bytes(self, token_id: int) -> bytes:
-        return _TEXTS[token_id].encode() if token_id < len(_TEXTS) else b""
+        return _TOKENS[token_id] if token_id < len(_TOKENS) else b""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         del add_special_tokens
-        return [_TEXTS.index(char) for char in text]
+        return [_TOKENS.index(bytes([byte])) for byte in text.encode()]
 
 
 _COMPILER = ConstraintCompiler(LetterTokenizer(), frozenset({END}), VOCAB_SIZE)
@@ -37,4 +38,4 @@ def constraint_of(grammar: Grammar) -> TokenConstraint:
 
 def text_of(token_ids: Iterable[int]) -> str:
     """The text of an answer that may have come to its end."""
-    return "".join(_TEXTS[token_id] for token_id in token_ids if token_id != END)
+    return b"".join(_TOKENS[token_id] for token_id in token_ids if token_id != END).decode(errors="replace")

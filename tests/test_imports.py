@@ -89,6 +89,7 @@ LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
 MEASURE_IN_PROCESS = {
     "accuracy.py",
+    "constraint_benchmark.py",
     "engine_benchmark.py",
     "figures.py",
     "kernel_benchmark.py",

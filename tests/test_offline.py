@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +13,28 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.offline import LLM
+from llm_serving.text.constraints.grammars import json_grammar
+from schemas import fault_of
 
 pytestmark = pytest.mark.mindspore
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, logprobs=3)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=40, logprobs=2, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=40, logprobs=0, ignore_eos=True)
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"enum": [42, 43]}, "word": {"type": "string", "maxLength": 12}},
+    "required": ["sum", "word"],
+    "additionalProperties": False,
+}
+CONSTRAINED = SamplingParams(seed=3, max_tokens=60, logprobs=1, constraint=json_grammar(json.dumps(SCHEMA), " ").text)
 PROMPTS = [
     "Add 17 and 25.",
     "Count from 1 to 30.",
     "Copy this sentence: the quick fox naps.",
     "Sort these words: plum kite ant. " * 12,
 ]
-REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED, PENALISED)]
+REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED, PENALISED, CONSTRAINED)]
 
 Answer = tuple[str, tuple[int, ...], tuple[object, ...], object]
 
@@ -77,6 +87,14 @@ def test_vectors_do_not_depend_on_what_is_computed_beside_them(model: LLM) -> No
 
 def test_a_batch_gives_the_answers_given_alone(model: LLM, alone: list[Answer]) -> None:
     assert together(model) == alone
+
+
+def test_answers_that_end_keep_to_their_schema(alone: list[Answer]) -> None:
+    """Whatever the model would have said; the batches and caches of the other tests change none of these."""
+    constrained = [text for (text, _, _, reason), (_, sampling) in zip(alone, REQUESTS, strict=True)
+                   if sampling is CONSTRAINED and reason == "stop"]  # fmt: skip
+    assert constrained
+    assert all(fault_of(SCHEMA, text) is None for text in constrained)
 
 
 def test_small_chunks_give_the_same_answers(alone: list[Answer]) -> None:

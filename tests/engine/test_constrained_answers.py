@@ -10,10 +10,12 @@ import pytest
 from engine_harness import Harness
 from fake_constraints import END, constraint_of, text_of
 from fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
+from fragile_harness import FragileHarness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.text.constraints.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
 
@@ -85,6 +87,32 @@ def test_an_answer_that_is_cut_off_says_so():
     harness.engine.submit(request)
     harness.run()
     assert (harness.last(request.request_id).finish_reason, len(harness.token_ids(request.request_id))) == ("length", 3)
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_answers_over_kills_are_those_given_alone(mode):
+    """The WorkAgent dies at every third step, with two on their way; rows of the new one begin with nothing."""
+    harness = FragileHarness(
+        new_runner=lambda: SamplingRunner(24, 4, 8),
+        runner=SamplingRunner,
+        num_blocks=24,
+        num_swap_blocks=8,
+        preemption_mode=mode,
+        max_num_seqs=3,
+    )
+
+    def die(step):
+        if harness.executor.num_collected % 3 == 0:
+            raise WorkerDiedError("killed")
+
+    harness.executor.spoil = die
+    samplings = [SamplingParams(max_tokens=24, seed=seed, constraint=GRAMMARS[seed % 3]) for seed in range(6)]
+    requests = [create(sampling, PROMPT) for sampling in samplings]
+    harness.submit(*requests)
+    harness.run()
+    assert harness.executor.num_restarts > 3
+    for request, sampling in zip(requests, samplings, strict=True):
+        assert harness.token_ids(request.request_id) == run_alone(sampling)
 
 
 def constraints() -> st.SearchStrategy[dict[str, Any]]:

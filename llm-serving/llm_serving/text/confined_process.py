@@ -15,6 +15,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -81,9 +82,10 @@ def _end(process: subprocess.Popen[bytes], channel: Channel[Any]) -> None:
 
 
 def confine(max_memory_bytes: int) -> None:
-    """Lets this process have so many bytes of addresses, and write no file."""
+    """Lets this process have so many bytes of addresses beyond those it has, and write no file."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     for limit, most in (
-        (resource.RLIMIT_AS, max_memory_bytes),
+        (resource.RLIMIT_AS, num_pages * resource.getpagesize() + max_memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
     ):

@@ -28,7 +28,7 @@ from llm_serving.transport.channel import Channel
 MAX_RENDERED_CHARS: Final = 3 * 2**20
 """As UTF-8 they fit a frame."""
 MAX_MEMORY_BYTES: Final = 2**30
-"""Of addresses, of which an idle process has a tenth."""
+"""Of addresses, beyond those of an idle process."""
 
 
 class Compile(msgspec.Struct, tag="compile"):
