@@ -9,7 +9,8 @@ from importlib.metadata import version
 
 URL = os.environ.get("ACCEPTANCE_URL", "http://127.0.0.1:8835")
 MODEL = os.environ.get("ACCEPTANCE_MODEL", "demo")
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITIES = ["Zurich", "Oslo"]
+WEATHER = {"type": "object", "properties": {"city": {"type": "string", "enum": CITIES}}, "required": ["city"]}
 
 
 def package(name: str) -> None:

@@ -1,13 +1,15 @@
+from typing import Literal
+
 import instructor
 import openai
 from checking import MODEL, URL, check, package
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 package("instructor")
 
 
 class Weather(BaseModel):
-    city: str = Field(max_length=12)
+    city: Literal["Zurich", "Oslo"]
 
 
 def ask(mode):
@@ -18,6 +20,7 @@ def ask(mode):
         response_model=Weather,
         max_retries=0,
         max_tokens=200,
+        temperature=0,
     )
 
 

@@ -25,9 +25,7 @@ def _():
 @check("with_structured_output")
 def _():
     schema = WEATHER | {"title": "weather", "description": "d", "additionalProperties": False}
-    return chat.bind(max_tokens=200) and ChatOpenAI(**options, max_tokens=200).with_structured_output(schema).invoke(
-        "x"
-    )
+    return ChatOpenAI(**options, max_tokens=200).with_structured_output(schema).invoke("x")
 
 
 @check("completions")

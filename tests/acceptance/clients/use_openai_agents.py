@@ -1,5 +1,8 @@
+from typing import Literal
+
 from agents import (
     Agent,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -31,11 +34,12 @@ def get_strict_weather(city: str) -> str:
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Zurich", "Oslo"]
 
 
 def run(kind, **options):
-    agent = Agent(name="assistant", instructions="Be kind.", model=kind(MODEL, openai_client=client()), **options)
+    model, settings = kind(MODEL, openai_client=client()), ModelSettings(max_tokens=200, temperature=0)
+    agent = Agent(name="assistant", instructions="Be kind.", model=model, model_settings=settings, **options)
     return Runner.run_sync(agent, "Add 17 and 25.", max_turns=2).final_output
 
 
