@@ -9,6 +9,7 @@ from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, R
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.kvcache import BlockManager
 from llm_serving.scheduler.bounds import class_bounds
+from llm_serving.scheduler.drafts import add_drafts, num_chosen
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
 from llm_serving.scheduler.giving_way import GivingWay
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -131,7 +132,8 @@ class Scheduler:
         if not draft.num_rows:
             return None
         if self._num_drafts:
-            self._schedule_drafts(draft)
+            self._num_drafts = 0
+            add_drafts(draft, self.blocks)
         rows = draft.rows
         results = prompt_results_of(rows) if self._num_telling else []
         started = self._advance(draft, running, now)
@@ -180,15 +182,13 @@ class Scheduler:
 
     def _verify(self, row: ScheduledRow, token_ids: list[int]) -> None:
         """Appends the token that was chosen, and that behind each draft for as long as these are what was chosen."""
-        request, drafts = row.request, row.request.draft_token_ids
+        request = row.request
+        num_before = len(request.output_token_ids)
+        for token_id in token_ids[: num_chosen(request.draft_token_ids, token_ids)]:
+            if not request.is_finished:
+                self._append(request, token_id)
         request.draft_token_ids = []
-        self._append(request, token_ids[0])
-        num_right = 0
-        for chosen, draft, following in zip(token_ids, drafts, token_ids[1:], strict=False):
-            if request.is_finished or chosen != draft or following < 0:  # below 0: no token could be chosen there
-                break
-            self._append(request, following)
-            num_right += 1
+        num_right = len(request.output_token_ids) - num_before - 1
         request.num_new_tokens = 1 + num_right
         self.waiting.queues[request.request_class.name].charge(request.tenant, OUTPUT_TOKEN_WEIGHT * num_right)
         if num_right and not request.is_finished and row.num_preemptions == request.num_preemptions:
@@ -391,18 +391,6 @@ class Scheduler:
         """Tokens left to compute that its table has room for: all of them where nothing slides."""
         room = self.blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens
         return min(request.num_uncomputed_tokens, room)
-
-    def _schedule_drafts(self, draft: StepDraft) -> None:
-        """Adds drafts to the rows of requests that decode, higher classes first, in the room that their tables have."""
-        self._num_drafts = 0
-        if draft.computes_prompts:
-            return
-        for row in draft.rows:
-            request = row.request
-            if request.draft_token_ids and row.samples and row.query_len == 1:
-                room = self.blocks.num_tokens_with_room(request.request_id) - row.end
-                left = request.sampling.max_tokens - request.num_output_tokens - 1
-                draft.add_drafts(request, min(len(request.draft_token_ids), room, left))
 
     # --- admission --------------------------------------------------------------------------------------------------
 
