@@ -68,7 +68,7 @@ def an_answer_streams_and_its_tokens_tell_how_likely_they_were(page: Browser, sa
         start(page, server.url)
         page.wait_for("document.querySelector('.example')")
         save("welcome")
-        ask(page, "Count from 1 to 60.", max_tokens=40)
+        ask(page, "Count from 1 to 60.", max_tokens=40, seed=1)
         page.wait_for("document.querySelectorAll('.token').length > 3")
         assert page.run("document.querySelectorAll('.token').length") < 40, "it came whole"
         page.wait_for("document.querySelector('.facts a')")
@@ -229,7 +229,7 @@ def is_in(group: str, name: str) -> str:
 
 @scenario
 def a_request_is_followed_through_a_preemption(page: Browser, save: Callable[[str], None]) -> None:
-    with PageServer(step_s=0.01, max_num_seqs=1).serving() as server:
+    with PageServer(step_s=0.03, max_num_seqs=1).serving() as server:
         start(page, server.url, "live")
         page.wait_for("document.querySelector('[data-tile=running] strong').textContent === '0'")
         send(server.url, "low", priority_class="batch")
@@ -266,7 +266,7 @@ def a_hostile_user_is_a_name_like_others(page: Browser, save: Callable[[str], No
 
 @scenario
 def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[str], None]) -> None:
-    with PageServer(step_s=0.01, api_keys=API_KEYS).serving() as server:
+    with PageServer(step_s=0.03, api_keys=API_KEYS).serving() as server:
         start(page, server.url)
         page.run(f"sessionStorage.setItem('llm-serving.key', {json.dumps(KEYS['ann'])})")
         for name in ("ann", "bob"):

@@ -30,11 +30,10 @@ export class Playground {
     this.node = this.#build();
     this.#setMode("chat");
     document.addEventListener("key-changed", () => this.#load());
-    this.#load();
   }
 
   show() {
-    if (!this.form.table) this.#load();
+    if (!this.form.table && !this.loading) this.#load();
   }
 
   #build() {
@@ -72,6 +71,7 @@ export class Playground {
   }
 
   async #load() {
+    this.loading = true;
     try {
       await this.form.load();
       this.form.setChat(this.mode === "chat");
@@ -79,6 +79,8 @@ export class Playground {
       this.#welcome();
     } catch (error) {
       this.#fail(error.message);
+    } finally {
+      this.loading = false;
     }
   }
 
