@@ -66,19 +66,18 @@ __attribute__((target("avx512f,avx512vnni"))) double avx512_vnni(size_t rounds, 
   return 2.0 * 32 * kSums512 * static_cast<double>(rounds);
 }
 
-// As csrc/w8a8.h: sums that are integers in all but name stay in registers.
 __attribute__((target("avx512f,avx512vnni"))) double avx512_int8(size_t rounds, float* result) {
   const __m512i factor = _mm512_set1_epi8(static_cast<char>(0xa7));
   const __m512i term = _mm512_set1_epi8(-0x5d);
-  __m512 sums[kSums512];
-  for (size_t i = 0; i < kSums512; i++) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+  typedef int32_t Integers __attribute__((vector_size(64)));
+  Integers sums[kSums512];
+  for (size_t i = 0; i < kSums512; i++) sums[i] = Integers{} + static_cast<int32_t>(i);
   for (size_t round = 0; round < rounds; round++) {
 #pragma GCC unroll 24
-    for (size_t i = 0; i < kSums512; i++) asm("vpdpbusd %2, %1, %0" : "+v"(sums[i]) : "v"(factor), "v"(term));
+    for (size_t i = 0; i < kSums512; i++) sums[i] = (Integers)_mm512_dpbusd_epi32((__m512i)sums[i], factor, term);
   }
-  __m512i total = _mm512_setzero_si512();
-  for (size_t i = 0; i < kSums512; i++) total = _mm512_xor_si512(total, _mm512_castps_si512(sums[i]));
-  *result = static_cast<float>(_mm512_reduce_add_epi32(total));
+  for (size_t i = 1; i < kSums512; i++) sums[0] ^= sums[i];
+  *result = static_cast<float>(sums[0][0]);
   return 2.0 * 64 * kSums512 * static_cast<double>(rounds);
 }
 

@@ -17,8 +17,9 @@ struct WideCode {
 };
 
 constexpr size_t kBlockCodes = 64;
-// Inputs that are widened at once: four panels of them fill 16 KB as bfloat16.
-constexpr size_t kWidenedInputs = 128;
+// Inputs that are widened at once: as bfloat16, four panels of them fill 16 KB or, where many rows use them, 128 KB, so
+// that sums are put back and taken less often.
+constexpr size_t widened_inputs(size_t rows) { return rows > (kTilePanels - 1) * kTileRows ? 1024 : 128; }
 
 template <class Element>
 struct WideRows : Activations<Element> {
@@ -87,17 +88,19 @@ LLM_INLINE void store_exact(Element* target, Floats low, Floats high) {
 }
 
 template <class Element>
-void widen_bytes(const WideCode* codes, size_t blocks, Element* target) {
+void widen_bytes(const WideCode* codes, size_t blocks, size_t ahead, Element* target) {
   const auto* from = reinterpret_cast<const int8_t*>(codes);
   for (size_t i = 0; i < blocks * kBlockCodes; i += 2 * kLanes) {
+    if (i % kBlockCodes == 0) __builtin_prefetch(from + i + ahead);
     store_exact(target + i, bytes_as_floats(from + i), bytes_as_floats(from + i + kLanes));
   }
 }
 
 template <class Element>
-void widen_halves(const WideCode* codes, size_t blocks, const uint8_t* zero, Element* target) {
+void widen_halves(const WideCode* codes, size_t blocks, size_t ahead, const uint8_t* zero, Element* target) {
   const BlockZeros<Element> zeros(zero);
   for (size_t block = 0; block < blocks; block++, codes += kBlockCodes / 2, target += kBlockCodes) {
+    __builtin_prefetch(codes + ahead);
     uint8_t low[kBlockCodes / 2], high[kBlockCodes / 2];
     for (size_t i = 0; i < kBlockCodes / 2; i++) {
       low[i] = codes[i].bits & 15;
@@ -112,7 +115,7 @@ void widen_halves(const WideCode* codes, size_t blocks, const uint8_t* zero, Ele
 #if defined(__AVX512BW__)
 // By a table of the bfloat16 from -15 to 15.
 template <>
-inline void widen_halves(const WideCode* codes, size_t blocks, const uint8_t* zero, BFloat16* target) {
+inline void widen_halves(const WideCode* codes, size_t blocks, size_t ahead, const uint8_t* zero, BFloat16* target) {
   alignas(64) uint16_t numbers[32], offsets[32];
   for (size_t i = 0; i < 32; i++) {
     const float number = static_cast<float>(i) - 15.0f;
@@ -123,6 +126,7 @@ inline void widen_halves(const WideCode* codes, size_t blocks, const uint8_t* ze
   }
   const __m512i table = _mm512_load_si512(numbers), offset = _mm512_load_si512(offsets);
   for (size_t block = 0; block < blocks; block++, codes += kBlockCodes / 2, target += kBlockCodes) {
+    __builtin_prefetch(codes + ahead);
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
     const __m512i both = _mm512_cvtepu8_epi16(bytes);
     const __m512i low = _mm512_add_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), offset);
@@ -139,9 +143,10 @@ void widen_panel(const WeightCodes& codes, const WideCode* panel, size_t k, size
                  Element* target) {
   const size_t blocks = (inputs * kPanelWidth + kBlockCodes - 1) / kBlockCodes;
   const WideCode* from = panel + k * kPanelWidth * codes.bits / 8;
-  __builtin_prefetch(from + kBytesAhead);
-  if (codes.bits == 8) return widen_bytes(from, blocks, target);
-  widen_halves(from, blocks, zero, target);
+  // The same panel's next inputs are wanted after those of the other panels.
+  const size_t ahead = blocks * kBlockCodes * codes.bits / 8;
+  if (codes.bits == 8) return widen_bytes(from, blocks, ahead, target);
+  widen_halves(from, blocks, ahead, zero, target);
 }
 
 // Up to four panels of a unit.
@@ -152,7 +157,8 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
   const size_t count = panels.count - first < kTilePanels ? panels.count - first : kTilePanels;
   const bool is_whole = codes.group >= args.k;
   const size_t group_inputs = is_whole ? x.inputs : codes.group;
-  const size_t panel_elements = kWidenedInputs * kPanelWidth;
+  const size_t at_once = widened_inputs(rows);
+  const size_t panel_elements = at_once * kPanelWidth;
   const size_t sums = count * rows * kPanelWidth;
   const size_t widened_bytes = count * panel_elements * sizeof(Element);
   auto* memory = static_cast<char*>(scratch(Scratch::kPanel, widened_bytes + sums * sizeof(float)));
@@ -166,7 +172,7 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
   for (size_t k = 0; k < x.inputs;) {
     const size_t group = k / group_inputs;
     const size_t group_end = least((group + 1) * group_inputs, x.inputs);
-    const size_t end = least(least(k + kWidenedInputs, group_end), (k / x.pass + 1) * x.pass);
+    const size_t end = least(least(k + at_once, group_end), (k / x.pass + 1) * x.pass);
     for (size_t p = 0; p < count; p++) {
       const size_t at = group * codes.stride + panels.index[first + p] * kPanelWidth;
       const uint8_t* zero = codes.zero == nullptr ? nullptr : codes.zero + at;
