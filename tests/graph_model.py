@@ -15,6 +15,7 @@ from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
+from llm_serving.network.coded import Quantization
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.device import configure_device
 from llm_serving.worker.kv_tensors import KVTensors
@@ -49,13 +50,15 @@ class GraphModel:
         num_blocks: int = 32,
         num_swap_blocks: int = 0,
         as_program: bool = True,
+        quantization: Quantization | None = None,
     ) -> None:
         kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
         self.kv_tensors = kv_tensors
         poison(kv_tensors, range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder, spec.scheme)
-        lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, as_program=as_program)
+        ways = {"as_program": as_program, "quantization": quantization}
+        lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, **ways)
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)
         self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))

@@ -10,11 +10,10 @@ import numpy as np
 from llm_serving.backends.base import Backend
 from llm_serving.core.choices import QuantizationName
 from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
-from llm_serving.formats.stored import Array
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization, coded_weights
+from llm_serving.network.coded import Quantization, coded_weights, codes_of
 from llm_serving.network.description import Network, Operation, Weight
-from llm_serving.network.weights import parameter
+from llm_serving.network.weights import made_of, parameter
 
 _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "linear": ("weight",),
@@ -57,12 +56,14 @@ def parameters_of(
     biases = {each.weights["bias"] for each in network.operations if "bias" in each.weights}
     made: dict[Weight, list[ms.Parameter]] = {}
     for index, weight in enumerate(network.weights):
-        values = parameter(weight, reader, max_positions)
         name = f"weights.{index}"
         if quantization is not None and weight in coded:
-            rounded = _rounded(values, coded[weight], quantization.group_size)
-            made[weight] = [backend.coded_weight(rounded, coded[weight] != QuantizationName.W8A8, name)]
-        elif weight in multiplied:
+            kept = coded[weight]
+            codes = _codes(weight, reader, kept, quantization.group_size)
+            made[weight] = [backend.coded_weight(codes, kept != QuantizationName.W8A8, name)]
+            continue
+        values = parameter(weight, reader, max_positions)
+        if weight in multiplied:
             parts = np.split(values, experts.get(weight, 1))
             made[weight] = [backend.linear_weight(part, f"{name}.{at}") for at, part in enumerate(parts)]
         elif weight.kind == "float32":
@@ -77,7 +78,12 @@ def parameters_of(
     return made
 
 
-def _rounded(values: Array, kept: QuantizationName, group_size: int) -> QuantizedTensor:
+def _codes(weight: Weight, reader: WeightReader, kept: QuantizationName, group_size: int) -> QuantizedTensor:
+    """As the folder has them, where products take those; otherwise rounded anew."""
+    parts = [reader.take_packed(name, shape) for name, shape in zip(weight.names, weight.stored, strict=True)]
+    if (stored := codes_of(weight, parts, kept)) is not None:
+        return stored
+    values = made_of(weight, [part.dequantized() if isinstance(part, QuantizedTensor) else part for part in parts])
     return quantize_w4(values, group_size) if kept == QuantizationName.W4A16 else quantize_w8(values)
 
 

@@ -8,11 +8,16 @@ is the same memory, and its rows are looked up as its codes say.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llm_serving.core.choices import QuantizationName
+from llm_serving.formats.quantized import SYMMETRIC_ZERO, QuantizedTensor
+from llm_serving.formats.stored import Array
 from llm_serving.network.description import Network, Weight
 
 _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -22,6 +27,8 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Operation -> roles of the weights that are kept in codes."""
 
+LEAST_GROUP: Final = 32
+"""Inputs with one scale, at least; and a power of two."""
 _OF_THE_HEAD: Final = {QuantizationName.W4A16: QuantizationName.W8A16}
 BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W8A8: 8,
@@ -57,6 +64,38 @@ def _in_groups(weight: Weight, kept: QuantizationName, group_size: int) -> Quant
     """Rows that groups do not fill are kept in 8 bits."""
     fits = kept != QuantizationName.W4A16 or weight.shape[-1] % group_size == 0
     return kept if fits else QuantizationName.W8A16
+
+
+def codes_of(
+    weight: Weight, parts: Sequence[QuantizedTensor | Array], kept: QuantizationName
+) -> QuantizedTensor | None:
+    """A weight in the very codes that its tensors are stored in; None where products of `kept` do not take them."""
+    tensors = [part for part in parts if isinstance(part, QuantizedTensor)]
+    forms = {(each.bits, each.group_size, each.columns is None) for each in tensors}
+    if len(tensors) < len(parts) or len(forms) > 1 or weight.columns is not None or weight.change is not None:
+        return None
+    first = tensors[0]
+    if first.columns is not None or not _can_multiply(kept, first) or weight.shape[-1] != first.shape[1]:
+        return None
+    codes, scales = (np.concatenate([getattr(each, name) for each in tensors]) for name in ("codes", "scales"))
+    zeros = None if first.bits == 8 else np.concatenate([_zeros(each) for each in tensors])
+    if weight.rows is not None:
+        at = np.array(weight.rows)
+        rows = np.maximum(at, 0)
+        codes, zeros = codes[rows], None if zeros is None else zeros[rows]
+        scales = np.where(at[:, None] < 0, np.float32(0), scales[rows])  # which makes a row of zeros
+    return QuantizedTensor(codes, scales, zeros, first.bits, first.group_size)
+
+
+def _zeros(tensor: QuantizedTensor) -> NDArray[np.uint8]:
+    """Of 4 bits."""
+    return np.full(tensor.scales.shape, SYMMETRIC_ZERO, np.uint8) if tensor.zeros is None else tensor.zeros
+
+
+def _can_multiply(kept: QuantizationName, tensor: QuantizedTensor) -> bool:
+    group = tensor.group_size
+    in_groups = kept != QuantizationName.W8A8 and group >= LEAST_GROUP and group & (group - 1) == 0
+    return tensor.bits == BITS[kept] and (tensor.num_groups == 1 or in_groups)
 
 
 def spared_bytes(network: Network, quantization: Quantization | None, dtype_bytes: int) -> int:

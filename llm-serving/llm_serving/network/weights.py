@@ -36,7 +36,11 @@ def parameter(weight: Weight, tensors: Tensors, num_positions: int) -> Array:
     """
     if weight.made is not None:
         return weight.made(num_positions)
-    parts = [tensors.take(name, shape) for name, shape in zip(weight.names, weight.stored, strict=True)]
+    return made_of(weight, [tensors.take(name, shape) for name, shape in zip(weight.names, weight.stored, strict=True)])
+
+
+def made_of(weight: Weight, parts: Sequence[Array]) -> Array:
+    """The same from its tensors."""
     if len({part.dtype for part in parts}) > 1 or (weight.change is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
     stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
