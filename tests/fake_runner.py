@@ -119,6 +119,10 @@ def _logprobs(
     return logprobs, top_tokens(tops)
 
 
+POISON_LOGPROB = -99.0
+"""Of the token behind the vocabulary."""
+
+
 def seen(token_ids: list[int], window: int) -> list[int]:
     """A context as a model with a window finds it: what came before that is not told apart."""
     first = max(0, len(token_ids) - window)
@@ -129,7 +133,10 @@ def _scores(contexts: list[list[int]], scoring: ScoringInput) -> Scores:
     logprobs, ranks, tops = [], [], []
     for result, (context, count) in enumerate(zip(contexts, scoring.num_logprobs.tolist(), strict=True)):
         # Behind the vocabulary comes one more token, for whoever wants a prompt that cannot be computed.
-        distribution, ranked = np.append(next_logprobs(context), -99.0), np.append(most_likely(context), VOCAB_SIZE)
+        distribution, ranked = (
+            np.append(next_logprobs(context), POISON_LOGPROB),
+            np.append(most_likely(context), VOCAB_SIZE),
+        )
         given = scoring.token_ids[scoring.offsets[result] : scoring.offsets[result + 1]]
         logprobs += distribution[given].tolist()
         ranks += [ranked.tolist().index(token_id) + 1 for token_id in given.tolist()]

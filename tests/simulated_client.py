@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from expected_beams import expected_beams
-from fake_runner import expected_output, most_likely, next_logprobs, seen, vector_of
+from fake_runner import POISON_LOGPROB, expected_output, most_likely, next_logprobs, seen, vector_of
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import MAX_PRIORITY
@@ -161,7 +161,8 @@ class Client:
 def _token_logprobs(context: list[int], token_id: int, count: int) -> TokenLogprobs:
     """What the model says of a token behind `context`."""
     logprobs, top = next_logprobs(context), most_likely(context)[:count]
-    return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(top.tolist()), tuple(logprobs[top].tolist()))
+    logprob = POISON_LOGPROB if token_id == POISON else float(logprobs[token_id])
+    return TokenLogprobs(token_id, logprob, tuple(top.tolist()), tuple(logprobs[top].tolist()))
 
 
 def _state(request: Request, engine: Engine) -> str:
