@@ -34,11 +34,6 @@ def test_a_log_of_requests_needs_a_place_and_streams_a_log():
     assert message.startswith("--set: `serving_config.resume_streams` must be False with request_log: none")
 
 
-def test_streams_cannot_be_gone_on_with_whose_events_are_cut_by_guesses():
-    message = error_of("serving_config.resume_streams=True", "scheduler_config.speculative_method=ngram")
-    assert message.startswith("--set: `serving_config.resume_streams` must be False with speculative_method: ngram")
-
-
 def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
     model = write_config(tmp_path / "model", head_dim=10)
     config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)

@@ -61,6 +61,17 @@ def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
         assert answers[0] == answers[1]
 
 
+def test_every_token_is_a_piece_of_its_own_guessed_or_not() -> None:
+    pieces = []
+    for harness in (guessing(), Harness(block_size=16)):
+        run(harness, create_request(4, request_id="a", logprobs=1, max_tokens=30))
+        pieces.append(
+            [(each.text, each.token_ids, each.num_output_tokens, each.finish_reason) for each in harness.pieces["a"]]
+        )
+    assert pieces[0] == pieces[1]
+    assert [piece[2] for piece in pieces[0]] == list(range(1, 31))
+
+
 def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
     harness = guessing()
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))

@@ -116,10 +116,6 @@ def _check_request_log(values: Values) -> None:
     if place == "none" and values["serving_config.resume_streams"]:
         rule = "must be False with request_log: none, which has nothing to resume from"
         raise _error(values, "serving_config.resume_streams", rule, True)
-    guesses = values["scheduler_config.speculative_method"]
-    if guesses != "none" and values["serving_config.resume_streams"]:
-        rule = f"must be False with speculative_method: {guesses}, by which events have more or fewer tokens each time"
-        raise _error(values, "serving_config.resume_streams", rule, True)
 
 
 def _check_door(values: Values) -> None:

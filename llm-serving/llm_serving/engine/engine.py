@@ -255,10 +255,10 @@ class Engine:
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
             self._auditor.run_copy()
-        if self._drafter is not None and self._drafter.pays:
-            if self._in_flight:  # what is guessed depends on all that has been said
-                self._collect()
-                return True
+        if self._in_flight and self._waits_for_replies():
+            self._collect()
+            return True
+        if self._drafter is not None and not self._in_flight:
             for request, token_ids in self._drafter.drafts(self.scheduler.running):
                 self.scheduler.draft(request, token_ids)
         now = self._clock()
@@ -268,8 +268,7 @@ class Engine:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
             self._executor.submit(self._builder.build(schedule, self._executor.next_step), forms_late)
-            if self._drafter is not None:
-                self._host_s = self._clock() - now
+            self._host_s = self._clock() - now
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
@@ -280,6 +279,18 @@ class Engine:
             self._collect()
         # What was collected may let something be scheduled that could not be before.
         return schedule is not None or collects
+
+    def _waits_for_replies(self) -> bool:
+        """Whether more tokens come in the same time if no step is formed ahead.
+
+        That costs the time to form one in each step; but what is guessed depends on all that has been said, and whoever
+        waits for replies takes part in every other step only if one is formed ahead.
+        """
+        if self._drafter is not None and self._drafter.pays:
+            return True
+        running = self.scheduler.running
+        num_waiting = sum([request.waits_for_reply for request in running])
+        return num_waiting * (self._step_s + self._host_s) > 2 * len(running) * self._host_s
 
     def _collect(self) -> None:
         output = self._executor.collect()

@@ -105,10 +105,14 @@ class OutputProcessor:
         if vector is not None:
             state.vector = vector
 
-    def piece(self, request: Request, error: str | None = None) -> RequestOutput:
-        """What has come since the last piece; of a finished request it is the last one."""
+    def piece(self, request: Request, error: str | None = None, *, num_behind: int = 0) -> RequestOutput:
+        """What has come since the last piece; of a finished request it is the last one.
+
+        With `num_behind`, so many of its tokens are still to be taken: others follow.
+        """
         state = self._states[request.request_id]
-        if request.is_finished:
+        ends = request.is_finished and not num_behind
+        if ends:
             del self._states[request.request_id]
             state.text += state.detokenizer.flush()
             self._record_end(state)
@@ -120,9 +124,9 @@ class OutputProcessor:
             logprobs=state.logprobs,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.output_token_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            num_output_tokens=len(request.output_token_ids) - num_behind,
+            finish_reason=request.finish_reason if ends else None,
+            stop_reason=request.stop_reason if ends else None,
             error=error,
             queued_s=0.0 if first is None else first - request.arrival_time,
         )

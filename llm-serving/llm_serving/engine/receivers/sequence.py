@@ -24,12 +24,14 @@ class OneSequence:
         desk = self._desk
         for sample in samples:
             stop_string = desk.processor.take(request, sample, output)
+            num_behind = samples.stop - sample - 1
             if stop_string is not None:
                 self._finish(FinishReason.STOP, stop_string)
-                num_behind = samples.stop - sample - 1
                 del request.output_token_ids[len(request.output_token_ids) - num_behind :]
+                num_behind = 0
+            desk.tell(desk.processor.piece(request, num_behind=num_behind))
+            if not num_behind:
                 break
-        desk.tell(desk.processor.piece(request))
         if request.is_finished:
             desk.note_length(request)
 
