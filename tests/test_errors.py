@@ -32,6 +32,8 @@ def test_statuses_of_the_families():
         "RequestError": 400,
         "ContextLengthError": 400,
         "PermissionDeniedError": 403,
+        "GoneError": 410,
+        "IdempotencyError": 422,
         "RequestNotFoundError": 404,
         "ModelNotFoundError": 404,
         "RequestTooLargeError": 413,

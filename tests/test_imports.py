@@ -101,6 +101,7 @@ MEASURE_IN_PROCESS = {
     "sampler_benchmark.py",
     "scheduler_benchmark.py",
     "serving_cost.py",
+    "speculation_benchmark.py",
     "step_breakdown.py",
     "versions_in_turns.py",
 }

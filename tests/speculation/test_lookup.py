@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_serving.speculation.lookup import FinishedAnswers, Lookup
+from llm_serving.speculation.lookup import FinishedAnswers, Lookup, ngram_of
 
 
 def lookup(prompt, finished=None, namespace="", length=2):
@@ -12,7 +12,7 @@ def lookup(prompt, finished=None, namespace="", length=2):
 def test_what_followed_in_the_prompt_is_guessed() -> None:
     look = lookup([1, 2, 3, 4, 5, 1, 2])
     assert look.guess(3) == [3, 4, 5]
-    assert look.guess(9) == [3, 4, 5, 1, 2]
+    assert look.guess(9) == [3, 4, 5, 1, 2, 3, 4, 5, 1]  # and so on
 
 
 def test_nothing_is_guessed_where_nothing_was_seen() -> None:
@@ -28,6 +28,20 @@ def test_a_place_is_followed_as_long_as_it_is_right() -> None:
     assert look.guess(2) == [4, 5]
     assert not look.append(9)
     assert look.guess(2) == []
+
+
+def test_a_run_is_guessed_to_go_on() -> None:
+    look = lookup([5, 5])
+    for _ in range(6):
+        look.append(5)
+    assert look.guess(9) == [5] * 9
+
+
+def test_a_prompt_shorter_than_what_must_stand_in_a_row() -> None:
+    look = lookup([1], length=3)
+    for token_id in (2, 3, 4, 1, 2, 3):
+        look.append(token_id)
+    assert look.guess(2) == [4, 1]
 
 
 def test_the_newest_place_counts() -> None:
@@ -61,11 +75,11 @@ def test_the_oldest_answers_make_room_and_leave_nothing() -> None:
     finished.add("a", (1, 2, 3, 4))
     finished.add("b", (1, 2, 5, 6))
     finished.add("b", (1, 2, 7, 8))
-    assert finished.find("a", [1, 2]) is None
+    assert finished.find("a", ngram_of((1, 2))) is None
     assert lookup([1, 2], finished, "b").guess(2) == [7, 8]
     assert finished.num_tokens == 8
     finished.add("b", (4, 5, 6, 7, 8, 9, 1, 2))
-    assert finished.find("b", [1, 2]) is None
+    assert finished.find("b", ngram_of((1, 2))) is None
     assert lookup([7, 8], finished, "b").guess(9) == [9, 1, 2]
     finished.add("b", tuple(range(9)))  # too long alone
     finished.add("b", (1, 2))  # nothing follows

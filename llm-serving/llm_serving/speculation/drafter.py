@@ -74,20 +74,22 @@ class Drafter:
 
     def replied(self, updated: Iterable[Request], num_rows: int) -> None:
         """Requests have got tokens by a step of so many rows."""
+        states, predictable = self._states, self._predictable
         for request in updated:
-            state = self._states.get(request)
+            state = states.get(request)
             if state is None:
                 continue
             output = request.output_token_ids
-            for token_id in output[state.num_tokens :]:
-                state.hits += (state.lookup.append(token_id) - state.hits) / HIT_MEMORY
-            state.num_tokens = len(output)
+            hits, append = state.hits, state.lookup.append
+            for index in range(state.num_tokens, len(output)):
+                hits += (append(output[index]) - hits) / HIT_MEMORY
+            state.hits, state.num_tokens = hits, len(output)
             if request.is_finished:
                 self._end(request)
-            elif state.hits >= LEAST_HITS and state.lookup.has_guess:
-                self._predictable[request] = state
-            else:
-                self._predictable.pop(request, None)
+            elif hits >= LEAST_HITS and state.lookup.has_guess:
+                predictable[request] = state
+            elif request in predictable:
+                del predictable[request]
         self._purge_in -= 1
         if self._purge_in <= 0:
             self._purge()

@@ -6,56 +6,38 @@ also in other texts. Here it is the newest place that counts, and it is followed
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 MAX_INDEXED_TOKENS: Final = 8192
 """Of a prompt, the newest so many are looked in."""
 
-Place = tuple[Sequence[int], int]
-"""A sequence of tokens and the index of one of them."""
-
-
-class NgramIndex:
-    """Where each `length` tokens in a row were followed by another one, the newest time."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._places: dict[tuple[int, ...], Place] = {}
-
-    def find(self, tokens: Sequence[int]) -> Place | None:
-        """The place of what followed when the last tokens stood somewhere before."""
-        return self._places.get(tuple(tokens[-self.length :]))
-
-    def add(self, tokens: Sequence[int], index: int) -> None:
-        """Notes what token `index` follows; the sequence may grow, but what stands in it stays."""
-        if index >= self.length:
-            self._places[tuple(tokens[index - self.length : index])] = tokens, index
-
-    def discard(self, tokens: Sequence[int]) -> None:
-        """Forgets all places in a sequence."""
-        for index in range(self.length, len(tokens)):
-            ngram = tuple(tokens[index - self.length : index])
-            place = self._places.get(ngram)
-            if place is not None and place[0] is tokens:
-                del self._places[ngram]
+Ngram = int
+"""So many tokens in a row, `TOKEN_BITS` each: a number is made and found sooner than a tuple."""
+TOKEN_BITS: Final = 32
+_NOWHERE: Final[Mapping[Ngram, int]] = MappingProxyType({})
 
 
 class FinishedAnswers:
     """The newest answers of each namespace, together at most `max_tokens` long; nobody sees those of another."""
 
     def __init__(self, length: int, max_tokens: int) -> None:
+        """With what followed the newest time where `length` tokens stood in a row."""
         self._length = length
         self._max_tokens = max_tokens
-        self._indices: OrderedDict[str, NgramIndex] = OrderedDict()
-        self._answers: deque[tuple[str, Sequence[int]]] = deque()
+        self._places: dict[str, dict[Ngram, int]] = {}
+        """Namespace -> where its n-grams were followed: the number of an answer, shifted by 32 bits, and the index in
+        it. As numbers, which the garbage collector does not walk over."""
+        self._answers: dict[int, tuple[str, Sequence[int]]] = {}
+        """By their numbers, oldest first."""
+        self._num_answers = 0
         self.num_tokens = 0
 
-    def find(self, namespace: str, tokens: Sequence[int]) -> Place | None:
-        """As `NgramIndex.find`, in the answers of a namespace."""
-        index = self._indices.get(namespace)
-        return None if index is None else index.find(tokens)
+    def find(self, namespace: str, ngram: Ngram) -> tuple[Sequence[int], int] | None:
+        """An answer of the namespace and the index of what followed in it."""
+        place = self._places.get(namespace, _NOWHERE).get(ngram)
+        return None if place is None else (self._answers[place >> 32][1], place & 0xFFFFFFFF)
 
     def add(self, namespace: str, tokens: Sequence[int]) -> None:
         """Takes an answer; the oldest ones make room for it. One that is too long alone is left out."""
@@ -63,52 +45,96 @@ class FinishedAnswers:
             return
         self.num_tokens += len(tokens)
         while self.num_tokens > self._max_tokens:
-            oldest, forgotten = self._answers.popleft()
-            self.num_tokens -= len(forgotten)
-            index = self._indices[oldest]
-            index.discard(forgotten)
-            if not any(name == oldest for name, _ in self._answers):
-                del self._indices[oldest]
-        index = self._indices.setdefault(namespace, NgramIndex(self._length))
-        for position in range(self._length, len(tokens)):
-            index.add(tokens, position)
-        self._answers.append((namespace, tokens))
+            self._forget_oldest()
+        number = self._num_answers
+        self._num_answers += 1
+        self._answers[number] = namespace, tokens
+        self._places.setdefault(namespace, {}).update(
+            (ngram, number << 32 | index) for ngram, index in _ngrams(tokens, self._length)
+        )
+
+    def _forget_oldest(self) -> None:
+        number = next(iter(self._answers))
+        namespace, tokens = self._answers.pop(number)
+        self.num_tokens -= len(tokens)
+        places = self._places[namespace]
+        for ngram, _ in _ngrams(tokens, self._length):
+            if places.get(ngram, -1) >> 32 == number:
+                del places[ngram]
+        if not places:
+            del self._places[namespace]
 
 
 class Lookup:
-    """Guesses the tokens of one request."""
+    """Guesses the tokens of one request. Runs for each token of all of them, so it makes little of each."""
+
+    __slots__ = ("_finished", "_index", "_length", "_mask", "_namespace", "_ngram", "_places", "_source", "_tokens")
 
     def __init__(self, prompt_token_ids: Sequence[int], namespace: str, length: int, finished: FinishedAnswers) -> None:
         self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
         self._namespace = namespace
-        self._index = NgramIndex(length)
+        self._length = length
         self._finished = finished
-        for position in range(length, len(self._tokens)):
-            self._index.add(self._tokens, position)
-        self._place = self._find()
+        self._places = dict(_ngrams(self._tokens, length))
+        """What `length` tokens in a row were followed by the newest time: the index of it."""
+        self._mask = (1 << length * TOKEN_BITS) - 1
+        self._ngram = ngram_of(self._tokens[-length:])
+        """The newest tokens."""
+        self._source: Sequence[int] | None = None
+        self._index = 0
+        """The guess is what stands there; none without a source."""
+        self._find()
 
     @property
     def has_guess(self) -> bool:
-        return self._place is not None
+        return self._source is not None
 
     def guess(self, count: int) -> list[int]:
-        """At most `count` tokens that may follow."""
-        if self._place is None:
+        """At most `count` tokens that may follow; where they reach the newest one, what came last comes again."""
+        if self._source is None:
             return []
-        tokens, index = self._place
-        return list(tokens[index : index + count])
+        guessed = list(self._source[self._index : self._index + count])
+        while len(guessed) < count and self._source is self._tokens:
+            guessed += guessed[: count - len(guessed)]
+        return guessed
 
     def append(self, token_id: int) -> bool:
         """Takes the token that did follow; returns whether it had been guessed."""
-        place = self._place
-        right = place is not None and place[0][place[1]] == token_id
-        self._tokens.append(token_id)
-        if right and place is not None and place[1] + 1 < len(place[0]):
-            self._place = place[0], place[1] + 1
+        source, tokens, before = self._source, self._tokens, self._ngram
+        num_before = len(tokens)
+        right = source is not None and source[self._index] == token_id
+        tokens.append(token_id)
+        self._ngram = (before << TOKEN_BITS | token_id) & self._mask
+        if right and source is not None and self._index + 1 < len(source):
+            self._index += 1
         else:
-            self._place = self._find()
-        self._index.add(self._tokens, len(self._tokens) - 1)
+            self._find()
+        if num_before >= self._length:
+            self._places[before] = num_before
         return right
 
-    def _find(self) -> Place | None:
-        return self._index.find(self._tokens) or self._finished.find(self._namespace, self._tokens)
+    def _find(self) -> None:
+        self._source = None
+        if len(self._tokens) < self._length:
+            return
+        index = self._places.get(self._ngram)
+        if index is not None:
+            self._source, self._index = self._tokens, index
+        elif (found := self._finished.find(self._namespace, self._ngram)) is not None:
+            self._source, self._index = found
+
+
+def ngram_of(tokens: Sequence[int]) -> Ngram:
+    """These tokens as one number."""
+    ngram = 0
+    for token_id in tokens:
+        ngram = ngram << TOKEN_BITS | token_id
+    return ngram
+
+
+def _ngrams(tokens: Sequence[int], length: int) -> Iterator[tuple[Ngram, int]]:
+    """Each `length` tokens in a row and the index of what follows them."""
+    mask, ngram = (1 << length * TOKEN_BITS) - 1, ngram_of(tokens[:length])
+    for index in range(length, len(tokens)):
+        yield ngram, index
+        ngram = (ngram << TOKEN_BITS | tokens[index]) & mask
