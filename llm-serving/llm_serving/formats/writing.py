@@ -10,6 +10,7 @@ from typing import BinaryIO, Final, NamedTuple
 import numpy as np
 
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.formats import protobuf
 from llm_serving.formats.folder import INDEX_NAME
 from llm_serving.formats.stored import PACKED_DTYPES, Array
 
@@ -102,12 +103,10 @@ def _write_shard(file: BinaryIO, tensors: list[Tensor], advance: Advance) -> Non
 
 
 def _write_value(file: BinaryIO, tensor: Tensor, part: Array, advance: Advance) -> None:
-    dims = b"".join(b"\x08" + _varint(length) for length in tensor.shape)
-    kind = _CHECKPOINT_DTYPES[tensor.dtype].encode()
-    before = dims + b"\x12" + _varint(len(kind)) + kind + b"\x1a" + _varint(part.nbytes)
-    name = tensor.name.encode()
-    head = b"\x0a" + _varint(len(name)) + name + b"\x12" + _varint(len(before) + part.nbytes) + before
-    file.write(b"\x0a" + _varint(len(head) + part.nbytes) + head)
+    dims = b"".join(protobuf.number(1, length) for length in tensor.shape)
+    before = dims + protobuf.content(2, _CHECKPOINT_DTYPES[tensor.dtype].encode()) + protobuf.opening(3, part.nbytes)
+    head = protobuf.content(1, tensor.name.encode()) + protobuf.opening(2, len(before) + part.nbytes) + before
+    file.write(protobuf.opening(1, len(head) + part.nbytes) + head)
     _write_array(file, part, advance)
 
 
@@ -117,11 +116,3 @@ def _write_array(file: BinaryIO, array: Array, advance: Advance) -> None:
         piece = np.ascontiguousarray(array[start : start + step])
         file.write(piece.data)
         advance(piece.nbytes)
-
-
-def _varint(value: int) -> bytes:
-    spelled = bytearray()
-    while value >= 0x80:
-        spelled.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*spelled, value])

@@ -15,6 +15,7 @@ import numpy as np
 
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import read_gguf
+from llm_serving.formats.protobuf import content, number
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tiktoken_vocabulary import LLAMA3, QWEN
 from llm_serving.text.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary
@@ -153,7 +154,7 @@ def _byte_pairs(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Voc
     if wrong := next((each for each in merges if not _joins(each, vocab)), None):
         rule = "must be pairs of tokens that are a token"
         raise ModelError(f"{facts.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
-    content = {
+    tokenizer = {
         "version": "1.0",
         "added_tokens": [
             {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
@@ -167,7 +168,7 @@ def _byte_pairs(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Voc
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": words.whole},
     }
     config = facts.config(tokens, words.begins)
-    return TokenizersVocabulary(facts.path, content=json.dumps(content).encode()), config
+    return TokenizersVocabulary(facts.path, content=json.dumps(tokenizer).encode()), config
 
 
 _AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -196,9 +197,9 @@ def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[
         raise facts.fail("token_type", f"must say of one token that it stands for what is unknown ({UNKNOWN})")
     prefix = facts.flag("add_space_prefix", True)
     pieces = zip(tokens, scores, types, strict=True)
-    messages = [_message(1, _piece(*each)) for each in pieces]
-    messages.append(_message(2, _number(3, _BPE) + _number(35, int(BYTE in types))))
-    messages.append(_message(3, _number(3, int(prefix)) + _number(4, 0) + _number(5, 1)))
+    messages = [content(1, _piece(*each)) for each in pieces]
+    messages.append(content(2, number(3, _BPE) + number(35, int(BYTE in types))))
+    messages.append(content(3, number(3, int(prefix)) + number(4, 0) + number(5, 1)))
     config = facts.config(tokens, begins=True)
     names = [config[key] for key in ("bos_token", "eos_token", "pad_token") if key in config]
     unknown = tokens[types.index(UNKNOWN)]
@@ -215,20 +216,4 @@ def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[
 
 def _piece(text: str, score: float, kind: int) -> bytes:
     """`ModelProto.SentencePiece`."""
-    return _message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind)
-
-
-def _message(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    spelled = bytearray()
-    while value >= 0x80:
-        spelled.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*spelled, value])
+    return content(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind)
