@@ -200,9 +200,9 @@ def entry(**changes):
         (entry(shape=[2**62] * 8), "must lie within"),
         (
             entry() | {"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
-            "tensors a and b must not share bytes",
+            "tensors 'a' and 'b' must not share bytes",
         ),
-        ({"b": entry()["a"]} | entry(), "tensors a and b must not share bytes"),
+        ({"b": entry()["a"]} | entry(), "tensors 'a' and 'b' must not share bytes"),
         (entry(shape=None), "is not a safetensors file"),
         ({"a": 3}, "is not a safetensors file"),
         ([], "is not a safetensors file"),

@@ -10,7 +10,6 @@ The header, little-endian (versions 2 and 3 of the specification of ggml):
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import struct
@@ -25,7 +24,7 @@ from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf_blocks import BLOCKS
 from llm_serving.formats.packed import PackedTensor, ReadableTensor
-from llm_serving.formats.stored import StoredTensor
+from llm_serving.formats.stored import StoredTensor, check_apart
 
 _VERSIONS: Final = (2, 3)
 _PLAIN: Final[Mapping[int, str]] = {0: "F32", 1: "F16", 30: "BF16"}
@@ -162,7 +161,7 @@ def _read(file: Path, reader: _Reader, texts: bool) -> GgufFile:
         if entry.name in tensors:
             raise ModelError(f"{file}: tensor {shorten(entry.name)} stands twice")
         tensors[entry.name] = entry.placed(file, start, alignment, reader.size)
-    _check_apart(file, tensors)
+    check_apart(file, [(name, part) for name, each in tensors.items() for part in each.parts])
     types = dict.fromkeys(entry.type_name for entry in entries if len(entry.shape) > 1)
     return GgufFile(file, facts, tensors, tuple(types))
 
@@ -238,11 +237,3 @@ def _entry(file: Path, reader: _Reader) -> _Entry:
         known = ", ".join([*_PLAIN.values(), *(block.name for block in BLOCKS.values())])
         raise ModelError(f"{file}: tensor {shorten(name)} must be {known}. Found: type {kind} of ggml")
     return _Entry(name, shape, kind, offset)
-
-
-def _check_apart(file: Path, tensors: Mapping[str, ReadableTensor]) -> None:
-    places = [(part.pieces[0], name) for name, tensor in tensors.items() for part in tensor.parts]
-    ordered = sorted((start, num_bytes, name) for (start, num_bytes), name in places if num_bytes)
-    for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(ordered):
-        if next_start < start + num_bytes:
-            raise ModelError(f"{file}: tensors {shorten(name)} and {shorten(next_name)} must not share bytes")

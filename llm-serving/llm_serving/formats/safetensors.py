@@ -6,16 +6,14 @@ bytes of header length (little-endian), a JSON header of names, types, shapes an
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError, shorten
-from llm_serving.formats.stored import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor
+from llm_serving.formats.stored import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor, check_apart
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
 _MAX_DIMENSIONS: Final = 8
@@ -45,7 +43,7 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
         tensors = {name: _stored_tensor(place, name, entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: {error!r}") from error
-    _check_apart(file, tensors)
+    check_apart(file, tensors.items())
     return tensors
 
 
@@ -82,10 +80,3 @@ def _stored_tensor(place: _Place, name: str, entry: dict[str, Any]) -> StoredTen
             f"Found: bytes {shorten(start)} to {shorten(end)} of the data"
         )
     return tensor
-
-
-def _check_apart(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    ordered = sorted(((each.pieces[0][0], each.num_bytes, name) for name, each in tensors.items() if each.num_bytes))
-    for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(ordered):
-        if next_start < start + num_bytes:
-            raise ModelError(f"{file}: tensors {name} and {next_name} must not share bytes")

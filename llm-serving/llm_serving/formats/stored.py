@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.dtypes import MODEL_DTYPES
+from llm_serving.errors import ModelError, shorten
 
 Array = NDArray[Any]
 
@@ -75,6 +77,14 @@ class StoredTensor:
         array: Array = whole.view(dtype).reshape(self.shape)
         array.flags.writeable = False
         return array
+
+
+def check_apart(file: Path, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
+    """Raises ModelError where two tensors of a file, given by name, have a byte in common."""
+    places = sorted((*piece, name) for name, each in tensors for piece in each.pieces if piece[1])
+    for (start, num_bytes, name), (next_start, _, next_name) in itertools.pairwise(places):
+        if next_start < start + num_bytes:
+            raise ModelError(f"{file}: tensors {shorten(name)} and {shorten(next_name)} must not share bytes")
 
 
 def to_float32(array: Array) -> NDArray[np.float32]:
