@@ -15,9 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from llm_serving.formats.gptq import quantized
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.quantized import QuantizedTensor, of_unsigned
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
 from llm_serving.formats.words import Uint8Array, codes_of_words, per_word
 
@@ -53,7 +52,7 @@ class Awq:
     def _unpacked(self, arrays: Mapping[str, Array]) -> QuantizedTensor | Array:
         codes, zeros = (_by_rows(arrays[name]) for name in ("qweight", "qzeros"))
         scales = np.ascontiguousarray(to_float32(arrays["scales"]).T)
-        return quantized(codes, scales, zeros, 4, self.group_size or codes.shape[1], None)
+        return of_unsigned(codes, scales, zeros, 4, self.group_size or codes.shape[1], None)
 
 
 def _by_rows(words: Array) -> Uint8Array:

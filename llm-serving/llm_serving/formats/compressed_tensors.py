@@ -21,9 +21,8 @@ import numpy as np
 
 from llm_serving.errors import ModelError
 from llm_serving.formats.fp8 import IGNORED, Fp8
-from llm_serving.formats.gptq import group_of_columns, quantized
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import QuantizedTensor
+from llm_serving.formats.quantized import QuantizedTensor, group_of_columns, of_unsigned
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor, to_float32
 from llm_serving.formats.words import Uint8Array, codes_of_words, per_word, words_of_codes
 
@@ -116,7 +115,7 @@ def _unpacked(
     else:
         codes = np.asarray(arrays["weight"]).view(np.uint8) ^ np.uint8(128)
     columns = group_of_columns(arrays[ORDER], group_size, scales.shape[1]) if ORDER in arrays else None
-    return quantized(codes, scales, zeros, bits, group_size, columns)
+    return of_unsigned(codes, scales, zeros, bits, group_size, columns)
 
 
 def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:

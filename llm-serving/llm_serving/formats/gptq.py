@@ -14,11 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from llm_serving.errors import ModelError
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import SYMMETRIC_ZERO, QuantizedTensor
+from llm_serving.formats.quantized import QuantizedTensor, group_of_columns, of_unsigned
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, to_float32
-from llm_serving.formats.words import Uint8Array, codes_of_words, per_word
+from llm_serving.formats.words import codes_of_words, per_word
 
 _ENDINGS: Final = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -67,40 +66,4 @@ class Gptq:
         columns = None
         if "g_idx" in arrays:
             columns = group_of_columns(arrays["g_idx"], group_size, scales.shape[1])
-        return quantized(codes, scales, zeros, self.bits, group_size, columns)
-
-
-def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
-    """Group of each column; None where columns are in order.
-
-    Raises:
-        ModelError: One is no group.
-    """
-    columns = np.array(given, np.int32)
-    if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
-        raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")
-    return None if np.array_equal(columns, np.arange(len(columns)) // group_size) else columns
-
-
-def quantized(
-    codes: Uint8Array, scales: Array, zeros: Uint8Array | None, bits: int, group_size: int, columns: Array | None
-) -> QuantizedTensor | Array:
-    """A tensor of unsigned codes; the values themselves of 8 bits whose zeros lie elsewhere than in the middle.
-
-    Args:
-        codes: [out, in]
-        scales: [out, groups], float32.
-        zeros: [out, groups]; None: the middle.
-        bits, group_size, columns: As of `QuantizedTensor`.
-    """
-    if bits == 4:
-        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():
-            zeros = None
-        return QuantizedTensor(codes, scales, zeros, 4, group_size, columns)
-    if zeros is None or (zeros == 128).all():
-        return QuantizedTensor((codes ^ np.uint8(128)).view(np.int8), scales, None, 8, group_size, columns)
-    group_of = np.arange(codes.shape[1]) // group_size if columns is None else columns
-    values: Array = codes.astype(np.float32)
-    values -= zeros[:, group_of]
-    values *= scales[:, group_of]
-    return values
+        return of_unsigned(codes, scales, zeros, self.bits, group_size, columns)

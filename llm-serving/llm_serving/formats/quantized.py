@@ -98,6 +98,47 @@ class QuantizedTensor:
         return values
 
 
+def group_of_columns(given: Array, group_size: int, groups: int) -> Array | None:
+    """Group of each column; None where columns are in order.
+
+    Raises:
+        ModelError: One is no group.
+    """
+    columns = np.array(given, np.int32)
+    if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < groups:
+        raise ModelError(f"g_idx must be groups from 0 to {groups - 1}")
+    return None if np.array_equal(columns, np.arange(len(columns)) // group_size) else columns
+
+
+def of_unsigned(
+    codes: NDArray[np.uint8],
+    scales: Array,
+    zeros: NDArray[np.uint8] | None,
+    bits: int,
+    group_size: int,
+    columns: Array | None,
+) -> QuantizedTensor | Array:
+    """A tensor of unsigned codes; the values themselves of 8 bits whose zeros lie elsewhere than in the middle.
+
+    Args:
+        codes: [out, in]
+        scales: [out, groups], float32.
+        zeros: [out, groups]; None: the middle.
+        bits, group_size, columns: As of `QuantizedTensor`.
+    """
+    if bits == 4:
+        if zeros is not None and (zeros == SYMMETRIC_ZERO).all():
+            zeros = None
+        return QuantizedTensor(codes, scales, zeros, 4, group_size, columns)
+    if zeros is None or (zeros == 128).all():
+        return QuantizedTensor((codes ^ np.uint8(128)).view(np.int8), scales, None, 8, group_size, columns)
+    group_of = np.arange(codes.shape[1]) // group_size if columns is None else columns
+    values: Array = codes.astype(np.float32)
+    values -= zeros[:, group_of]
+    values *= scales[:, group_of]
+    return values
+
+
 def quantize_w8(weight: Array) -> QuantizedTensor:
     """Rounds each row to 8 bits: codes -127..127, and the scale that its largest element asks for.
 
