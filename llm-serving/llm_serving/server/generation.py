@@ -15,7 +15,14 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import NOBODY, AsyncEngine
 from llm_serving.engine.request_stream import RequestStream
-from llm_serving.errors import ContextLengthError, RequestError, TimedOutError, UnavailableError, WorkerError
+from llm_serving.errors import (
+    ContextLengthError,
+    RequestCancelledError,
+    RequestError,
+    TimedOutError,
+    UnavailableError,
+    WorkerError,
+)
 from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import ONE_ANSWER, Choices
@@ -258,6 +265,14 @@ def raise_on_error(output: RequestOutput) -> None:
         raise UnavailableError(output.error or "nothing can compute the request at this moment")
     if output.failed:
         raise WorkerError(output.error or "the request failed")
+
+
+def raise_unless_whole(output: RequestOutput) -> None:
+    """As `raise_on_error`; raises RequestCancelledError too, for protocols that have no word for an end which somebody
+    else has made."""
+    raise_on_error(output)
+    if output.finish_reason is FinishReason.ABORT:
+        raise RequestCancelledError
 
 
 def truncated(engine: AsyncEngine, prompt: list[int], count: int | None, max_tokens: int) -> list[int]:

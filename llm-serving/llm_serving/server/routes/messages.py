@@ -24,7 +24,6 @@ from llm_serving.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
     RateLimitError,
-    RequestCancelledError,
     RequestError,
     TimedOutError,
     UnavailableError,
@@ -55,7 +54,7 @@ from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once, render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import error_headers, json_response
-from llm_serving.server.generation import Generation, encode_text, raise_on_error
+from llm_serving.server.generation import Generation, encode_text, raise_unless_whole
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, check_model
 from llm_serving.server.parameters import read_fields
@@ -155,7 +154,7 @@ class _Answer:
     async def whole(self, generation: Generation) -> MessageAnswer:
         output = None
         async for _, output in generation.outputs():
-            _raise_on_failure(output)
+            raise_unless_whole(output)
             await off_loop(len(output.text) > INLINE_BYTES, partial(self._blocks.add, output))
         assert output is not None
         content = [_written(block) for block in self._blocks.blocks] or [TextBlock("")]
@@ -163,7 +162,7 @@ class _Answer:
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
-        _raise_on_failure(output)
+        raise_unless_whole(output)
         begun, self._last = self._last is not None, output
         told = b"" if begun else _event(StreamEvent(type="message_start", message=self._message(output, [])))
         for block, begins, text in self._blocks.add(output):
@@ -233,12 +232,6 @@ def _object(arguments: str) -> Raw:
 
 def _stopped(index: int) -> bytes:
     return _event(StreamEvent(type="content_block_stop", index=index))
-
-
-def _raise_on_failure(output: RequestOutput) -> None:
-    raise_on_error(output)
-    if output.finish_reason is FinishReason.ABORT:  # the protocol has no word for an end that somebody else has made
-        raise RequestCancelledError
 
 
 def _usage(output: RequestOutput) -> MessagesUsage:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import LLMServingError, RequestCancelledError, RequestError
+from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.log import get_logger
 from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind, Told
 from llm_serving.server.authentication import tenant_seen
@@ -24,7 +24,7 @@ from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, openai_error
-from llm_serving.server.generation import Generation, raise_on_error
+from llm_serving.server.generation import Generation, raise_unless_whole
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
 from llm_serving.server.response_store import ResponseStore, StoredResponse
@@ -255,9 +255,7 @@ class _Answer:
         self._close("cancelled", "incomplete")
 
     def _take(self, output: RequestOutput) -> list[Told]:
-        raise_on_error(output)
-        if output.finish_reason is FinishReason.ABORT:
-            raise RequestCancelledError
+        raise_unless_whole(output)
         told = self._blocks.add(output)
         if not output.finished:
             return told

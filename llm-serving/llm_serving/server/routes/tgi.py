@@ -21,7 +21,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import MAX_STOP_STRINGS, RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestCancelledError, RequestError
+from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
 from llm_serving.server.choices import MAX_CHOICES
@@ -31,7 +31,7 @@ from llm_serving.server.generation import (
     MIN_LOGPROB,
     Generation,
     encode_text,
-    raise_on_error,
+    raise_unless_whole,
     start_generation,
     token_pieces,
 )
@@ -136,7 +136,7 @@ class _Answer:
         top_tokens: list[list[JsonObject]] = []
         details: JsonObject = {}
         async for _, output in generation.outputs():
-            _raise_on_failure(output)
+            raise_unless_whole(output)
             self._text += output.text
             tokens += [self._token(*piece) for piece in token_pieces(output)]
             top_tokens += self._top_tokens(output)
@@ -151,7 +151,7 @@ class _Answer:
 
     def piece(self, index: int, output: RequestOutput) -> bytes:
         del index
-        _raise_on_failure(output)
+        raise_unless_whole(output)
         self._text += output.text
         pieces = token_pieces(output)
         top_tokens = self._top_tokens(output)
@@ -223,12 +223,6 @@ async def show_info(engine: AsyncEngine, http_request: Request) -> Response:
             "docker_label": None,
         }
     )
-
-
-def _raise_on_failure(output: RequestOutput) -> None:
-    raise_on_error(output)
-    if output.finish_reason is FinishReason.ABORT:  # clients of this protocol know only ends of their own making
-        raise RequestCancelledError
 
 
 def _event(content: JsonObject) -> bytes:
