@@ -14,6 +14,7 @@ from llm_serving.server.anthropic_schemas import (
     ResultBlock,
     ToolChoice,
 )
+from llm_serving.server.flat_fields import nested_schema
 from llm_serving.server.schemas import (
     ChatMessage,
     ContentPart,
@@ -76,7 +77,7 @@ def form_of(config: OutputConfig | None) -> JsonObject | None:
         return None
     if form.get("type") != "json_schema":
         raise RequestError("output_config.format.type", "must be json_schema", form.get("type"))
-    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
+    return nested_schema(form)
 
 
 def _turn(place: str, turn: ConversationTurn) -> list[ChatMessage]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.errors import RequestError
+from llm_serving.server.flat_fields import nested_schema
 from llm_serving.server.responses_schemas import FunctionTool, InputItem, InputPart
 from llm_serving.server.schemas import ChatMessage, Function, FunctionOfMessage, JsonObject, Tool, ToolCallOfMessage
 
@@ -90,7 +91,7 @@ def form_of(text: JsonObject | None) -> JsonObject | None:
         raise RequestError("text.format", "must be an object", form)
     if form is None or form.get("type") != "json_schema":
         return form
-    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
+    return nested_schema(form)
 
 
 def _check(place: str, item: InputItem) -> None:

@@ -54,6 +54,7 @@ from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once, render_chat
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import error_headers, json_response
+from llm_serving.server.flat_fields import flat_error
 from llm_serving.server.generation import Generation, encode_text, raise_unless_whole
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, check_model
@@ -130,12 +131,7 @@ def _in_our_words(error: RequestError) -> RequestError:
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"
         )
-    if error.field.startswith("response_format"):
-        inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
-        return error.renamed(f"output_config.format{inner}")
-    if error.field.startswith("tools["):
-        return error.renamed(error.field.replace(".function.", "."))
-    return error
+    return flat_error(error, "output_config.format")
 
 
 def _goes_on(turns: list[ConversationTurn]) -> bool:

@@ -24,6 +24,7 @@ from llm_serving.server.caller import caller_of
 from llm_serving.server.conversation import converse_once
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response, openai_error
+from llm_serving.server.flat_fields import flat_error
 from llm_serving.server.generation import Generation, raise_unless_whole
 from llm_serving.server.openai_requests import check_model
 from llm_serving.server.parameters import read_fields
@@ -141,13 +142,8 @@ async def cancel_response(engine: AsyncEngine, http_request: Request) -> Respons
 
 
 def _in_our_words(error: RequestError) -> RequestError:
-    if error.field.startswith("tools["):
-        return error.renamed(error.field.replace(".function.", "."))
-    if error.field.startswith("response_format"):
-        inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
-        return error.renamed(f"text.format{inner}")
     name = error.field.partition("[")[0]
-    return error.renamed(_FIELDS[name]) if name in _FIELDS else error
+    return error.renamed(_FIELDS[name]) if name in _FIELDS else flat_error(error, "text.format")
 
 
 def store_of(http_request: Request) -> ResponseStore:
