@@ -22,6 +22,7 @@ from llm_serving.server.generation import INLINE_CHARS, Generation, check_length
 from llm_serving.server.knock import knock
 from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 from llm_serving.server.openai_requests import Identity, check_model, identify
+from llm_serving.server.prompt_items import Item
 from llm_serving.server.streaming import complete
 from llm_serving.server.vector_schemas import TokensUsage, VectorRequest
 
@@ -29,7 +30,6 @@ MAX_INPUTS: Final = 2048
 """Texts of one request, as with OpenAI."""
 _PROMPT: Final = SamplingParams(max_tokens=0)
 
-Text = str | list[int]
 Place = Callable[[int], str]
 """Index of a text -> its name in the request."""
 
@@ -45,7 +45,7 @@ async def read_vectors(
     engine: AsyncEngine,
     http_request: Request,
     request: VectorRequest,
-    texts: Sequence[Text],
+    texts: Sequence[Item],
     place: Place,
     *,
     prefix: str,
@@ -121,7 +121,7 @@ async def _collect(generation: Generation, count: int) -> list[Float32Array]:
 
 
 async def _encode(
-    engine: AsyncEngine, texts: Sequence[Text], place: Place, limits: Sequence[int | None], add_special_tokens: bool
+    engine: AsyncEngine, texts: Sequence[Item], place: Place, limits: Sequence[int | None], add_special_tokens: bool
 ) -> list[list[int]]:
     most = min(engine.config.model.max_input_len, engine.max_model_len)
     for index, (text, limit) in enumerate(zip(texts, limits, strict=True)):

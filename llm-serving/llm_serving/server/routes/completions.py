@@ -14,7 +14,6 @@ from starlette.responses import Response
 from llm_serving.core.request_output import PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import RULES
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
 from llm_serving.server.accepted.arrival import arrival
 from llm_serving.server.answer_form import asked_form, compiled, text_of
 from llm_serving.server.caller import caller_of
@@ -29,7 +28,7 @@ from llm_serving.server.generation import (
     truncated,
 )
 from llm_serving.server.knock import knock
-from llm_serving.server.off_loop import INLINE_ITEMS, INLINE_TOKENS, off_loop
+from llm_serving.server.off_loop import INLINE_TOKENS, off_loop
 from llm_serving.server.openai_requests import (
     Identity,
     StreamedUsage,
@@ -41,6 +40,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
+from llm_serving.server.prompt_items import Item, prompt_items
 from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size, prompt_answer
 from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.sampling import bad_words, sampling_params
@@ -62,7 +62,7 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
     """Answers a request that has come, or that was accepted and comes again."""
     streamed_usage = check_stream_options(request)
     caller = caller_of(engine.config, http_request, request)
-    items = await off_loop(len(request.prompt) > INLINE_ITEMS, lambda: prompt_items(request.prompt))
+    items = await prompt_items(request.prompt, "prompt", MAX_CHOICES, "prompts")
     choices = choices_of(request, len(items))
     num_streams = choices.n * len(items)
     async with arrival(engine, http_request, request, caller, route=PATH, prefix="cmpl", num_streams=num_streams) as (
@@ -130,25 +130,6 @@ def _asked_of_prompts(request: CompletionRequest) -> tuple[str, int | None]:
     return "echo and logprobs", echoed if own is None else max(own, echoed)
 
 
-def prompt_items(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request, each a text or token ids.
-
-    Raises:
-        RequestError: The list is empty, mixes kinds or holds too many prompts.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt) > 0:
-        return [ids]
-    items = [item for item in prompt if isinstance(item, str | list)]
-    if ids or not items or len({type(item) for item in items}) > 1:
-        raise RequestError("prompt", "must be a text, a list of texts, token ids or a list of lists of token ids")
-    if len(items) > MAX_CHOICES:
-        raise RequestError("prompt", f"must hold at most {MAX_CHOICES} prompts", len(items))
-    return items
-
-
 class _Answer:
     """Puts the pieces of a generation into the form of the protocol."""
 
@@ -158,7 +139,7 @@ class _Answer:
         request: CompletionRequest,
         identity: Identity,
         streamed_usage: StreamedUsage,
-        items: Sequence[str | list[int]],
+        items: Sequence[Item],
         prompts: Sequence[list[int]],
         n: int,
         receipt: ReceiptDraft | None,

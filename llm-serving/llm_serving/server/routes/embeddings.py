@@ -16,8 +16,9 @@ from llm_serving.errors import RequestError
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.off_loop import INLINE_ITEMS, large_json_response, off_loop
 from llm_serving.server.parameters import read_fields
+from llm_serving.server.prompt_items import prompt_items
 from llm_serving.server.vector_schemas import Embedding, Embeddings, EmbeddingsRequest
-from llm_serving.server.vectors import MAX_INPUTS, Text, normalised, read_vectors
+from llm_serving.server.vectors import MAX_INPUTS, normalised, read_vectors
 
 FORMATS: Final = ("float", "base64")
 MAX_VALUES: Final = 2**22
@@ -29,7 +30,7 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
     request = await read_fields(engine, http_request, EmbeddingsRequest)
     if request.encoding_format not in (None, *FORMATS):
         raise RequestError("encoding_format", f"must be {' or '.join(FORMATS)}", request.encoding_format)
-    texts = await off_loop(len(request.input) > INLINE_ITEMS, lambda: _texts(request.input))
+    texts = await prompt_items(request.input, "input", MAX_INPUTS, "texts")
     hidden = engine.model_spec.network.hidden
     size = hidden if request.dimensions is None else request.dimensions
     if not 1 <= size <= hidden:
@@ -62,20 +63,6 @@ async def create_embeddings(engine: AsyncEngine, http_request: Request) -> Respo
         usage=vectors.usage,
     )
     return await large_json_response(answer, vectors.headers)
-
-
-def _texts(given: str | list[str | int | list[int]]) -> list[Text]:
-    if isinstance(given, str):
-        return [given]
-    ids = [item for item in given if isinstance(item, int)]
-    if len(ids) == len(given) > 0:
-        return [ids]
-    items = [item for item in given if isinstance(item, str | list)]
-    if ids or not items or len({type(item) for item in items}) > 1:
-        raise RequestError("input", "must be a text, a list of texts, token ids or a list of lists of token ids")
-    if len(items) > MAX_INPUTS:
-        raise RequestError("input", f"must hold at most {MAX_INPUTS} texts", len(items))
-    return items
 
 
 def _written(vector: Float32Array, size: int, normalises: bool, as_base64: bool) -> Raw:
