@@ -18,7 +18,7 @@ from llm_serving.text.constraints.grammars import any_grammar, choice_grammar, j
 NUM_COMPILERS: Final = 2
 _COMPILING: Final = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
 """Threads that compile: other work beside the event loop does not wait with them."""
-MAX_CHOICES: Final = 1024
+MAX_TEXTS_OF_CHOICE: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -156,8 +156,8 @@ def _grammar(field: str, value: Any, request: object) -> AnswerForm:
 
 def _choice(field: str, value: Any, request: object) -> AnswerForm:
     del request
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
-        raise RequestError(field, f"must hold 1 to {MAX_CHOICES} texts")
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TEXTS_OF_CHOICE:
+        raise RequestError(field, f"must hold 1 to {MAX_TEXTS_OF_CHOICE} texts")
     if not all(isinstance(each, str) and each for each in value):
         raise RequestError(field, "must hold texts, none of them empty")
     return AnswerForm(field, lambda: choice_grammar(list(dict.fromkeys(value))))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import GoneError, IdempotencyError, RequestError
-from llm_serving.server.accepted.position import BEGINNING, MAX_CHOICES, Position
+from llm_serving.server.accepted.position import BEGINNING, MAX_NUMBERED_CHOICES, Position
 from llm_serving.server.accepted.record import AcceptedRequest
 from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
@@ -77,7 +77,7 @@ async def arrival(
     rules = SharingRules(serving.join_identical, serving.resume_grace_s)
     seeded = request.seed is not None
     key = _key(http_request) if accepted.keeps else ""
-    streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_CHOICES)
+    streams = bool(serving.resume_streams and accepted.keeps and request.stream and num_streams <= MAX_NUMBERED_CHOICES)
     resumed: Resumed | None = getattr(http_request.state, "resumed", None)
     if resumed is None and not key and not streams:
         yield Arrival(identify(engine, http_request, request, prefix), Turn(rules, seeded=seeded))

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 from llm_serving.errors import RequestError
 
-MAX_CHOICES: Final = 16
+MAX_NUMBERED_CHOICES: Final = 16
 """Streams of more choices have no ids: each id has a number for each choice."""
 END: Final = "end"
 _COUNT: Final = r"(?:0|[1-9][0-9]{0,8})"
-_POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
+_POSITION: Final = re.compile(rf"({_COUNT}(?:\.{_COUNT}){{0,{MAX_NUMBERED_CHOICES - 1}}})(?:\+({_COUNT}|{END}))?")
 
 
 class Position(NamedTuple):
