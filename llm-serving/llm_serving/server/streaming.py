@@ -19,6 +19,8 @@ from llm_serving.server.generation import Generation
 logger = get_logger(__name__)
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
+STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""That nothing on the way keeps or collects what is sent."""
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -79,9 +81,7 @@ class StreamResponse(Response):
         self.status_code = 200
         self.media_type = media_type
         self.background = None
-        self.init_headers(
-            {"cache-control": "no-cache", "x-accel-buffering": "no", **generation.headers, **(headers or {})}
-        )
+        self.init_headers({**STREAM_HEADERS, **generation.headers, **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientGoneError):

@@ -15,7 +15,7 @@ from llm_serving.server.authentication import tenant_seen
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.live_feed import LiveFeed
 from llm_serving.server.live_view import columns_event
-from llm_serving.server.streaming import EVENT_STREAM, ClientGoneError, run_until_client_leaves
+from llm_serving.server.streaming import EVENT_STREAM, STREAM_HEADERS, ClientGoneError, run_until_client_leaves
 
 
 async def watch(engine: AsyncEngine, http_request: Request) -> Response:
@@ -32,7 +32,7 @@ class _LiveResponse(Response):
         self.status_code = 200
         self.media_type = EVENT_STREAM
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers(STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._with_body = scope["method"] != "HEAD"
