@@ -257,4 +257,3 @@ _READERS: Final[Mapping[str, _Read]] = {
     "grammar": _tgi_grammar,
 }
 """Field -> what it asks for."""
-FORM_FIELDS: Final = tuple(_READERS)

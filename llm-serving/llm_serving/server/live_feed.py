@@ -106,10 +106,6 @@ class LiveFeed:
         self._number = 0
         self._closed = False
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     def join(self, tenant: str | None) -> Viewer:
         """Somebody watches from now on, until `leave`.
 
