@@ -14,6 +14,9 @@ from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine import open_requests
+from llm_serving.engine.open_requests import OpenRequests
+from llm_serving.engine.request_stream import TAKEN_AT_ONCE
 from llm_serving.engine.shared_answers import SharedAnswers, Sharing
 from llm_serving.errors import RequestNotFoundError
 
@@ -57,6 +60,43 @@ def test_who_comes_late_gets_all_pieces_in_order():
         assert (len(store.answers), store.answers.num_bytes) == (0, 0), "not kept"
 
     asyncio.run(run())
+
+
+def test_others_have_their_turn_while_a_whole_answer_is_read():
+    async def run():
+        store = Store()
+        shared = store.open(keeps=True)
+        for _ in range(4 * TAKEN_AT_ONCE):
+            shared.put(piece("x"))
+        shared.put(piece("y", FinishReason.STOP))
+        turns = 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        assert len(await all_of(shared.read("a", None))) == 4 * TAKEN_AT_ONCE + 1
+        task.cancel()
+        assert turns == 4
+
+    asyncio.run(run())
+
+
+def test_what_is_remembered_of_those_who_join_is_bounded_also_of_one_id(monkeypatch):
+    monkeypatch.setattr(open_requests, "MAX_JOINED", 3)
+    requests = OpenRequests()
+    for number in range(5):
+        requests.join("a", f"r-{number}")
+        requests.join("a", f"r-{number}")
+    assert requests.joined("a") == ["r-2", "r-3", "r-4"]
+    requests.join("b", "r-5")
+    requests.join("c", "r-6")
+    assert [requests.joined(each) for each in "abc"] == [["r-4"], ["r-5"], ["r-6"]]
+    requests.join("c", "r-7")
+    assert requests.joined("a") == []
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT])

@@ -13,6 +13,7 @@ from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.observe.explanation import answers_to, explain
 from llm_serving.observe.journal import Journal, Life
+from llm_serving.observe.live_requests import client_ids
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS
@@ -105,7 +106,7 @@ def test_a_timeline_of_fewer_steps():
 )
 def test_ids_are_found_as_clients_know_them(request_id, engine_id, expected):
     known = create_request(request_id=engine_id)
-    assert answers_to(Life(known, known.request_class, 1), request_id) is expected
+    assert answers_to(Life(known, known.request_class, 1), client_ids(request_id)) is expected
 
 
 def test_the_routes_are_documented():

@@ -17,6 +17,7 @@ from llm_serving.errors import RequestNotFoundError, WorkerDiedError
 from llm_serving.observe.explanation import Explanation, answers_to, explain
 from llm_serving.observe.glance import Glance
 from llm_serving.observe.journal import Life
+from llm_serving.observe.live_requests import client_ids
 from llm_serving.observe.scheduler_state import SchedulerState
 from llm_serving.observe.timeline import JsonObject, ReplicaTrace, trace
 
@@ -127,5 +128,5 @@ class Lookup:
 
 
 def _lives(engine: Engine, ids: Sequence[str], tenant: str | None) -> list[Life]:
-    lives = engine.journal.lives()
-    return [life for life in lives if tenant in (None, life.tenant) and any(answers_to(life, each) for each in ids)]
+    names = frozenset(name for each in ids for name in client_ids(each))
+    return [life for life in engine.journal.lives() if tenant in (None, life.tenant) and answers_to(life, names)]

@@ -15,7 +15,7 @@ from llm_serving.engine.shared_answers import SharedAnswer
 from llm_serving.observe.live_requests import LiveRequests, client_ids
 
 MAX_JOINED: Final = 4096
-"""Ids of clients that are remembered whose answers others' requests computed."""
+"""Answers that are remembered which others' requests computed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +38,7 @@ class OpenRequests:
         self._num_of: Counter[Engine] = Counter()
         self._joined: dict[str, dict[str, None]] = {}
         """A client's id -> engine's ids of what computes, or computed, its answers; the newest."""
+        self._num_joined = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -74,9 +75,15 @@ class OpenRequests:
 
     def join(self, client_id: str, engine_id: str) -> None:
         """The answer to a client's request is what one of the engine's computes for another."""
-        self._joined.setdefault(client_id, {})[engine_id] = None
-        if len(self._joined) > MAX_JOINED:
-            del self._joined[next(iter(self._joined))]
+        engine_ids = self._joined.setdefault(client_id, {})
+        self._num_joined += engine_id not in engine_ids
+        engine_ids[engine_id] = None
+        if self._num_joined > MAX_JOINED:
+            self._num_joined -= 1
+            oldest, engine_ids = next(iter(self._joined.items()))
+            del engine_ids[next(iter(engine_ids))]
+            if not engine_ids:
+                del self._joined[oldest]
 
     def joined(self, client_id: str) -> Sequence[str]:
         """Engine's ids of requests of others that a client's answers came from."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from llm_serving.core.request_output import RequestOutput
+
+TAKEN_AT_ONCE: Final = 16
+"""Pieces that are there already, before others have their turn: a whole answer may be."""
 
 
 class RequestStream:
@@ -21,6 +25,8 @@ class RequestStream:
         self._reader: asyncio.Future[None] | None = None
         """Who waits for the next piece; there is one reader at most."""
         self._finished = False
+        self._num_at_once = 0
+        """Pieces that were taken without having been waited for."""
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -28,9 +34,14 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
+        self._num_at_once += 1
+        if self._num_at_once > TAKEN_AT_ONCE:
+            self._num_at_once = 1
+            await asyncio.sleep(0)
         while not self._pieces:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+            self._num_at_once = 0
         piece = self._pieces.popleft()
         self._finished = piece.finished
         return piece

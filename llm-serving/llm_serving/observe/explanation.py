@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct
 
 from llm_serving.observe.attribution import OwnRow, Part, Span, attribute, largest_decode_gap, num_right, own_rows
 from llm_serving.observe.journal import Life, Record
-from llm_serving.observe.live_requests import client_id_of, client_ids
+from llm_serving.observe.live_requests import client_id_of
 from llm_serving.scheduler.bounds import ClassBounds
 
 
@@ -92,9 +92,10 @@ class Explanation(Struct, kw_only=True):
     bounds: ExplainedBounds
 
 
-def answers_to(life: Life, request_id: str) -> bool:
-    """Whether a client means this request by `request_id`: its own id, that of the answer, or the engine's."""
-    return request_id == life.request_id or client_id_of(life.request_id) in client_ids(request_id)
+def answers_to(life: Life, names: Collection[str]) -> bool:
+    """Whether a client means this request by one of `names`, which are `client_ids`: its own id, that of the answer, or
+    the engine's."""
+    return life.request_id in names or client_id_of(life.request_id) in names
 
 
 def explain(
