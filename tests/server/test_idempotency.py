@@ -58,6 +58,19 @@ def test_another_request_by_the_same_key_is_refused():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("serving", [{}, {"join_identical": True}])
+@pytest.mark.parametrize("prompt", [[2**70], [[5, 6], [5, -(2**70)]]])
+def test_integers_that_are_no_token_ids_are_refused_as_without_a_key(serving, prompt):
+    async def run():
+        async with GatedServer(serving=serving).running() as client:
+            for headers in ({}, keyed()):
+                refused = await client.post(PATH, json=BODY | {"prompt": prompt, "temperature": 0}, headers=headers)
+                assert refused.status_code == 400
+                assert error_of(refused)["param"] == "prompt"
+
+    asyncio.run(run())
+
+
 def test_who_comes_while_it_is_computed_joins_it():
     async def run():
         server = GatedServer()

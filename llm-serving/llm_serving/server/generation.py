@@ -183,7 +183,7 @@ async def start_generation(
     """
     if receipt is not None:
         receipt.begin(prompts, samplings[0], choices)
-    sharing = None if turn is None else turn.sharing(prompts, samplings[0], choices, caller)
+    sharing = None if turn is None else await turn.sharing(prompts, samplings[0], choices, caller)
     sequences = [sequences_of(sampling, choices) for sampling in samplings]
     keys = [] if sharing is None else _keys(sharing.key, sequences)
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
@@ -228,7 +228,7 @@ async def start_generation(
                 if len(streams) % SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # others are served meanwhile
         if turn is not None:
-            await turn.accept(prompts)
+            await turn.accept()
     except BaseException:
         await Generation(streams, on_end=on_end).aclose()
         raise

@@ -17,6 +17,7 @@ from llm_serving.server.accepted.position import BEGINNING, Position
 from llm_serving.server.accepted.record import AcceptedRequest
 from llm_serving.server.caller import Caller
 from llm_serving.server.choices import Choices
+from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -61,6 +62,8 @@ class Turn:
         self.position = position
         """What its client has been told."""
         self._add = add
+        self._prompts = b""
+        """Digest of the token ids of its prompts."""
 
     @property
     def stream_id(self) -> str:
@@ -79,7 +82,7 @@ class Turn:
             headers["idempotent-replayed"] = "true"
         return headers
 
-    def sharing(
+    async def sharing(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: Caller
     ) -> Sharing | None:
         """How its answer is shared: with the same requests of the same tenant, or with itself when it comes again.
@@ -99,25 +102,32 @@ class Turn:
         else:
             return None
         who = (scope, caller.tenant, caller.cache_salt, caller.priority)
-        key = digest_of(_encode((who, prompts, _telling(sampling), choices)))
+        self._prompts = await off_loop(sum(map(len, prompts)) > INLINE_ITEMS, lambda: _digest_of_ids(prompts))
+        key = digest_of(_encode((who, self._prompts, _telling(sampling), choices)))
         keeps = self.record is not None and bool(self.record.key)
         return Sharing(key, keeps, self._rules.grace_s if self.stream_id else 0.0)
 
-    async def accept(self, prompts: Sequence[list[int]]) -> None:
-        """It is computed from now on: from now on it can come again.
+    async def accept(self) -> None:
+        """It is computed from now on, by the prompts of which `sharing` was told: from now on it can come again.
 
         Raises:
             GoneError: It was accepted before with other prompts.
         """
         if self.record is None:
             return
-        digest = digest_of(_encode(prompts))
         if self.known:
-            if not hmac.compare_digest(self.record.prompts, digest):
+            if not hmac.compare_digest(self.record.prompts, self._prompts):
                 raise GoneError("its text comes to other tokens than before, by its chat template")
         elif self._add is not None:
-            self.record = msgspec.structs.replace(self.record, prompts=digest)
+            self.record = msgspec.structs.replace(self.record, prompts=self._prompts)
             await self._add(self.record)
+
+
+def _digest_of_ids(prompts: Sequence[list[int]]) -> bytes:
+    try:
+        return digest_of(_encode(prompts))
+    except OverflowError:  # integers that are no token ids, as will be found out
+        return b""
 
 
 def _telling(sampling: SamplingParams) -> object:
