@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from constraint_runs import random_answer
 from fakes import FakeEngine
 from jsonschema_rs import validator_for
+from llm_serving.errors import RequestError
+from llm_serving.server import answer_form
+from llm_serving.server.schemas import CompletionRequest
 from server_client import error_of, post
 
 COMPLETIONS, CHAT, TGI = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -173,3 +177,12 @@ def test_what_tgi_refuses(value: Any, named: str) -> None:
     assert named in response.json()["error"]
     response, _ = ask(TGI, grammar={"type": "regex", "value": "a"}, min_new_tokens=2)
     assert "`min_new_tokens` is not supported with `grammar.value`" in response.json()["error"]
+
+
+@pytest.mark.parametrize("schema", ["[" * 2**17, {"enum": ["x" * 2**17]}, {"": "[" * 2**17}])
+def test_what_is_too_large_is_not_even_read(schema, monkeypatch):
+    monkeypatch.setattr(answer_form, "json", None)
+    form = answer_form.asked_form(CompletionRequest(prompt="x", guided_json=schema))
+    engine = FakeEngine()
+    with pytest.raises(RequestError, match="`guided_json` must have at most 65536 bytes"):
+        asyncio.run(answer_form.compiled(engine, form))

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
@@ -29,14 +31,14 @@ class AnswerForm:
     Attributes:
         field: That asks for it, as the client wrote it.
         make: Makes the grammar; may take long, and raises GrammarError or RequestError.
-        size: Characters of the text that it is made of, where that is one.
+        size: Bytes or characters of what it is made of, at least; may take long, as `make`.
         parts: What other fields ask for in it; the first that cannot be kept to alone is named.
     """
 
     field: str
     make: Callable[[], Grammar]
     parts: Sequence[AnswerForm] = ()
-    size: int = 0
+    size: Callable[[], int] = lambda: 0
 
 
 def asked_form(request: object, names: Mapping[str, str] | None = None) -> AnswerForm | None:
@@ -98,7 +100,7 @@ def _asks(value: Any) -> bool:
 
 def _compile(compiler: ConstraintCompiler, form: AnswerForm) -> TokenConstraint:
     try:
-        compiler.check_size(form.size)  # before much is made of it
+        compiler.check_size(form.size())  # before much is made of it
         return compiler.compiled(form.make())
     except GrammarError as error:
         for part in form.parts:
@@ -117,20 +119,32 @@ def _whitespace(request: object) -> str | None:
 
 def _schema(field: str, value: Any, request: object) -> AnswerForm:
     """A JSON schema, as an object or as its text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise RequestError(field, "must be a JSON schema: its text is not JSON") from None
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | str):
         raise RequestError(field, "must be a JSON schema, an object", value)
     whitespace = _whitespace(request)
-    return AnswerForm(field, lambda: json_grammar(_text(value), whitespace))
+    return AnswerForm(field, lambda: json_grammar(_text(field, value), whitespace), size=lambda: _size(value))
 
 
-def _text(schema: Any) -> str:
+def _text(field: str, schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise RequestError(field, "must be a JSON schema: its text is not JSON") from None
+    if not isinstance(schema, dict):
+        raise RequestError(field, "must be a JSON schema, an object", schema)
     try:
         return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise GrammarError("is nested too deeply") from None
+
+
+def _size(schema: Any) -> int:
+    """Of its text, which this writes in a tenth of the time."""
+    if isinstance(schema, str):
+        return len(schema)
+    try:
+        return len(msgspec.json.encode(schema))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
 
@@ -145,13 +159,13 @@ def _any_object(field: str, value: Any, request: object) -> AnswerForm | None:
 def _regex(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: regex_grammar(text), size=len(text))
+    return AnswerForm(field, lambda: regex_grammar(text), size=lambda: len(text))
 
 
 def _grammar(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: any_grammar(text), size=len(text))
+    return AnswerForm(field, lambda: any_grammar(text), size=lambda: len(text))
 
 
 def _choice(field: str, value: Any, request: object) -> AnswerForm:
@@ -160,7 +174,7 @@ def _choice(field: str, value: Any, request: object) -> AnswerForm:
         raise RequestError(field, f"must hold 1 to {MAX_TEXTS_OF_CHOICE} texts")
     if not all(isinstance(each, str) and each for each in value):
         raise RequestError(field, "must hold texts, none of them empty")
-    return AnswerForm(field, lambda: choice_grammar(list(dict.fromkeys(value))))
+    return AnswerForm(field, lambda: choice_grammar(list(dict.fromkeys(value))), size=lambda: sum(map(len, set(value))))
 
 
 def _not_empty(field: str, value: Any) -> str:

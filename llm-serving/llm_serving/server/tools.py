@@ -106,6 +106,7 @@ def bound_form(
         parts[0].field if form is not None or bound_by is None else bound_by,
         lambda: answer_grammar(None if form is None else form.make(), calls, thinks_open, marks),
         parts,
+        (lambda: 0) if form is None else form.size,
     )
 
 
