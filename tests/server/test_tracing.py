@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from http.client import BadStatusLine, HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -117,7 +118,7 @@ class Collector:
     def __init__(self) -> None:
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self.failures: queue.Queue[None] = queue.Queue()
-        self.error: OSError | None = None
+        self.error: OSError | HTTPException | None = None
 
     def __call__(self, message: bytes) -> None:
         if self.error is not None:
@@ -166,9 +167,12 @@ def test_without_a_collector_nothing_is_told() -> None:
     assert "traceparent" not in response.headers
 
 
-def test_a_collector_that_is_gone_is_told_of_once_and_tried_again(quick: None, caplog: Any) -> None:
+@pytest.mark.parametrize("error", [ConnectionRefusedError("gone"), BadStatusLine("gone")])
+def test_a_collector_that_is_gone_is_told_of_once_and_tried_again(
+    quick: None, caplog: Any, error: OSError | HTTPException
+) -> None:
     collector = Collector()
-    collector.error = ConnectionRefusedError("gone")
+    collector.error = error
     tracer = Tracer(collector, "demo")
     context = TraceContext(TRACE, "a" * 16)
     for _ in range(2):

@@ -15,6 +15,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Final, NamedTuple
 
 from llm_serving import __version__
@@ -30,6 +31,8 @@ MAX_PENDING: Final = 4096
 """Spans that wait for a collector; further ones are dropped and counted."""
 MAX_SENT: Final = 512
 """Spans of one message."""
+MAX_ANSWER_BYTES: Final = 2**16
+"""Of a collector, that are read."""
 SEND_EVERY_S: Final = 1.0
 """Spans are collected for so long before they are sent."""
 TIMEOUT_S: Final = 5.0
@@ -106,7 +109,7 @@ class Tracer:
     """Sends spans from a thread of its own: who is traced never waits for the collector.
 
     Args:
-        send: Sends a message, or raises OSError.
+        send: Sends a message, or raises OSError or HTTPException.
         service: Name of the service in the traces.
         wall_clock: Seconds since 1970.
     """
@@ -163,9 +166,9 @@ class Tracer:
         message = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:
             self._send(json.dumps(message).encode())
-        except OSError as error:
+        except (OSError, HTTPException) as error:  # the latter: what answers is no HTTP
             if not self._fails:
-                logger.warning("serving_config.otlp_endpoint: traces cannot be sent: %s", error)
+                logger.warning("serving_config.otlp_endpoint: traces cannot be sent: %s", error or type(error).__name__)
             self._fails = True
         else:
             if self._fails:
@@ -174,12 +177,12 @@ class Tracer:
 
 
 def send_to(endpoint: str) -> Send:
-    """What posts messages to a collector's address; its errors are OSErrors."""
+    """What posts messages to a collector's address; its errors are OSErrors and HTTPExceptions."""
 
     def send(message: bytes) -> None:
         request = urllib.request.Request(endpoint, message, {"Content-Type": "application/json"})  # noqa: S310
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310  the rule of the key checks it
-            answer.read()
+            answer.read(MAX_ANSWER_BYTES)
 
     return send
 
