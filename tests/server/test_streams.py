@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from gated_server import GatedServer
 from llm_serving.config.schema import ApiKey
@@ -102,6 +103,19 @@ def test_who_lies_about_events_is_told_so(event_id):
             assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
             unknown = await client.get("/v1/streams/nobody", headers={"Last-Event-ID": event_id})
             assert unknown.status_code in (400, 404)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_this_version_cannot_read_is_refused_by_its_field():
+    async def run():
+        gated = server()
+        async with gated.running() as client:
+            stream_id = (await client.post(PATH, json=BODY)).headers["x-stream-id"]
+            records = gated.site.routes.accepted._records
+            records[stream_id] = msgspec.structs.replace(records[stream_id], request=b'{"prompt": "x", "n": []}')
+            answer = await client.get(f"/v1/streams/{stream_id}")
+            assert (answer.status_code, error_of(answer)["param"]) == (400, "n")
 
     asyncio.run(run())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +12,8 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestNotFoundError
 from llm_serving.server.accepted.arrival import EVENT_HEADER, resumed_by
 from llm_serving.server.endpoint import Endpoint
+from llm_serving.server.off_loop import INLINE_BYTES, off_loop
+from llm_serving.server.request_body import decode_body
 from llm_serving.server.routes import chat, completions
 from llm_serving.server.schemas import ChatCompletionRequest, CompletionRequest
 
@@ -32,11 +33,12 @@ async def resume_stream(engine: AsyncEngine, http_request: Request) -> Response:
         return Response(status_code=HTTPStatus.NO_CONTENT)  # tells a browser not to come again
     http_request.state.resumed = resumed
     body = resumed.record.request
+    is_long = len(body) > INLINE_BYTES
     if resumed.record.route == completions.PATH:
-        return await completions.answer_completion(
-            engine, http_request, msgspec.json.decode(body, type=CompletionRequest)
-        )
-    return await chat.answer_conversation(engine, http_request, msgspec.json.decode(body, type=ChatCompletionRequest))
+        completion = await off_loop(is_long, lambda: decode_body(body, CompletionRequest))
+        return await completions.answer_completion(engine, http_request, completion)
+    conversation = await off_loop(is_long, lambda: decode_body(body, ChatCompletionRequest))
+    return await chat.answer_conversation(engine, http_request, conversation)
 
 
 ENDPOINTS: Final = (
