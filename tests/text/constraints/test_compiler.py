@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from constraint_runs import END, allowed_ids, random_answer
 from fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, GrammarLimits
+from llm_serving.text.constraints.compiler import _with_a_large_stack
 from llm_serving.text.constraints.grammars import (
     any_grammar,
     choice_grammar,
@@ -157,3 +159,10 @@ def test_too_large_a_grammar_is_refused() -> None:
     compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(max_bytes=1024))
     with pytest.raises(GrammarError, match="must have at most 1024 bytes"):
         compiler.compiled(regex_grammar("a" * 1000))
+
+
+def test_threads_have_the_usual_stack_again_however_many_compile():
+    before = threading.stack_size()
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(lambda number: _with_a_large_stack(lambda: number), range(200))) == sum(range(200))
+    assert threading.stack_size() == before

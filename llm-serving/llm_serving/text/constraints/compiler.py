@@ -35,6 +35,8 @@ MAX_CPU_S: Final = 2.0
 STACK_BYTES: Final = 2**25
 """Of the threads that compile: beyond what a grammar can need that has passed its trial."""
 MAX_ERROR_CHARS: Final = 400
+_STARTING: Final = threading.Lock()
+"""Two that begin at once would put the other's size back, for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +175,12 @@ def _with_a_large_stack(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  whoever waits for it is told
             done.set_exception(error)
 
-    before = threading.stack_size(STACK_BYTES)  # of every thread that starts meanwhile, which is no harm
-    try:
-        threading.Thread(target=run, name="grammar").start()
-    finally:
-        threading.stack_size(before)
+    with _STARTING:
+        before = threading.stack_size(STACK_BYTES)  # of every thread that starts meanwhile, which is no harm
+        try:
+            threading.Thread(target=run, name="grammar").start()
+        finally:
+            threading.stack_size(before)
     return done.result()
 
 
