@@ -17,8 +17,10 @@ from llm_serving.errors import RequestError
 from llm_serving.server import body_census, generation, knock, request_body
 from llm_serving.server import off_loop as off_loop_module
 from llm_serving.server.body_census import MAX_CONTAINERS, MAX_DIGITS, MAX_TEXTS, MAX_VALUES, check_census
+from llm_serving.server.conversation import _says_much
 from llm_serving.server.off_loop import INLINE_BYTES, ITEMS_AT_ONCE, Long, encode_in_parts
 from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, Function, Tool
 from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, post
 
@@ -236,3 +238,17 @@ def test_many_ids_are_hashed_beside_the_loop(monkeypatch):
     monkeypatch.setattr(knock, "INLINE_BYTES", 16 * 1000)
     assert post(FakeEngine(max_body_bytes=2**20), "/v1/completions", {"prompt": [[1] * 110] * 10}).status_code == 200
     assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"tools": [Tool(Function("f", parameters={"enum": ["x" * INLINE_BYTES]}))]}, True),
+        ({"chat_template_kwargs": {"a": "x" * INLINE_BYTES}}, True),
+        ({"messages": [ChatMessage("assistant", None, reasoning_content="x" * INLINE_BYTES)]}, True),
+    ],
+)
+def test_all_that_a_template_is_given_counts(fields, expected):
+    request = ChatCompletionRequest(**{"messages": [ChatMessage("user", "x")]} | fields)
+    assert _says_much(request) is expected

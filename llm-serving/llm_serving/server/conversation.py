@@ -80,7 +80,7 @@ async def converse(
             raise RequestError(form.field, f"must not be given together with `{bound_by}`")
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
-    said = await off_loop(_says_much(request.messages), lambda: _said(request))
+    said = await off_loop(_says_much(request), lambda: _said(request))
     visitor = await knock(
         engine,
         caller,
@@ -228,9 +228,12 @@ def _adds_generation_prompt(request: ChatCompletionRequest) -> bool:
     return False
 
 
-def _says_much(messages: Sequence[ChatMessage]) -> bool:
-    sizes = (len(each.content) if isinstance(each.content, str) else INLINE_BYTES for each in messages if each.content)
-    return sum(sizes) >= INLINE_BYTES
+def _says_much(request: ChatCompletionRequest) -> bool:
+    """Whether it may be: what has no length that tells its size is taken for much."""
+    if request.tools or request.chat_template_kwargs or any(each.tool_calls for each in request.messages):
+        return True
+    texts = (text for each in request.messages for text in (each.content, each.reasoning_content) if text)
+    return sum(len(text) if isinstance(text, str) else INLINE_BYTES for text in texts) >= INLINE_BYTES
 
 
 def _said(request: ChatCompletionRequest) -> str:

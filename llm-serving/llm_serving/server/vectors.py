@@ -76,7 +76,8 @@ async def read_vectors(
     limits = truncations or [request.truncate_prompt_tokens] * len(texts)
     visitor = await knock(engine, caller, texts, 0, truncates=any(limit is not None for limit in limits))
     prompts = await _encode(engine, texts, place, limits, add_special_tokens)
-    _check_lengths(engine, prompts, place)
+    num_tokens = sum(map(len, prompts))
+    await off_loop(num_tokens > INLINE_ITEMS, lambda: _check_lengths(engine, prompts, place))
     generation = await start_generation(
         engine,
         prompts,
@@ -88,7 +89,6 @@ async def read_vectors(
     )
     headers = identity.headers | generation.headers
     vectors = await complete(http_request.receive, generation, _collect(generation, len(prompts)))
-    num_tokens = sum(map(len, prompts))
     return identity, Vectors(vectors, TokensUsage(num_tokens, num_tokens), headers)
 
 
