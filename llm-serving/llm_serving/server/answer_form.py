@@ -13,11 +13,13 @@ import msgspec
 
 from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import RequestError
+from llm_serving.errors import CapacityError, RequestError
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, TokenConstraint
 from llm_serving.text.constraints.grammars import any_grammar, choice_grammar, json_grammar, regex_grammar
 
 NUM_COMPILERS: Final = 2
+MAX_WAIT_S: Final = 10.0
+"""Seconds that a form may wait to be compiled, and take."""
 _COMPILING: Final = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
 """Threads that compile: other work beside the event loop does not wait with them."""
 MAX_TEXTS_OF_CHOICE: Final = 1024
@@ -80,12 +82,19 @@ async def compiled(engine: AsyncEngine, form: AnswerForm | None) -> TokenConstra
 
     Raises:
         RequestError: The form cannot be kept to; names its field and tells where.
+        CapacityError: Forms of others take all the time there is.
     """
     if form is None:
         return None
     if not engine.constraints.can_end:
         raise RequestError(form.field, "is not supported: the model has no token that ends an answer")
-    return await asyncio.get_running_loop().run_in_executor(_COMPILING, _compile, engine.constraints, form)
+    work = asyncio.get_running_loop().run_in_executor(_COMPILING, _compile, engine.constraints, form)
+    try:
+        return await asyncio.wait_for(work, MAX_WAIT_S)
+    except TimeoutError:
+        raise CapacityError(
+            f"`{form.field}` was not compiled within {MAX_WAIT_S:g} s: too many others are", MAX_WAIT_S
+        ) from None
 
 
 def text_of(constraint: TokenConstraint | None) -> str | None:

@@ -155,6 +155,17 @@ def test_grammars_are_kept_and_compiled_once() -> None:
     assert again == found[0]
 
 
+def test_what_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048)
+    tried: list[Grammar] = []
+    real = compiler._try
+    monkeypatch.setattr(compiler, "_try", lambda grammar: (tried.append(grammar), real(grammar)))
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="cannot be compiled"):
+            compiler.compiled(lark_grammar("start: missing"))
+    assert len(tried) == 1
+
+
 def test_too_large_a_grammar_is_refused() -> None:
     compiler = ConstraintCompiler(DEMO_TOKENIZER, frozenset({END}), 2048, GrammarLimits(max_bytes=1024))
     with pytest.raises(GrammarError, match="must have at most 1024 bytes"):

@@ -51,6 +51,10 @@ class GrammarLimits:
     """Compiled grammars."""
 
 
+class CostlyGrammarError(GrammarError):
+    """A grammar used up the time or memory of a process; where that had less than usual, it may be tried again."""
+
+
 class TokenConstraint:
     """A grammar over the tokens of one tokenizer."""
 
@@ -121,8 +125,9 @@ class ConstraintCompiler:
                 known.set_result(self._compile(grammar))
             except BaseException as error:  # noqa: BLE001  whoever waits for it is told
                 known.set_exception(error)
-                with self._lock:
-                    self._known.pop(grammar, None)
+                if type(error) is not GrammarError:  # which comes to the same each time
+                    with self._lock:
+                        self._known.pop(grammar, None)
         return known.result()
 
     def check_size(self, num_bytes: int) -> None:
@@ -150,7 +155,7 @@ class ConstraintCompiler:
                 if process is not None:
                     process.end()
                 process = None
-                raise GrammarError("takes too much time or memory to compile") from None
+                raise CostlyGrammarError("takes too much time or memory to compile") from None
         finally:
             self._free.put(process)
         if tried.error:
