@@ -364,9 +364,10 @@ class Simulation:
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has nothing to wait for."""
+    """The result of a coroutine that has nothing to wait for; it may give others their turn."""
     try:
-        coroutine.send(None)
+        while coroutine.send(None) is None:
+            pass
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits for something that does not come")
