@@ -300,21 +300,21 @@ class Engine:
         self._step_s, self._step_began = now - self._step_began, now
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
         self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
-        self.journal.replied(now, right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES)
+        right = right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES
+        self.journal.replied(now, right)
         self._deliver(schedule, updated, output)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         if self._drafter is not None:
-            self._tell_drafter(self._drafter, schedule, updated)
+            self._tell_drafter(self._drafter, schedule, updated, sum(right.values()))
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
 
-    def _tell_drafter(self, drafter: Drafter, schedule: Schedule, updated: list[Request]) -> None:
+    def _tell_drafter(self, drafter: Drafter, schedule: Schedule, updated: list[Request], num_right: int) -> None:
         if schedule.num_tokens == schedule.num_samples:  # no prompts
             drafter.measured(schedule.num_tokens, self._step_s, self._host_s)
         drafter.replied(updated, len(schedule.rows))
         if schedule.has_drafts:
-            num_right = sum(right_guesses(schedule, updated).values())
             self._metrics.drafted(sum(row.num_drafts for row in schedule.rows), num_right)
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
