@@ -2,29 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
-from graph_model import GraphModel, backend
+from greedy_tokens import FAMILIES, greedy
 from llm_serving.core.choices import QuantizationName
-from llm_serving.models.contents import check_folder
 from llm_serving.network.coded import Quantization
-from model_factories import TINY, write_safetensors
+from model_factories import write_safetensors
 from quantized_folders import LAYOUTS, write_quantized
 
 pytestmark = pytest.mark.mindspore
-
-FAMILIES = {"llama": TINY, "qwen2": {**TINY, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}}
-PROMPT = np.random.default_rng(5).integers(0, 96, 20).tolist()
-
-
-def greedy(folder, quantization=None, num_tokens=6) -> list[int]:
-    model = GraphModel(check_folder(folder), folder, backend("cpu", "float32"), quantization=quantization)
-    tokens, done = list(PROMPT), 0
-    for _ in range(num_tokens):
-        logits = model.logits((tokens[done:], done, [4, 9, 2]))
-        done = len(tokens)
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(PROMPT) :]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
