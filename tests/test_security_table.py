@@ -1,43 +1,9 @@
 """Every row of docs/security.md names a file of the package and a test that exist."""
 
-import ast
-import re
-from pathlib import Path
-
 import pytest
+from tables_of_tests import PROJECT, missing_tests, rows
 
-PROJECT = Path(__file__).resolve().parents[1]
-PACKAGE = PROJECT / "llm-serving" / "llm_serving"
-
-
-def rows(text: str) -> list[list[str]]:
-    """Cells of the rows of all tables, without their headers."""
-    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [row for row in cells if not set("".join(row)) <= set("-: ") and row[0] != "threat"]
-
-
-ROWS = rows((PROJECT / "docs" / "security.md").read_text())
-
-
-def missing_tests(row: list[str]) -> list[str]:
-    """Tests that a row names and that are not there; the row itself if it names none."""
-    named = re.findall(r"`(tests/[^`]+)`", row[-1])
-    return [test for test in named if not is_there(test)] or ([] if named else [f"no test is named: {row[0]}"])
-
-
-def is_there(test: str) -> bool:
-    """Of a folder, a file, or a function or class in it: `tests/a.py::TestB::test_c`."""
-    file, *names = re.sub(r"\[.*\]$", "", test).split("::")
-    path = PROJECT / file
-    if not path.exists():
-        return False
-    inside: ast.AST | None = ast.parse(path.read_text()) if names else None
-    for name in names:
-        inside = next((each for each in getattr(inside, "body", []) if getattr(each, "name", None) == name), None)
-        if inside is None:
-            return False
-    return True
+ROWS = rows((PROJECT / "docs" / "security.md").read_text(), "threat")
 
 
 def test_there_are_rows():

@@ -1,8 +1,11 @@
 """The graphs out of Ascend's primitives: what a device reads in them, and that they run as they were exported."""
 
+import numpy as np
 import pytest
-from families.exported import ROWS, differences, export_all, networks_of
+from families.exported import NUM_BLOCKS, ROWS, differences, export_all, networks_of
+from graph_model import BLOCK_SIZE
 from llm_serving.lowering.step import STEP_INPUTS
+from mindspore.train.mind_ir_pb2 import TensorProto
 
 pytestmark = pytest.mark.mindspore
 
@@ -12,6 +15,10 @@ LENGTHS = {"PagedAttention": {4: "batch_valid_length", 8: "q_seq_lens"}}
 
 MASK = {"PagedAttention": 7, "FlashAttentionScore": 6}
 """Input that is the mask; the one before it is absent."""
+
+MODES = {"PagedAttention": {13: 0, 14: 0, 15: 0}, "FlashAttentionScore": {15: 0, 16: 5, 17: 0}}
+"""Input -> its value: no codes in caches, the default mode of masks, heads as wide in values as in keys; no shortcut in
+precision, layout TH, the default mode of masks."""
 
 
 @pytest.fixture(scope="module", params=[("qwen3", "bfloat16")], ids="-".join)
@@ -45,6 +52,41 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
     assert mask not in {node.input[MASK[ATTENTION[graph]] - 1] for node in of_attention}, "the mask is None"
     rotated = [node for node in nodes.values() if kind(node) == "ApplyRotaryPosEmb"]
     assert {node.input[4].split(":")[-1] for node in rotated} == {"batch_valid_length"}
+
+
+def constants_of(written, operator):
+    """Of each node of this operator: input -> the constant that it is."""
+    nodes = {node.output[0]: node for node in written.node if node.output}
+    constants = {name: node.attribute[0] for name, node in nodes.items() if kind(node) == "Constant"}
+    for node in nodes.values():
+        if kind(node) == operator:
+            yield {index: constants[name] for index, name in enumerate(node.input) if name in constants}
+
+
+@pytest.mark.parametrize("graph", ROWS)
+def test_masks_have_the_default_mode(exported, graph):
+    found = list(constants_of(exported[3][graph].graph, ATTENTION[graph]))
+    assert found
+    for constants in found:
+        for index, value in MODES[ATTENTION[graph]].items():
+            assert constants[index].i == value, f"input {index} of {ATTENTION[graph]}"
+
+
+def test_the_mask_of_whole_prompts_lies_along_the_diagonal(exported):
+    for constants in constants_of(exported[3]["of_prompts"].graph, "FlashAttentionScore"):
+        (mask,) = constants[MASK["FlashAttentionScore"]].tensors
+        bits = np.frombuffer(mask.raw_data, np.uint16).astype(np.uint32) << 16
+        assert (bits.view(np.float32).reshape(mask.dims) == np.triu(np.ones((128, 128)), 1)).all()
+
+
+@pytest.mark.parametrize("graph", ROWS)
+def test_caches_and_their_indices_are_as_a_device_takes_them(exported, graph):
+    spec, _, _, written = exported
+    for part, widths in (("key", "key_width"), ("value", "value_width")):
+        found = [tuple(each.dims) for each in written[graph].graph.parameter if each.name.endswith(f".{part}_cache")]
+        assert found == [(NUM_BLOCKS, BLOCK_SIZE, each.kv_heads, getattr(each, widths)) for each in spec.caches]
+    types = {each.name.split(":")[-1]: each.tensor[0].data_type for each in written[graph].graph.input}
+    assert set(types.values()) == {TensorProto.INT32}
 
 
 def test_a_graph_that_is_read_again_gives_the_same_bits(exported):
