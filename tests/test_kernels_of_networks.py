@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
 NETWORKS = {
     "program": (),
     "primitives": ("device_config.kernels=primitives",),
-    "primitives, flash": ("device_config.kernels=primitives", "device_config.prompt_attention=flash"),
+    "primitives, fast": ("device_config.kernels=primitives", "device_config.exactness=fast"),
     "plain": ("device_config.kernels=plain",),
 }
 
@@ -46,7 +46,7 @@ def test_every_network_answers_alike(of_program, name):
     assert outputs[0].text.strip() == "42"
     assert tokens(outputs) == tokens(of_program)
     assert ("PagedAttention" in called) == (name != "plain")
-    assert ("FlashAttentionScore" in called) == ("flash" in name)
+    assert ("FlashAttentionScore" in called) == ("fast" in name)
     if name != "plain":  # the same kernels in the same order
         assert [output.logprobs for output in outputs] == [output.logprobs for output in of_program]
 
@@ -58,4 +58,4 @@ def test_a_wrong_mask_of_paged_attention_gives_wrong_tokens(of_program, monkeypa
 
 def test_a_wrong_mask_of_whole_prompts_gives_wrong_tokens(of_program, monkeypatch):
     monkeypatch.setattr(ascend, "prompt_mask", lambda dtype: ascend.ms.Tensor(np.zeros((128, 128))).astype(dtype))
-    assert tokens(answers("primitives, flash")[0]) != tokens(of_program)
+    assert tokens(answers("primitives, fast")[0]) != tokens(of_program)

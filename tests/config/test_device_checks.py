@@ -92,20 +92,20 @@ def test_what_a_mindformers_file_says_of_fusion_is_a_notice_on_ascend(tmp_path):
     ]
 
 
-def test_flash_attention_is_for_the_primitives(tmp_path):
-    flash = "device_config.prompt_attention=flash"
-    assert error_of(flash) == (
-        "--set: `device_config.prompt_attention` must be paged with device_config.kernels: auto on a CPU: only the "
-        "primitives have another attention. Given: flash"
+@pytest.mark.parametrize("fast", ["device_config.exactness=fast", "device_config.prompt_attention=flash"])
+def test_flash_attention_is_for_the_primitives(fast):
+    assert error_of(fast) == (
+        "--set: `device_config.exactness` must be exact with device_config.kernels: auto on a CPU: only the "
+        "primitives have another attention. Given: fast"
     )
     for served in ([ASCEND], ["device_config.kernels=primitives"]):
-        config = load_config(None, [flash, *served])
-        assert config.device.prompt_attention == "flash"
+        config = load_config(None, [fast, *served])
+        assert config.device.exactness == "fast"
         assert config.notices == (
-            "--set: device_config.prompt_attention: flash is for steps of whole prompts; "
+            "--set: device_config.exactness: fast is for steps of whole prompts; "
             "scheduler_config.composition: separate makes more",
         )
-    assert not load_config(None, [flash, ASCEND, "scheduler_config.composition=separate"]).notices
+    assert not load_config(None, [fast, ASCEND, "scheduler_config.composition=separate"]).notices
 
 
 def test_ascend_takes_its_own_largest_block(tmp_path):

@@ -37,7 +37,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "throughput, separate steps, the graphs of Ascend": {
         "device_config.kernels": "primitives",
-        "device_config.prompt_attention": "flash",
+        "device_config.exactness": "fast",
         "scheduler_config.policy": "throughput",
         "scheduler_config.composition": "separate",
         "scheduler_config.max_prefill_tokens": 128,

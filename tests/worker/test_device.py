@@ -10,15 +10,18 @@ from llm_serving.worker.device import backend_for, configure_device
 pytestmark = pytest.mark.mindspore
 
 
+MISSING = {"cpu": "no C++ compiler found", "ascend_invariant": "no ms_custom_ops"}
+
+
 @pytest.fixture
 def made(monkeypatch):
-    """Backends made, in order; "cpu" cannot be made."""
+    """Backends made, in order; those that need a library cannot be made."""
     made = []
 
     def create(name, dtype):
         made.append((name, dtype))
-        if name == "cpu":
-            raise KernelError("no C++ compiler found")
+        if name in MISSING:
+            raise KernelError(MISSING[name])
         return name
 
     monkeypatch.setattr(device, "create_backend", create)
@@ -43,8 +46,20 @@ def test_plain_does_not_look_for_a_compiler(made):
     assert made == [("plain", "float32")]
 
 
-def test_an_ascend_device_has_its_own_backend(made):
-    assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend", "")
+def test_a_device_that_is_to_be_exact_has_batch_invariant_products(made, monkeypatch):
+    monkeypatch.delitem(MISSING, "ascend_invariant")
+    assert backend_for(DeviceConfig(device_target="Ascend"), "float16") == ("ascend_invariant", "")
+
+
+def test_without_them_it_says_so(made, caplog):
+    backend, notice = backend_for(DeviceConfig(device_target="Ascend"), "float16")
+    assert (backend, notice) == ("ascend", "products may add in another order in another batch: no ms_custom_ops")
+    assert notice in caplog.text
+
+
+def test_a_device_that_is_to_be_fast_has_its_own(made):
+    assert backend_for(DeviceConfig(device_target="Ascend", exactness="fast"), "float16") == ("ascend", "")
+    assert made == [("ascend", "float16")]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,12 @@ def load(folder, monkeypatch):
     return load
 
 
+def test_what_is_promised_is_told_at_the_start(load, caplog):
+    caplog.set_level("INFO")
+    load(num_blocks=1)
+    assert "device_config.exactness: exact: the same request gets the same bytes" in caplog.text
+
+
 def test_there_is_no_host_pool_by_default(load):
     tensors = load(num_blocks=9)
     assert (tensors.num_blocks, tensors.num_swap_blocks) == (9, 0)

@@ -12,6 +12,7 @@ __all__ = ["BACKENDS", "Backend", "create_backend"]
 BACKENDS = {
     "cpu": ("llm_serving.backends.cpu", "CpuBackend"),
     "ascend": ("llm_serving.backends.ascend", "AscendBackend"),
+    "ascend_invariant": ("llm_serving.backends.ascend_invariant", "AscendInvariantBackend"),
     "plain": ("llm_serving.backends.plain", "PlainBackend"),
 }
 
@@ -24,7 +25,7 @@ def create_backend(name: str, dtype: str) -> Backend:
 
     Raises:
         ConfigError: The backend or the dtype is not known, or the backend does not compute in this dtype.
-        KernelError: The operator library of the CPU backend cannot be built or loaded.
+        KernelError: The operator library of the CPU backend cannot be built or loaded, or `ms_custom_ops` is missing.
     """
     if name not in BACKENDS:
         raise ConfigError(f"`backend` must be one of {', '.join(BACKENDS)}. Given: {name}")

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.choices import ExactnessName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
@@ -20,7 +20,7 @@ NUM_SWAP_BLOCKS: Final = "pa_config.num_swap_blocks"
 TARGET: Final = "device_config.device_target"
 KERNELS: Final = "device_config.kernels"
 GRAPH_KERNEL: Final = "device_config.enable_graph_kernel"
-PROMPT_ATTENTION: Final = "device_config.prompt_attention"
+EXACTNESS: Final = "device_config.exactness"
 JIT_LEVEL: Final = "device_config.jit_level"
 MODEL_PATH: Final = "model_config.model_path"
 DTYPE: Final = "model_config.model_dtype"
@@ -61,7 +61,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
             raise _error(values, MODEL_PATH, rule, spec.vocab_size)
         _check_memory(values, spec)
         _check_primitives(values, spec)
-    _check_prompt_attention(values)
+    _check_exactness(values)
     _check_quantization(values)
     _notice_what_is_not_served(values)
 
@@ -126,14 +126,14 @@ def _check_primitives(values: Values, spec: ModelSpec) -> None:
         raise _error(values, DTYPE, rule, values[DTYPE])
 
 
-def _check_prompt_attention(values: Values) -> None:
-    if values[PROMPT_ATTENTION] != "flash":
+def _check_exactness(values: Values) -> None:
+    if values[EXACTNESS] != ExactnessName.FAST:
         return
     if values[TARGET] != "Ascend" and values[KERNELS] != "primitives":
-        rule = f"must be paged with {KERNELS}: {values[KERNELS]} on a CPU: only the primitives have another attention"
-        raise _error(values, PROMPT_ATTENTION, rule, "flash")
+        rule = f"must be exact with {KERNELS}: {values[KERNELS]} on a CPU: only the primitives have another attention"
+        raise _error(values, EXACTNESS, rule, values[EXACTNESS])
     if values[COMPOSITION] == "mixed":
-        _notice(values, PROMPT_ATTENTION, f"flash is for steps of whole prompts; {COMPOSITION}: separate makes more")
+        _notice(values, EXACTNESS, f"fast is for steps of whole prompts; {COMPOSITION}: separate makes more")
 
 
 def _quantization(values: Values) -> Quantization | None:

@@ -7,6 +7,7 @@ ALIASES: Final[Mapping[str, str]] = {
     # Every older sample writes the waiting times into model_config; the older loader read them from serving_config.
     "serving_config.batch_waiting_time": "model_config.batch_waiting_time",
     "tokenizer.vocab_file": "model_config.tokenizer_path",
+    "device_config.prompt_attention": "device_config.exactness",
     # MindIE's names.
     "scheduler_config.prefillTimeMsPerReq": "scheduler_config.prefill_time_ms_per_req",
     "scheduler_config.decodeTimeMsPerReq": "scheduler_config.decode_time_ms_per_req",

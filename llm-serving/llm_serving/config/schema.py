@@ -34,7 +34,7 @@ from llm_serving.config.rules import (
     text,
     url,
 )
-from llm_serving.core.choices import OrderName, PolicyName, QuantizationName, ToolFormatName
+from llm_serving.core.choices import ExactnessName, OrderName, PolicyName, QuantizationName, ToolFormatName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HUBS, HubModel
@@ -480,10 +480,11 @@ class DeviceConfig:
     `primitives`: the graph that Ascend would run, answered by our library. `plain`: MindSpore's own operations, slower.
     `auto`: the first that works."""
 
-    prompt_attention: str = option("paged", choice(("paged", "flash")))
-    """Attention of the graph of primitives. `paged`: PagedAttention computes every step. `flash`: FlashAttentionScore
-    computes steps of whole prompts: faster on Ascend, where its last bits may differ from those of PagedAttention, so
-    that an answer depends on what its prompt shared a step with."""
+    exactness: str = option("exact", choice(tuple(ExactnessName), {"paged": "exact", "flash": "fast"}))
+    """What may be given up for speed, of the graph of primitives. `exact`: PagedAttention computes every step, on
+    Ascend with batch-invariant products of `ms_custom_ops` where it is installed. `fast`: FlashAttentionScore computes
+    steps of whole prompts; on Ascend its last bits may differ from those of PagedAttention, so that an answer depends
+    on what its prompt shared a step with. The log tells at the start what is promised."""
 
     enable_graph_kernel: bool = option(False, boolean())
     """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it."""

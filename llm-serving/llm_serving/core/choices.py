@@ -32,6 +32,13 @@ class QuantizationName(enum.StrEnum):
     W4A16 = "w4a16"
 
 
+class ExactnessName(enum.StrEnum):
+    """Whether speed may cost the last bits of an answer: `worker.exactness` tells what each promises."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
 class ToolFormatName(enum.StrEnum):
     """How a model writes calls of tools: `text.tools`."""
 

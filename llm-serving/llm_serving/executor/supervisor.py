@@ -185,7 +185,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         quantization=config.quant.quantization,
         group_size=config.quant.group_size,
         kernels=config.device.kernels,
-        prompt_attention=config.device.prompt_attention,
+        exactness=config.device.exactness,
         block_size=config.pa.block_size,
         num_blocks=config.pa.num_blocks,
         num_swap_blocks=config.pa.num_swap_blocks,

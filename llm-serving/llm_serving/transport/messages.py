@@ -18,7 +18,7 @@ import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -45,7 +45,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     quantization: str | None
     group_size: int
     kernels: str
-    prompt_attention: str
+    exactness: str
     block_size: int
     num_blocks: int | None
     num_swap_blocks: int

@@ -8,6 +8,7 @@ import mindspore as ms
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.schema import DeviceConfig
+from llm_serving.core.choices import ExactnessName
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.log import get_logger
 
@@ -77,13 +78,13 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
         dtype: Type of weights, activations and KV cache.
 
     Returns:
-        The backend, and a notice for the operator where MindSpore's own operations had to take the library's place.
+        The backend, and a notice for the operator where MindSpore's own operations had to take a library's place.
 
     Raises:
         KernelError: `kernels` asks for the operator library, which cannot be built or loaded.
     """
     if device.device_target != "CPU":
-        return create_backend("ascend", dtype), ""
+        return _on_ascend(device, dtype)
     if device.kernels == "plain":
         return create_backend("plain", dtype), ""
     try:
@@ -94,3 +95,14 @@ def backend_for(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
         notice = f"no operator library, MindSpore's own operations serve, many times slower: {error}"
         logger.warning("%s", notice)
         return create_backend("plain", dtype), notice
+
+
+def _on_ascend(device: DeviceConfig, dtype: str) -> tuple[Backend, str]:
+    if device.exactness == ExactnessName.FAST:
+        return create_backend("ascend", dtype), ""
+    try:
+        return create_backend("ascend_invariant", dtype), ""
+    except KernelError as error:
+        notice = f"products may add in another order in another batch: {error}"
+        logger.warning("%s", notice)
+        return create_backend("ascend", dtype), notice

@@ -12,7 +12,7 @@ import psutil
 
 from llm_serving.backends.base import Backend
 from llm_serving.config.schema import DeviceConfig
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.choices import ExactnessName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
@@ -24,6 +24,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
+from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 
@@ -45,7 +46,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     device = DeviceConfig(
         device_target=settings.device_target,
         kernels=settings.kernels,
-        prompt_attention=settings.prompt_attention,
+        exactness=settings.exactness,
         enable_graph_kernel=settings.enable_graph_kernel,
         graph_kernel_flags=settings.graph_kernel_flags,
         save_graphs=settings.save_graphs,
@@ -58,6 +59,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
             library.library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
+    logger.info("device_config.exactness: %s: %s", device.exactness, promise(device.exactness, backend.name))
     folder = Path(settings.model_path)
     spec = check_folder(folder)
     if spec.scheme is not None:
@@ -73,7 +75,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
         as_program=device.kernels != "primitives",
-        num_prompt_rows=settings.max_num_seqs if device.prompt_attention == "flash" else 0,
+        num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
         quantization=_quantization(settings),
     )
     runner.computed_by = _computed_by(backend, device)

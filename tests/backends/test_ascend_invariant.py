@@ -1,0 +1,53 @@
+"""Products of `ms_custom_ops`, through a stand-in for it: what it is given, and that the rest stays as on Ascend."""
+
+import sys
+from types import ModuleType
+
+import mindspore as ms
+import numpy as np
+import pytest
+from llm_serving.backends import create_backend
+from llm_serving.errors import KernelError
+
+pytestmark = pytest.mark.mindspore
+
+
+class Product:
+    """As `ms_custom_ops.matmul_batch_invariant`, computed by NumPy; keeps what it is given."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, x, y):
+        assert x.dtype == y.dtype
+        assert x.shape[1] == y.shape[0]
+        self.shapes.append((x.shape, y.shape))
+        return ms.Tensor(x.asnumpy() @ y.asnumpy())
+
+
+@pytest.fixture
+def product(monkeypatch):
+    package = ModuleType("ms_custom_ops")
+    package.matmul_batch_invariant = Product()
+    monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
+    return package.matmul_batch_invariant
+
+
+def test_products_are_those_of_the_package(product):
+    backend = create_backend("ascend_invariant", "float16")
+    x = np.arange(6, dtype=np.float16).reshape(2, 3)
+    weight = np.arange(12, dtype=np.float16).reshape(4, 3)
+    linear, logits = backend.linear(), backend.logits()
+    y, z = (cell.construct(ms.Tensor(x), backend.linear_weight(weight)) for cell in (linear, logits))
+    assert product.shapes == [((2, 3), (3, 4))] * 2
+    assert np.array_equal(y.asnumpy(), x @ weight.T)
+    assert (y.dtype, z.dtype) == (ms.float16, ms.float32)
+
+
+@pytest.mark.parametrize(
+    ("package", "told"), [(None, "import of ms_custom_ops halted"), (ModuleType("ms_custom_ops"), "no attribute")]
+)
+def test_without_the_package_it_is_named(monkeypatch, package, told):
+    monkeypatch.setitem(sys.modules, "ms_custom_ops", package)
+    with pytest.raises(KernelError, match=f"products need ms_custom_ops.matmul_batch_invariant: .*{told}"):
+        create_backend("ascend_invariant", "bfloat16")

@@ -1,0 +1,34 @@
+"""What is promised of answers, for everything that can compute them."""
+
+import pytest
+from llm_serving.backends import BACKENDS
+from llm_serving.core.choices import ExactnessName
+from llm_serving.worker.exactness import PROMISES, promise
+
+pytestmark = pytest.mark.mindspore
+
+REFUSED = {(ExactnessName.FAST, "plain"), (ExactnessName.FAST, "ascend_invariant")}
+"""Never asked for: `config check` refuses the one, and `backend_for` makes the other for `exact` alone."""
+
+
+def test_whatever_computes_has_a_promise():
+    assert set(PROMISES) == {(each, name) for each in ExactnessName for name in BACKENDS} - REFUSED
+
+
+@pytest.mark.parametrize(
+    ("exactness", "backend", "same_bytes"),
+    [
+        ("exact", "cpu", True),
+        ("fast", "cpu", True),
+        ("exact", "plain", False),
+        ("exact", "ascend_invariant", True),
+        ("exact", "ascend", False),
+        ("fast", "ascend", False),
+    ],
+)
+def test_same_bytes_are_promised_where_products_and_attention_are_always_the_same(exactness, backend, same_bytes):
+    assert promise(exactness, backend).startswith("the same request gets the same bytes") == same_bytes
+
+
+def test_nothing_is_said_to_be_verified_on_a_device():
+    assert "not verified on a device" in promise("exact", "ascend_invariant")
