@@ -56,6 +56,21 @@ def test_requests_that_have_ended_are_forgotten():
     assert deadlines.take_passed(9.0) == []
 
 
+def test_of_deadlines_of_one_request_the_newest_counts():
+    deadlines = Deadlines()
+    request, other = create_timed(3.0), create_timed(3.0)
+    for each in (request, other):
+        deadlines.add(each)
+    request.deadline = 9.0
+    deadlines.add(request)
+    other.deadline = None
+    deadlines.add(other)
+    assert deadlines.next == 9.0
+    assert deadlines.take_passed(8.0) == []
+    assert deadlines.take_passed(9.0) == [request]
+    assert deadlines.next is None
+
+
 def test_the_time_is_counted_from_when_the_headers_had_come():
     request = create_timed(7.0, arrival_time=3.0)
     assert timeout_of(request) == 4.0

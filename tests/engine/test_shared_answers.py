@@ -37,11 +37,14 @@ class Clock:
 
 class Store:
     def __init__(self, max_bytes=2**20, kept_s=10.0):
-        self.clock, self.aborted = Clock(), []
+        self.clock, self.aborted, self.put_off = Clock(), [], []
         self.answers = SharedAnswers(max_bytes, kept_s, self.clock)
 
     def open(self, key=b"k", **fields):
-        return self.answers.open(Sharing(key, **fields), f"request-{key.decode()}", self.aborted.append)
+        def put_off(request_id, deadline):
+            self.put_off.append(deadline)
+
+        return self.answers.open(Sharing(key, **fields), f"request-{key.decode()}", self.aborted.append, put_off)
 
 
 async def all_of(stream) -> list[str]:
@@ -160,7 +163,7 @@ def test_grace_ends_it_later_unless_somebody_comes():
     async def run():
         store = Store()
         ended = asyncio.Event()
-        shared = store.answers.open(Sharing(b"k", grace_s=0.01), "r", lambda _: ended.set())
+        shared = store.answers.open(Sharing(b"k", grace_s=0.01), "r", lambda _: ended.set(), lambda *_: None)
         await shared.read("a", None).aclose()
         again = shared.read("a", None)
         assert not ended.is_set()
@@ -183,6 +186,56 @@ def test_who_cancels_ends_it_for_itself():
         assert pieces[-1].finish_reason is FinishReason.ABORT
         assert await all_of(others) == ["1", "2"]
         assert not store.open().cancel(["a"]), "nobody else reads"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "put_off"),
+    [
+        ([9e9, None], [None]),
+        ([9e9, 8e9], []),
+        ([8e9, 9e9, 8e9, None], [9e9, None]),
+        ([None, 9e9], []),
+        ([None, None], []),
+    ],
+)
+def test_it_is_computed_until_the_latest_deadline_of_those_who_asked(deadlines, put_off):
+    async def run():
+        store = Store()
+        shared = store.open()
+        streams = [shared.read("a", None, deadline=each) for each in deadlines]
+        assert store.put_off == put_off
+        shared.put(piece("1", FinishReason.STOP))
+        assert [await all_of(each) for each in streams] == [["1"]] * len(deadlines)
+
+    asyncio.run(run())
+
+
+def test_the_time_of_each_is_up_by_its_own_deadline():
+    async def run():
+        store = Store()
+        shared, hurried = store.open(), Exchange(-2.0)
+        patient = shared.read("a", None)
+        soon = shared.read("b", hurried, deadline=0.001)
+        last = [each async for each in soon][-1]
+        assert (last.finish_reason, last.error) == (FinishReason.TIMEOUT, "the request was not done within its 2.001 s")
+        assert store.aborted == []
+        shared.put(piece("1", FinishReason.STOP))
+        assert await all_of(patient) == ["1"]
+
+    asyncio.run(run())
+
+
+def test_when_nobody_has_time_left_it_ends():
+    async def run():
+        store = Store()
+        shared = store.open()
+        streams = [shared.read(name, None, deadline=deadline) for name, deadline in (("a", 0.001), ("b", 0.002))]
+        assert store.put_off == [0.002]
+        for stream in streams:
+            assert [each.finish_reason async for each in stream] == [FinishReason.TIMEOUT]
+        assert store.aborted == ["request-k"]
 
     asyncio.run(run())
 
@@ -253,6 +306,22 @@ class TestOnAnEngine:
 
         answers, _ = asyncio.run(self.run_three(Setup(), act))
         assert answers[1:] == [expected_output(PROMPT, 4)] * 2
+
+    def test_whoever_joins_a_hurried_one_gets_the_whole_answer(self):
+        async def run():
+            setup, sharing = Setup(), Sharing(b"k")
+            async with setup.running() as engine:
+                setup.runners[0].gate.clear()
+                soon = engine.clock() + 0.01
+                hurried = self.generate(engine, "a", sharing, exchange=Exchange(engine.clock()), deadline=soon)
+                patient = self.generate(engine, "b", sharing)
+                late = [each async for each in hurried][-1]
+                setup.runners[0].gate.set()
+                return late, [token async for each in patient for token in each.token_ids]
+
+        late, tokens = asyncio.run(run())
+        assert late.finish_reason is FinishReason.TIMEOUT
+        assert tokens == expected_output(PROMPT, 4)
 
     def test_each_is_found_cancelled_and_explained_by_its_own_id(self):
         async def act(engine, streams):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
@@ -187,7 +189,7 @@ class AsyncEngine:
         in as a group, the door is not asked again.
 
         With `sharing` it is not computed where the same answer is there or on its way; its stream begins with all that
-        there is of it, and closing it ends nothing that others read.
+        there is of it, and closing it, or its deadline, ends nothing that others read.
 
         Raises:
             RequestError: The request can never be served: too long, a token id out of range, ...
@@ -198,7 +200,7 @@ class AsyncEngine:
         if self.pooling is not None and self.pooling.alone and not wants_vector:
             raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
-            return self._join(found, request_id, exchange)
+            return self._join(found, request_id, exchange, deadline)
         replica, engine = self._replica_of(fork_of) or self._least_loaded()
         request_class = class_of(priority, self.config.request_classes)
         try:
@@ -249,8 +251,8 @@ class AsyncEngine:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
             self._requests.add(OpenRequest(request, stream, engine, forecast))
         else:
-            shared = self.shared.open(sharing, request.request_id, self._abort)
-            stream = shared.read(request_id, exchange, admission.predicted_s)
+            shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
+            stream = shared.read(request_id, exchange, admission.predicted_s, deadline)
             self._requests.add(OpenRequest(request, shared, engine, forecast))
         self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, asked_of(request))
         try:
@@ -260,13 +262,15 @@ class AsyncEngine:
             raise UnavailableError(str(error)) from error
         return stream
 
-    def _join(self, shared: SharedAnswer, client_id: str, exchange: Exchange | None) -> RequestStream:
+    def _join(
+        self, shared: SharedAnswer, client_id: str, exchange: Exchange | None, deadline: float | None
+    ) -> RequestStream:
         self.metrics.shared()
         self._requests.join(client_id, shared.request_id)
         opened = self._requests.get(shared.request_id)
         if opened is not None and opened.request.exchange is not None:
             opened.request.exchange.num_sharing += 1
-        return shared.read(client_id, exchange)
+        return shared.read(client_id, exchange, deadline=deadline)
 
     def check_capacity(
         self,
@@ -384,6 +388,12 @@ class AsyncEngine:
         self._forget_shared(opened)
         if opened is not None:
             opened.engine.abort(request_id)
+
+    def _put_off(self, request_id: str, deadline: float | None) -> None:
+        opened = self._requests.get(request_id)
+        if opened is not None:
+            with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
+                opened.engine.ask(partial(opened.engine.put_off, request_id, deadline))
 
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._room.leave(request_id)

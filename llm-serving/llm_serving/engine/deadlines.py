@@ -11,27 +11,33 @@ SMALLEST_SWEEP: Final = 64
 """Entries below which those of ended requests are left where they are."""
 
 
+_Entry = tuple[float, str, Request]
+
+
 class Deadlines:
-    """Knows when the next one passes; a request that has ended is forgotten sooner or later, and never returned."""
+    """Knows when the next one passes.
+
+    What no longer counts, as its request has ended or its deadline was put off, is forgotten sooner or later.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, str, Request]] = []
+        self._heap: list[_Entry] = []
         self._sweep_at = SMALLEST_SWEEP
 
     def add(self, request: Request) -> None:
-        """A request without a deadline is left out."""
+        """Of a request that has been added before the deadline counts that it has now; without one it is left out."""
         if request.deadline is None:
             return
         heapq.heappush(self._heap, (request.deadline, request.request_id, request))
         if len(self._heap) > self._sweep_at:
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
             self._sweep_at = max(SMALLEST_SWEEP, 2 * len(self._heap))
 
     @property
     def next(self) -> float | None:
         """The earliest deadline of a request that has not ended."""
-        while self._heap and self._heap[0][2].is_finished:
+        while self._heap and not _counts(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
@@ -44,8 +50,13 @@ class Deadlines:
 
     def not_begun(self, count: int) -> list[Request]:
         """So many of those that no step has computed, the earliest deadlines first."""
-        entries = (each for each in self._heap if each[2].first_scheduled_time is None and not each[2].is_finished)
+        entries = (each for each in self._heap if each[2].first_scheduled_time is None and _counts(each))
         return [request for _, _, request in heapq.nsmallest(count, entries)]
+
+
+def _counts(entry: _Entry) -> bool:
+    deadline, _, request = entry
+    return not request.is_finished and request.deadline == deadline
 
 
 def timeout_of(request: Request) -> float:

@@ -175,6 +175,13 @@ class Engine:
         self.journal.moved(request, class_of(priority, self.scheduler.classes))
         return True
 
+    def put_off(self, request_id: str, deadline: float | None) -> None:
+        """Gives a request until a later deadline, or for ever with None. To be called by the engine's thread."""
+        request = self._processor.find(request_id)
+        if request is not None:
+            request.deadline = deadline
+            self._deadlines.add(request)
+
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
         return scheduler_state(self.scheduler, self._clock(), self.mean_step_s)

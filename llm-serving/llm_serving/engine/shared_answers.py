@@ -18,6 +18,8 @@ PIECE_BYTES: Final = 320
 TOKEN_BYTES: Final = 160
 """What the log-probabilities of a token take beside those of likely tokens, of which each takes half."""
 
+PutOff = Callable[[str, float | None], None]
+
 
 class Sharing(NamedTuple):
     """That an answer may be given to others who ask for the same."""
@@ -35,16 +37,30 @@ class _Reader:
     stream: RequestStream
     client_id: str
     exchange: Exchange | None
+    began: float
+    """Since when its own deadline is counted."""
+    deadline: float | None
+    """When the answer is of no more use to it; None: never."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends it then, where the computation may go on for others."""
+
+    def gone(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class SharedAnswer:
-    """The pieces of one answer so far, for all who read it now or later."""
+    """The pieces of one answer so far, for all who read it now or later.
+
+    It is computed until the latest deadline of those who have asked for it, and each of them waits until its own.
+    """
 
     def __init__(
         self,
         sharing: Sharing,
         request_id: str,
         abort: Callable[[str], None],
+        put_off: PutOff,
         grew: Callable[[SharedAnswer, int], None],
         clock: Clock,
     ) -> None:
@@ -53,6 +69,7 @@ class SharedAnswer:
             sharing: Its key, and what becomes of it.
             request_id: Of the engine's request that computes it.
             abort: Ends that.
+            put_off: Gives that time until a later deadline, or for ever.
             grew: Told the bytes of each piece that came.
             clock: Of the engine.
         """
@@ -65,6 +82,9 @@ class SharedAnswer:
         """The newest piece."""
         self.ended_time = 0.0
         self._abort = abort
+        self._put_off = put_off
+        self._deadline: float | None = None
+        """Of the computation: the engine ends it then."""
         self._grew = grew
         self._clock = clock
         self._grace_s = sharing.grace_s
@@ -86,12 +106,26 @@ class SharedAnswer:
         """Whether it is, or may become, what another one who asks would get too."""
         return self.last is None or not (self.last.failed or self.last.finish_reason is FinishReason.ABORT)
 
-    def read(self, client_id: str, exchange: Exchange | None, predicted_s: float | None = None) -> RequestStream:
-        """A stream of all pieces, from the first on; closing it ends the computation if nobody else reads."""
+    def read(
+        self,
+        client_id: str,
+        exchange: Exchange | None,
+        predicted_s: float | None = None,
+        deadline: float | None = None,
+    ) -> RequestStream:
+        """A stream of all pieces, from the first on; closing it ends the computation if nobody else reads.
+
+        Args:
+            client_id: By which its client may cancel it.
+            exchange: Gets the time of its first token.
+            predicted_s: Seconds to that, as the door predicted.
+            deadline: On the clock of the engine. The first reader's is that of the engine's request too.
+        """
         assert self._pieces is not None
         number = self._num_read = self._num_read + 1
         stream = RequestStream(self.request_id, lambda _: self._leave(number), predicted_s)
-        reader = self._readers[number] = _Reader(stream, client_id, exchange)
+        began = self._clock() if exchange is None else exchange.received_time
+        reader = self._readers[number] = _Reader(stream, client_id, exchange, began, deadline)
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
@@ -99,6 +133,10 @@ class SharedAnswer:
             self._give(reader, piece)
         if self.finished:
             self._readers.clear()
+        elif number == 1:
+            self._deadline = deadline
+        else:
+            self._part_deadlines()
         return stream
 
     def put(self, piece: RequestOutput) -> None:
@@ -111,6 +149,8 @@ class SharedAnswer:
         for reader in self._readers.values():
             self._give(reader, piece)
         if piece.finished:
+            for reader in self._readers.values():
+                reader.gone()
             self._readers.clear()  # each of them leads back to here: a cycle would wait for a search
         if self._pieces is not None:
             self._pieces.append(piece)
@@ -128,7 +168,7 @@ class SharedAnswer:
         if len(mine) == len(self._readers):
             return False
         for number in mine:
-            self._readers.pop(number).stream.put(self._cut_off())
+            self._cut_off(self._readers.pop(number), FinishReason.ABORT)
         return True
 
     def drop(self) -> None:
@@ -141,25 +181,54 @@ class SharedAnswer:
             exchange.first_token_time = self._clock()
         reader.stream.put(piece)
 
+    def _part_deadlines(self) -> None:
+        """Several have asked for it: the engine heeds the latest deadline, and the time of each is up by its own."""
+        for number, reader in self._readers.items():
+            if reader.deadline is not None and reader.timer is None:
+                left_s = max(0.0, reader.deadline - self._clock())
+                reader.timer = asyncio.get_running_loop().call_later(left_s, self._end_overdue, number)
+        if self._deadline is not None:
+            wanted = [reader.deadline for reader in self._readers.values()]
+            latest = None if None in wanted else max(each for each in wanted if each is not None)
+            if latest is None or latest > self._deadline:
+                self._deadline = latest
+                self._put_off(self.request_id, latest)
+
+    def _end_overdue(self, number: int) -> None:
+        reader = self._readers[number]
+        assert reader.deadline is not None
+        error = f"the request was not done within its {reader.deadline - reader.began:g} s"
+        self._cut_off(reader, FinishReason.TIMEOUT, error)
+        self._leave(number)
+
     def _leave(self, number: int) -> None:
-        if self._readers.pop(number, None) is None or self._readers or self.finished:
+        reader = self._readers.pop(number, None)
+        if reader is None:
+            return
+        reader.gone()
+        if self._readers or self.finished:
             return
         if self._grace_s > 0.0 and self._pieces is not None:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._abort, self.request_id)
         else:
             self._abort(self.request_id)
 
-    def _cut_off(self) -> RequestOutput:
+    def _cut_off(self, reader: _Reader, reason: FinishReason, error: str | None = None) -> None:
+        """Ends the answer for one reader; the others read on."""
         last = self.last
-        return RequestOutput(
-            request_id=self.request_id,
-            text="",
-            token_ids=(),
-            logprobs=(),
-            num_prompt_tokens=0 if last is None else last.num_prompt_tokens,
-            num_cached_tokens=0 if last is None else last.num_cached_tokens,
-            num_output_tokens=0 if last is None else last.num_output_tokens,
-            finish_reason=FinishReason.ABORT,
+        reader.gone()
+        reader.stream.put(
+            RequestOutput(
+                request_id=self.request_id,
+                text="",
+                token_ids=(),
+                logprobs=(),
+                num_prompt_tokens=0 if last is None else last.num_prompt_tokens,
+                num_cached_tokens=0 if last is None else last.num_cached_tokens,
+                num_output_tokens=0 if last is None else last.num_output_tokens,
+                finish_reason=reason,
+                error=error,
+            )
         )
 
 
@@ -210,9 +279,9 @@ class SharedAnswers:
         """Whether there is something, and all of it."""
         return bool(keys) and all(self.find(key) is not None for key in keys)
 
-    def open(self, sharing: Sharing, request_id: str, abort: Callable[[str], None]) -> SharedAnswer:
-        """An answer that is computed from now on by this request of the engine."""
-        answer = SharedAnswer(sharing, request_id, abort, self._grew, self._clock)
+    def open(self, sharing: Sharing, request_id: str, abort: Callable[[str], None], put_off: PutOff) -> SharedAnswer:
+        """An answer that is computed from now on by this request of the engine; see `SharedAnswer`."""
+        answer = SharedAnswer(sharing, request_id, abort, put_off, self._grew, self._clock)
         if (before := self.find(sharing.key)) is not None:
             self.forget(before)
         self._in_flight[sharing.key] = answer
