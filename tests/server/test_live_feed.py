@@ -202,6 +202,6 @@ def test_a_request_that_waits_is_shown_with_its_bound():
     for _ in range(2):
         scheduler.add(create_request())
     run_step(scheduler)
-    [waiting] = glance(scheduler, Journal(), 1.0, None, 0.0).state.waiting
-    assert waiting.wait_bound is not None
-    assert waiting.num_steps_waited == 1
+    [waiting] = glance(scheduler, Journal(), 1.0, None, 0.0).state.waiting.values()
+    assert waiting.bound is not None
+    assert waiting.waited == 1

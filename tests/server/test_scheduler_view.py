@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from factories import create_request, create_scheduler, run_step
@@ -11,16 +13,20 @@ from gated_server import NUM_BLOCKS, GatedServer
 from llm_serving.config.schema import ApiKey
 from llm_serving.engine import lookup
 from llm_serving.observe.live_requests import client_id_of
+from llm_serving.observe.scheduler_rows import Blocks
 from llm_serving.observe.scheduler_state import MAX_WAITING, scheduler_state
 from llm_serving.server.authentication import hash_key
+from llm_serving.server.live_view import ROWS
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.routes import ENDPOINTS
-from llm_serving.server.scheduler_view import MAX_ROWS, view_of
+from llm_serving.server.scheduler_view import MAX_ROWS, Replica, view_of
 
 KEYS = {name: name * 20 for name in ("ann", "bob", "root")}
 API_KEYS = tuple(ApiKey(name=name, key_sha256=hash_key(key), admin=name == "root") for name, key in KEYS.items())
 LONG = {"prompt": list(range(5, 25)), "max_tokens": 400, "temperature": 0, "ignore_eos": True, "seed": 1}
 LISTS = ("tenants", "running_requests", "waiting_requests")
+LISTS_OF_ROWS = {name: ROWS[name] for name in ("classes", *LISTS)}
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 async def ask(server, client, **headers):
@@ -142,16 +148,47 @@ def test_a_slot_is_held_since_the_newest_admission():
     low, high = create_request(4, priority=1, max_tokens=9), create_request(8, priority=-1, max_tokens=1)
     scheduler.add(low)
     run_step(scheduler, now=10.0)
-    assert [(each.since_step, each.since) for each in scheduler_state(scheduler, 10.0).running] == [(0, 10.0)]
+    [row] = scheduler_state(scheduler, 10.0).running.values()
+    assert (row.since_step, row.seconds) == (0, 0.0)
     for step in range(1, 4):
         run_step(scheduler, now=10.0 + step)
     scheduler.add(high)
     while low.num_preemptions == 0 or low not in scheduler.running:
         run_step(scheduler, now=50.0)
-    state = next(each for each in scheduler_state(scheduler, 60.0).running if each.request_id == low.request_id)
-    assert state.since == 50.0
-    assert state.since_step > 3
-    assert state.num_preemptions == 1
+    row = scheduler_state(scheduler, 60.0).running[low.sequence]
+    assert row.seconds == 10.0
+    assert row.since_step > 3
+    assert row.preemptions == 1
+
+
+def test_who_begins_alike_has_the_same_number_and_no_number_of_a_block():
+    scheduler = create_scheduler(num_blocks=16, prefix_caching=True)
+    for number in range(4):
+        scheduler.add(create_request(12, tenant="ab"[number % 2]))
+        run_step(scheduler)  # each finds what the first has computed, in blocks of its tenant
+    state = scheduler_state(scheduler, 1.0)
+    assert len({each.group for each in state.running.values()}) == 2
+    [replica] = view_of({0: state}, [], "mixed", None).replicas
+    assert [(each.tenant, each.group, each.shared > 0) for each in replica.running_requests] == [
+        ("a", 0, True),
+        ("b", 1, True),
+        ("a", 0, True),
+        ("b", 1, True),
+    ]
+    [replica] = view_of({0: state}, [], "mixed", "b").replicas
+    assert [each.group for each in replica.running_requests] == [0, 0]
+
+
+def test_what_the_documentation_shows_is_what_there_is():
+    text = (DOCS / "control.md").read_text(encoding="utf-8")
+    example = "{" + text.partition("v1/scheduler\n{")[2].partition("```")[0]
+    shown = json.loads(re.sub(r",\s*\.\.\.", "", example))
+    rows = [(Replica, shown["replicas"])]
+    rows += [(kind, shown["replicas"][0][name]) for name, kind in LISTS_OF_ROWS.items()]
+    for kind, given in rows:
+        for row in given:
+            assert set(row) <= set(kind.__struct_fields__)
+    assert set(shown["replicas"][0]["blocks"]) == set(Blocks.__struct_fields__)
 
 
 def test_the_route_is_documented():

@@ -11,15 +11,8 @@ from msgspec import Struct
 from llm_serving.observe.glance import Glance
 from llm_serving.observe.journal import Life, Step
 from llm_serving.observe.metrics import Metrics
-from llm_serving.server.scheduler_view import (
-    ClassQueue,
-    Replica,
-    RunningRequest,
-    SchedulerView,
-    Tenant,
-    WaitingRequest,
-    view_of,
-)
+from llm_serving.observe.scheduler_rows import ClassQueue, RunningRequest, WaitingRequest
+from llm_serving.server.scheduler_view import Replica, SchedulerView, Tenant, view_of
 from llm_serving.server.streaming import named_event
 
 
@@ -103,7 +96,7 @@ def _replica(view: Replica, seen: Glance, tenant: str | None) -> dict[str, Any]:
         "running": view.running,
         "waiting": view.waiting,
         "blocks": view.blocks,
-        "saved": sum(each.num_blocks for each in seen.state.running) - seen.state.num_used_blocks,
+        "saved": sum(each.blocks for each in seen.state.running.values()) - view.blocks.used,
     }
     own = _sequences(seen, tenant)
     lists: dict[str, Sequence[Struct]] = {
@@ -125,8 +118,8 @@ def _sequences(seen: Glance, tenant: str | None) -> frozenset[int] | None:
     """`Request.sequence` of what a tenant has, or had until just now; None: of everybody's."""
     if tenant is None:
         return None
-    running = [each.sequence for each in seen.state.running if each.tenant == tenant]
-    waiting = [each.sequence for each in seen.state.waiting if each.tenant == tenant]
+    running = [sequence for sequence, row in seen.state.running.items() if row.tenant == tenant]
+    waiting = [sequence for sequence, row in seen.state.waiting.items() if row.tenant == tenant]
     return frozenset(running + waiting).union(*(life.sequences for life in seen.ended if life.tenant == tenant))
 
 
