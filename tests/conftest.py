@@ -13,7 +13,7 @@ from llm_serving.log import ROOT
 TESTS = Path(__file__).parent
 LATE = (
     *("end_to_end", "families", "models", "backends", "worker", "kernels"),
-    *("test_offline.py", "test_verify.py", "engine/test_choices_on_a_model.py"),
+    *("test_offline.py", "commands/test_verifier.py", "engine/test_choices_on_a_model.py"),
 )
 """Longest first, so that processes that share the files end together."""
 

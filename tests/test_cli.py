@@ -14,11 +14,11 @@ import pytest
 from factories import create_request, run_step
 from llm_serving import launcher
 from llm_serving.cli import main
+from llm_serving.commands.flags import FLAGS, REFUSED
 from llm_serving.config import load_config
 from llm_serving.config.loader import RULES
 from llm_serving.config.paths import PROJECT_FOLDER
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
-from llm_serving.flags import FLAGS, REFUSED
 from llm_serving.recording.records import Decided
 from llm_serving.server.authentication import hash_key
 from recordings import MemoryFiles, create_recorded, read, seal, with_record

@@ -2,7 +2,7 @@
 
 ```
         MASTER                                 WORK AGENT
-8                    offline                        (cli starts the master)
+8                    commands < cli; offline            (the terminal starts the master)
 7   master                                 work_agent
 6   server                                 worker
 5   engine                                 lowering
@@ -70,16 +70,7 @@ PLACES = {
     "offline": Place(8, TOP),
     "launcher": Place(8, TOP),
     "log_keeper": Place(8, TOP),
-    "flags": Place(8, TOP),
-    "model_command": Place(8, TOP),
-    "new_folder": Place(7.9, TOP),
-    "convert_command": Place(8, TOP),
-    "quantize_command": Place(8, TOP),
-    "trace_file": Place(8, TOP),
-    "chat_client": Place(8, TOP),
-    "chat_command": Place(8.05, TOP),
-    "verify": Place(8.05, TOP),
-    "verify_command": Place(8.06, TOP),
+    "commands": Place(8.05, TOP),
     "cli": Place(8.1, TOP),
     "__main__": Place(8.2, TOP),
 }

@@ -8,9 +8,9 @@ import llm_serving
 import psutil
 import pytest
 from llm_serving.cli import main
+from llm_serving.commands.stored_models import cached_table
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
-from llm_serving.model_command import cached_table
 from llm_serving.models.memory import bytes_for_cache
 from llm_serving.models.spec import ModelSpec
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from llm_serving.commands.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compressed_tensors import PACKED, SCALE, SHAPE, parts_of
 from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
@@ -20,7 +21,6 @@ from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import check_folder, spare_tensors
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.models.weights import WeightReader
-from llm_serving.new_folder import check_absent, copy_small_files, new_folder
 
 DEFAULT_GROUP_SIZE: Final = 128
 _MULTIPLYING: Final = ("linear", "experts")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from llm_serving.commands.receipt_file import DIFFERENT, EQUAL, UNREADABLE, verify_file
+from llm_serving.commands.verifier import Verdict, Verifier
 from llm_serving.config import load_config
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason
@@ -24,8 +26,6 @@ from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import sequences_of
 from llm_serving.server.selection import ChoiceOutput, select_best
 from llm_serving.text.constraints.grammars import regex_grammar
-from llm_serving.verify import Verdict, Verifier
-from llm_serving.verify_command import DIFFERENT, EQUAL, UNREADABLE, verify_file
 
 pytestmark = pytest.mark.mindspore
 

@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from llm_serving import quantize_command
 from llm_serving.cli import main
+from llm_serving.commands import quantization
 from llm_serving.formats import writing
 from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
 from llm_serving.models.contents import check_folder
@@ -120,6 +120,6 @@ def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize_command, "quantize_w8", fail)
+    monkeypatch.setattr(quantization, "quantize_w8", fail)
     assert run(source, tmp_path / "out", "--format", "w8a8") == 130
     assert sorted(tmp_path.iterdir()) == before

@@ -66,7 +66,7 @@ def _verify(
     tell: Callable[[str], None],
 ) -> int:
     """Tells of each; returns how many are equal."""
-    from llm_serving.verify import Verifier  # MindSpore takes seconds: not for what cannot be read
+    from llm_serving.commands.verifier import Verifier  # MindSpore takes seconds: not for what cannot be read
 
     model = load(()).model
     assert model.model_path is not None

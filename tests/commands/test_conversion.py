@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from llm_serving import convert_command
 from llm_serving.cli import main
+from llm_serving.commands import conversion
 from llm_serving.errors import ModelError
 from llm_serving.formats import writing
 from llm_serving.formats.folder import read_tensors
@@ -146,7 +146,7 @@ def test_what_fails_leaves_nothing(source, tmp_path, monkeypatch, capsys):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_command, "copy_small_files", fail)
+    monkeypatch.setattr(conversion, "copy_small_files", fail)
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "hf"]) == 130
     assert sorted(tmp_path.iterdir()) == before
 

@@ -9,10 +9,9 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
+from llm_serving.commands.flags import API_KEY_VARIABLE
 from llm_serving.errors import LLMServingError, UnavailableError
 
-API_KEY_VARIABLE: Final = "LLM_SERVING_API_KEY"
-"""Environment variable with the API key; an argument would show in the list of processes."""
 TIMEOUT_S: Final = 60.0
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from llm_serving.commands.new_folder import check_absent, copy_small_files, new_folder
 from llm_serving.config.mindformers import network_of
 from llm_serving.config.yaml_reader import plain, read_yaml
 from llm_serving.errors import ConfigError, ModelError
@@ -29,7 +30,6 @@ from llm_serving.hub.progress import Progress
 from llm_serving.models.contents import spare_tensors
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
-from llm_serving.new_folder import check_absent, copy_small_files, new_folder
 
 FORMS: Final = ("hf", "mindformers")
 FILES: Final = ("safetensors", "ckpt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving import cli
-from llm_serving.trace_file import API_KEY_VARIABLE
+from llm_serving.commands.flags import API_KEY_VARIABLE
 
 TRACE = {"traceEvents": [{"ph": "X"}, {"ph": "X"}], "displayTimeUnit": "ms"}
 

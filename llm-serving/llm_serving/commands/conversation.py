@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
-from llm_serving.chat_client import ChatClient, Piece
+from llm_serving.commands.chat_client import ChatClient, Piece
 from llm_serving.errors import LLMServingError
 
 PROMPT: Final = "> "

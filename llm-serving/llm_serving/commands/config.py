@@ -1,0 +1,100 @@
+"""`llm-serving config`: check one, print the reference, import what MindIE-Service has."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from llm_serving.commands.arguments import Subcommands, add_config_arguments, load, say
+from llm_serving.commands.stored_models import check_weights, stored_size
+from llm_serving.config import ServingConfig
+from llm_serving.config.paths import REFERENCE_YAML
+from llm_serving.config.report import describe
+from llm_serving.errors import ConfigError, ModelError
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser("config", help="work with a configuration", allow_abbrev=False)
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = subcommands.add_parser(
+        "check", help="print the effective values and where each came from", allow_abbrev=False
+    )
+    add_config_arguments(check)
+    check.set_defaults(run=run_check)
+    reference = subcommands.add_parser(
+        "reference", help="print a YAML with every key, its default and its meaning", allow_abbrev=False
+    )
+    reference.set_defaults(run=run_reference)
+    importing = subcommands.add_parser(
+        "import", help="write the config.json of MindIE-Service as a YAML", allow_abbrev=False
+    )
+    importing.add_argument("source", type=Path, metavar="CONFIG_JSON")
+    importing.add_argument("--output", type=Path, metavar="YAML", help="new file; default: standard output")
+    importing.set_defaults(run=run_import)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    config = load(arguments)
+    check_weights(config)
+    text = "\n".join([describe(config), *_ends(config), *_memory(config), *_bounds(config)])
+    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
+        print(text, flush=True)
+    return 0
+
+
+def _ends(config: ServingConfig) -> list[str]:
+    """The tokens that end a text and who says so, as comments."""
+    if config.model.model_path is None:
+        return []
+    from llm_serving.text.end_tokens import describe_end_tokens
+
+    try:
+        lines = describe_end_tokens(config.model)
+    except ModelError as error:  # folders without a tokenizer have a configuration all the same
+        lines = [f"unknown, and no server starts: {error}"]
+    return ["# a text ends with:", *(f"#   - {line}" for line in lines)]
+
+
+def _memory(config: ServingConfig) -> list[str]:
+    """What the model takes, as comments."""
+    if config.model.model_path is None:
+        return []
+    return ["# memory of a WorkAgent:", *(f"#   {line}" for line in stored_size(config).lines)]
+
+
+def _bounds(config: ServingConfig) -> list[str]:
+    """How long a request of each class can be made to wait, as comments; it follows from the size of the cache."""
+    if config.pa.num_blocks is None:
+        return []
+    from llm_serving.engine.replica import build_scheduler
+    from llm_serving.models.spec import ModelSpec
+
+    window = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path).window
+    scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks, window=window)
+    return ["# bounds:", *(f"#   - {bounds}" for bounds in scheduler.bounds)]
+
+
+def run_reference(arguments: argparse.Namespace) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        print(REFERENCE_YAML.read_text(encoding="utf-8"), end="", flush=True)
+    return 0
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    from llm_serving.config.mindie import import_mindie
+
+    imported = import_mindie(arguments.source)
+    for note in imported.notes:
+        say(f"notice: {note}")
+    text = imported.as_yaml(arguments.source.name)
+    if arguments.output is None:
+        print(text, end="", flush=True)
+        return 0
+    try:
+        with arguments.output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
+    say(f"{arguments.output}: done")
+    return 0

@@ -1,0 +1,28 @@
+"""`llm-serving models`: which models are here by name, and what one would take."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from llm_serving.commands.arguments import Subcommands
+from llm_serving.commands.stored_models import cached_table, stored_size
+from llm_serving.config import load_config
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "models", help="list the models of the local caches, or what one takes and whether it fits", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="folder or name; only its configuration is downloaded")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    lines = list(cached_table())
+    if arguments.name is not None:
+        config = load_config(model=arguments.name)
+        lines = [*stored_size(config).lines, *(f"notice: {notice}" for notice in config.notices)]
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
+    return 0
