@@ -18,6 +18,7 @@ import mindspore as ms
 import numpy as np
 from families import models
 from graph_model import BLOCK_SIZE, backend
+from llm_serving.lowering import mindir
 from llm_serving.lowering.lower import Lowered, lower
 from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
@@ -53,16 +54,14 @@ def networks_of(name: str, folder: Path, dtype: str = "bfloat16") -> tuple[Model
 
 def export(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> ModelProto:
     """Writes a graph of every shape to `path` (*.mindir); what was written."""
-    network.set_train(False)
-    network.set_inputs(*inputs)
-    ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
+    mindir.write_mindir(network, path, inputs)
     written = ModelProto()
     written.ParseFromString(path.read_bytes())
     return written
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
-    return Lowered.head_inputs(spec.network.hidden) if graph == "head" else dynamic_inputs(ROWS[graph])
+    return dynamic_inputs(ROWS[graph]) if graph == "of_prompts" else mindir.inputs_of(spec, graph)
 
 
 def export_all(spec: ModelSpec, networks: Lowered, folder: Path) -> dict[str, ModelProto]:

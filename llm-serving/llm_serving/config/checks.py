@@ -103,8 +103,6 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
             "model_config.prefill_batch_size",
             "1 lets only one prompt into a step; leave the key out to pack prompts up to max_prefill_tokens",
         )
-    if values["model_config.backend"] == "ge":
-        _notice(values, "model_config.backend", "ge is served as kbk: no MindIR is read")
     if not values["model_config.page_attention"]:
         _notice(values, "model_config.page_attention", "False has no meaning here: the KV cache is always paged")
 

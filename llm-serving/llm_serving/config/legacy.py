@@ -7,6 +7,7 @@ ALIASES: Final[Mapping[str, str]] = {
     # Every older sample writes the waiting times into model_config; the older loader read them from serving_config.
     "serving_config.batch_waiting_time": "model_config.batch_waiting_time",
     "tokenizer.vocab_file": "model_config.tokenizer_path",
+    "model_path.decode_ini": "model_config.mindir_ini",
     "device_config.prompt_attention": "device_config.exactness",
     # MindIE's names.
     "scheduler_config.prefillTimeMsPerReq": "scheduler_config.prefill_time_ms_per_req",
@@ -31,7 +32,6 @@ NO_MEANING: Final[Mapping[str, str]] = {
     "model_path.argmax_model": _GRAPH_BUILT_HERE,
     "model_path.topk_model": _GRAPH_BUILT_HERE,
     "model_path.prefill_ini": _GRAPH_BUILT_HERE,
-    "model_path.decode_ini": _GRAPH_BUILT_HERE,
     "model_path.post_model_ini": _GRAPH_BUILT_HERE,
     "scheduler_config.priority_ageing_steps": "each of the request_classes has its own ageing_steps",
     "tokenizer.type": "the tokenizer follows from its file",

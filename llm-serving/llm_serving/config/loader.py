@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from llm_serving.config.checks import check_model, check_sections
 from llm_serving.config.device_checks import check_device
+from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -107,6 +108,7 @@ def load_config(
     check_model(values, spec, mindformers)
     check_sections(values, spec)
     check_device(values, spec, mindformers)
+    check_graph_engine(values)
     check_rows(values, reading.tables)
     return values.build(reading.tables)
 
@@ -229,7 +231,8 @@ def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
 
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     """Make paths absolute, name the model, and read its config.json."""
-    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE):
+    graphs = (MINDIR_PATH, MINDIR_INI) if values.is_given(MINDIR_PATH) else ()
+    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE, *graphs):
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
     path = values[MODEL_PATH]

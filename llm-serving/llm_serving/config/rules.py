@@ -152,6 +152,17 @@ def path() -> Rule:
     return Rule("must be a path", parse)
 
 
+def path_or_first() -> Rule:
+    """A path, or a list of one: older files list a file for each graph."""
+    one = path()
+
+    def parse(value: Any) -> Path:
+        _check(not isinstance(value, list) or len(value) == 1)
+        return Path(one.parse(value[0] if isinstance(value, list) else value))
+
+    return Rule("must be a path or a list of one", parse)
+
+
 def path_or_dash() -> Rule:
     """A path, or `-`, which YAML takes for a list with nothing in it where it is not quoted."""
     one = path()

@@ -25,6 +25,7 @@ from llm_serving.config.rules import (
     origins,
     path,
     path_or_dash,
+    path_or_first,
     positive,
     revision,
     row_name,
@@ -120,7 +121,15 @@ class ModelConfig:
     """Type of weights, activations and KV cache: bfloat16, float16 or float32 (also `DataType.FLOAT16`)."""
 
     backend: str = option("kbk", choice(("kbk", "ge")))
-    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`, MindIR in older servers, is served as kbk with a notice."""
+    """`kbk`: MindSpore graph mode, kernel by kernel. `ge`: graphs of `mindir_path` by the graph engine of
+    mindspore_lite, on Ascend; without `mindir_path` it is served as kbk with a notice."""
+
+    mindir_path: Path | None = option(None, path())
+    """Folder of graphs that `llm-serving export` wrote for this configuration, for `backend: ge`; weights and a cache
+    of `pa_config.num_blocks` are in them."""
+
+    mindir_ini: Path | None = option(None, path_or_first())
+    """File of options of the graph engine for them, as older servers' `model_path.decode_ini` names one."""
 
     @property
     def max_input_len(self) -> int:

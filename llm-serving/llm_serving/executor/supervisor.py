@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -181,6 +182,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_threads = max(1, len(os.sched_getaffinity(0)) // len(config.serving.agent_ports))
     return LoadModel(
         model_path=str(config.model.model_path),
+        mindir_path=_text(config.model.mindir_path),
+        mindir_ini=_text(config.model.mindir_ini),
         dtype=config.model.model_dtype,
         quantization=config.quant.quantization,
         group_size=config.quant.group_size,
@@ -205,6 +208,10 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
     )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _end_at_once(process: subprocess.Popen[bytes]) -> None:

@@ -68,9 +68,9 @@ class HeadOfProgram(nn.Cell):
         positions: ms.Tensor,
         slot_mapping: ms.Tensor,
         block_tables: ms.Tensor,
-        query_lens: ms.Tensor,
-        context_lens: ms.Tensor,
+        q_seq_lens: ms.Tensor,
+        batch_valid_length: ms.Tensor,
         sample_indices: ms.Tensor,
     ) -> ms.Tensor:
-        step = token_ids, positions, slot_mapping, block_tables, query_lens, context_lens, sample_indices
+        step = token_ids, positions, slot_mapping, block_tables, q_seq_lens, batch_valid_length, sample_indices
         return self.operator(self.instructions, self.operands, *step, self.weight, states.astype(self.dtype))

@@ -41,6 +41,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     """What a WorkAgent needs to know to load its model; all of it from the operator's configuration."""
 
     model_path: str
+    mindir_path: str | None
+    mindir_ini: str | None
     dtype: str
     quantization: str | None
     group_size: int

@@ -10,7 +10,7 @@ from mindspore.common.dtype import type_size_in_bytes
 from llm_serving.backends.base import Array, Backend
 from llm_serving.backends.parameters import host_blocks
 from llm_serving.core.step import BlockMove, Int32Array
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.block_moves import runs
@@ -65,6 +65,27 @@ class KVTensors:
                     source = host if kind is BlockMove.SWAP_IN else cache
                     target = host if kind is BlockMove.SWAP_OUT else cache
                     self.backend.copy_blocks(source, target, pairs)
+
+
+class CachesOfGraph(KVTensors):
+    """Caches that lie inside a graph, out of everybody's reach."""
+
+    @classmethod
+    def of(cls, backend: Backend, num_blocks: int, block_size: int) -> CachesOfGraph:
+        """Those of a graph that was made for so many blocks."""
+        return cls(backend, (), (), num_blocks, 0, block_size)
+
+    def move_blocks(self, block_moves: Int32Array) -> None:
+        """Moves nothing.
+
+        Raises:
+            WorkerError: Something is to be moved.
+        """
+        if len(block_moves):
+            raise WorkerError(
+                "with model_config.backend: ge caches lie inside a graph, which copies no blocks: "
+                "n, best_of and beams are not served"
+            )
 
 
 def block_bytes(spec: ModelSpec, backend: Backend, block_size: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import mindspore as ms
 import psutil
 
-from llm_serving.backends.base import Backend
+from llm_serving.backends import Backend, create_backend
 from llm_serving.config.schema import DeviceConfig
 from llm_serving.core.choices import ExactnessName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
@@ -18,6 +18,7 @@ from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.log import get_logger
+from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
 from llm_serving.models.spec import ModelSpec
@@ -27,6 +28,7 @@ from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
+from llm_serving.worker.networks import of_files
 
 logger = get_logger(__name__)
 
@@ -53,6 +55,8 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         save_graphs_path=Path(settings.save_graphs_path),
         jit_level=settings.jit_level,
     )
+    if settings.mindir_path is not None:
+        return _of_files(settings, Path(settings.mindir_path), on_progress), ""
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
@@ -82,6 +86,23 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     on_progress("compiling the network")
     runner.warm_up()
     return runner, notice
+
+
+def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
+    """A runner of graphs that mindspore_lite computes, with weights and caches in them."""
+    assert settings.num_blocks is not None  # `config.device_checks` sees to it
+    spec = check_folder(Path(settings.model_path))
+    sizes = settings.num_blocks, settings.block_size, settings.max_model_len
+    check_facts(folder, facts_of(spec, settings.dtype, *sizes))
+    on_progress(f"reading the graphs of {folder.name}")
+    ini = None if settings.mindir_ini is None else Path(settings.mindir_ini)
+    networks = of_files(spec, folder, ini, settings.device_id)
+    backend = create_backend("ascend", settings.dtype)
+    runner = ModelRunner(spec, Path(settings.model_path), backend, *sizes, networks=networks)
+    runner.computed_by = ComputedBy(kernels="ge", framework=ms.__version__)
+    logger.info("device_config.exactness: %s: %s", settings.exactness, promise(settings.exactness, backend.name))
+    runner.warm_up()
+    return runner
 
 
 def _computed_by(backend: Backend, device: DeviceConfig) -> ComputedBy:

@@ -14,15 +14,15 @@ from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutpu
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
-from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
+from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
 from llm_serving.worker.block_guard import BlockGuard
 from llm_serving.worker.block_moves import check_block_moves
-from llm_serving.worker.compiled_network import CompiledNetwork
-from llm_serving.worker.kv_tensors import KVTensors
+from llm_serving.worker.kv_tensors import CachesOfGraph, KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
+from llm_serving.worker.networks import Networks, compiled
 from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
 
@@ -46,6 +46,7 @@ class ModelRunner:
         as_program: bool = True,
         num_prompt_rows: int = 0,
         quantization: Quantization | None = None,
+        networks: Networks | None = None,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -61,6 +62,7 @@ class ModelRunner:
             num_prompt_rows: Most requests of a step; steps of whole prompts then have a graph of their own. 0: they
                 have none.
             quantization: How weights are kept; None: in the model dtype.
+            networks: That have weights and caches in them; None: they are made of the folder.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -70,28 +72,27 @@ class ModelRunner:
         self.computed_by: ComputedBy = NOT_KNOWN
         """Told by who chose backend and kernels."""
         self._backend = backend
-        self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
+        if networks is None:
+            self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
+        else:
+            self.kv_tensors = CachesOfGraph.of(backend, num_blocks, block_size)
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
         max_positions = min(max_model_len, room)
         self._limits = ModelLimits(spec.vocab_size, max_positions, num_blocks, block_size, spec.window)
-        reader = WeightReader(folder, spec.scheme)
-        lowered = lower(
-            spec,
-            backend,
-            reader,
-            self.kv_tensors.layers,
-            max_positions,
-            as_program=as_program,
-            whole_prompts=num_prompt_rows > 0,
-            quantization=quantization,
-        )
-        self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
-        self._states = CompiledNetwork(lowered.states)
-        self._head = CompiledNetwork(lowered.head, lowered.head_inputs(spec.network.hidden))
         self._num_prompt_rows = num_prompt_rows
-        self._of_prompts = (
-            None if lowered.of_prompts is None else CompiledNetwork(lowered.of_prompts, dynamic_inputs(num_prompt_rows))
-        )
+        if networks is None:
+            lowered = lower(
+                spec,
+                backend,
+                WeightReader(folder, spec.scheme),
+                self.kv_tensors.layers,
+                max_positions,
+                as_program=as_program,
+                whole_prompts=num_prompt_rows > 0,
+                quantization=quantization,
+            )
+            networks = compiled(lowered, spec.network.hidden, num_prompt_rows)
+        self._network, self._states, self._head, self._of_prompts = networks
         self._choose_tokens = choose_tokens_for(backend.name)
         self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window)
         self._next_step = 0

@@ -1,0 +1,39 @@
+"""`llm-serving export`: the graphs of a model as MINDIR files, for `model_config.backend: ge`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say
+from llm_serving.commands.new_folder import check_absent, new_folder
+from llm_serving.errors import ConfigError
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "export", help="write the graphs of a model, for backend ge; needs no device", allow_abbrev=False
+    )
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder that does not exist")
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_servable(arguments)
+    check_absent(arguments.target)
+    num_blocks, folder = config.pa.num_blocks, config.model.model_path
+    if num_blocks is None:
+        raise ConfigError("`pa_config.num_blocks` must be given: the graph has a cache of so many. Given: None")
+    assert folder is not None
+    from llm_serving.backends import create_backend
+    from llm_serving.lowering.mindir import export
+    from llm_serving.models.contents import check_folder
+    from llm_serving.worker.kv_tensors import KVTensors
+
+    spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
+    caches = KVTensors.allocate(spec, backend, num_blocks, config.pa.block_size).layers
+    with new_folder(arguments.target, 2 * spec.num_parameters) as written:
+        export(spec, backend, folder, written, caches, config.model.max_generate_length)
+    say(f"{arguments.target}: done")
+    return 0

@@ -1,0 +1,55 @@
+"""What `model_config.backend: ge` asks of the configuration: graphs from files hold weights and caches in them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llm_serving.config.values import Values
+from llm_serving.core.choices import ExactnessName
+from llm_serving.errors import ConfigError
+
+BACKEND: Final = "model_config.backend"
+MINDIR_PATH: Final = "model_config.mindir_path"
+MINDIR_INI: Final = "model_config.mindir_ini"
+
+_NEEDED: Final = (
+    ("device_config.device_target", "Ascend", "the graph engine is of Ascend"),
+    ("device_config.exactness", ExactnessName.EXACT, "one graph computes all steps"),
+    ("scheduler_config.preemption_mode", "recompute", "nothing reaches the caches inside a graph"),
+    ("pa_config.num_swap_blocks", 0, "nothing reaches the caches inside a graph"),
+    ("quant_config.quantization", None, "the graph has its weights"),
+)
+"""Key, the value it must have, and why."""
+
+
+def check_graph_engine(values: Values) -> None:
+    """Refuses what graphs from files cannot do; what names none is served without them, with a notice.
+
+    Raises:
+        ConfigError: A combination that cannot be served.
+    """
+    if not values.is_given(MINDIR_PATH):
+        if values[BACKEND] == "ge":
+            _notice(values, BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")
+        if values.is_given(MINDIR_INI):
+            source = values.source(MINDIR_INI)
+            _notice(values, MINDIR_INI, f"{values[MINDIR_INI]} has no meaning without {MINDIR_PATH}")
+            values.set(MINDIR_INI, None, source)
+        return
+    if values[BACKEND] != "ge":
+        raise _error(values, MINDIR_PATH, f"must be left out with {BACKEND}: {values[BACKEND]}", values[MINDIR_PATH])
+    for name, needed, why in _NEEDED:
+        if values[name] != needed:
+            raise _error(values, name, f"must be {needed} with {BACKEND}: ge: {why}", values[name])
+    if values["pa_config.num_blocks"] is None:
+        rule = f"must be given with {BACKEND}: ge: the graph has a cache of so many"
+        raise _error(values, "pa_config.num_blocks", rule, None)
+    _notice(values, BACKEND, "ge copies no blocks: requests with n, best_of or beams end with an error")
+
+
+def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
+    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
+
+
+def _notice(values: Values, name: str, text: str) -> None:
+    values.notices.append(f"{values.source(name)}: {name}: {text}")

@@ -1,0 +1,92 @@
+"""The graphs of a model as MINDIR files: `model_config.backend: ge` runs them without this project's own lowering."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import mindspore as ms
+from mindspore import nn
+
+from llm_serving.backends.base import Backend
+from llm_serving.errors import ConfigError
+from llm_serving.lowering.lower import Lowered, lower
+from llm_serving.lowering.step import KVCaches, dynamic_inputs
+from llm_serving.models.spec import ModelSpec
+from llm_serving.models.weights import WeightReader
+
+GRAPHS: Final = ("states", "head")
+"""As `Lowered` names them; each is `<name>.mindir`."""
+FACTS: Final = "mindir.json"
+
+
+def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
+    """Arguments of every shape of one of `GRAPHS`."""
+    return Lowered.head_inputs(spec.network.hidden) if graph == "head" else dynamic_inputs()
+
+
+def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> None:
+    """Writes a graph to `path` (*.mindir), which serves every shape that `inputs` leave open."""
+    network.set_train(False)
+    network.set_inputs(*inputs)
+    ms.export(network, *inputs, file_name=str(path), file_format="MINDIR")
+
+
+def export(
+    spec: ModelSpec, backend: Backend, source: Path, folder: Path, kv_caches: KVCaches, max_positions: int
+) -> None:
+    """Writes the graphs, with weights and caches in them, and what they were made for.
+
+    Args:
+        spec: The model.
+        backend: Of primitives.
+        source: Folder of the model.
+        folder: Where the files go.
+        kv_caches: Those of every layer; the graph has caches of these sizes.
+        max_positions: Longest context of a row, in tokens.
+
+    Raises:
+        ModelError: The primitives lack something that the model needs.
+    """
+    lowered = lower(spec, backend, WeightReader(source, spec.scheme), kv_caches, max_positions, as_program=False)
+    for graph in GRAPHS:
+        write_mindir(getattr(lowered, graph), folder / f"{graph}.mindir", inputs_of(spec, graph))
+    num_blocks, block_size = kv_caches[0][0].shape[:2]
+    facts = facts_of(spec, backend.dtype, num_blocks, block_size, max_positions)
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def facts_of(spec: ModelSpec, dtype: str, num_blocks: int, block_size: int, max_positions: int) -> dict[str, Any]:
+    """What a graph was made for, and what it must have been made for to serve."""
+    return {
+        "architecture": spec.architecture,
+        "num_parameters": spec.num_parameters,
+        "vocab_size": spec.vocab_size,
+        "model_dtype": dtype,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_positions": max_positions,
+    }
+
+
+def check_facts(folder: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuses graphs of another model, dtype or cache.
+
+    Raises:
+        ConfigError: The folder has no graphs, or they were made for something else.
+    """
+    path = folder / FACTS
+    missing = [name for name in (FACTS, *(f"{graph}.mindir" for graph in GRAPHS)) if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"`model_config.mindir_path` {folder} must be a folder of `llm-serving export`; it lacks {missing[0]}"
+        )
+    found = json.loads(path.read_text())
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"`model_config.mindir_path`: {path} says {name} {found.get(name)}, the configuration {value}; "
+                "`llm-serving export` writes graphs for this configuration"
+            )
