@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fakes import FakeEngine
 from jsonschema_rs import validator_for
 from llm_serving.errors import RequestError
 from llm_serving.server import answer_form
+from llm_serving.server.fair_threads import FairThreads
 from llm_serving.server.schemas import CompletionRequest
 from server_client import error_of, post
 
@@ -35,6 +37,25 @@ def test_a_form_that_waits_too_long_for_others_is_refused_with_a_time(monkeypatc
     response, _ = ask(CHAT, response_format={"type": "json_object"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert "`response_format` was not compiled within 0 s" in error_of(response)["message"]
+
+
+def test_a_form_waits_for_one_of_whoever_has_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source has its share of the threads that compile, whatever names its requests go by."""
+    gate, order = threading.Event(), []
+    monkeypatch.setattr(answer_form, "_COMPILING", FairThreads(1, "test"))
+    monkeypatch.setattr(answer_form, "_compile", lambda compiler, form: (gate.wait(), order.append(form)))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for source, number in [*(("a", number) for number in range(20)), ("b", 0)]:
+                group.create_task(answer_form.compiled(FakeEngine(), f"{source}{number}", source))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            gate.set()
+
+    asyncio.run(main())
+    assert len(order) == 21
+    assert order.index("b0") <= 2
 
 
 def ask(path: str, **fields: Any) -> tuple[Any, FakeEngine]:
@@ -192,4 +213,4 @@ def test_what_is_too_large_is_not_even_read(schema, monkeypatch):
     form = answer_form.asked_form(CompletionRequest(prompt="x", guided_json=schema))
     engine = FakeEngine()
     with pytest.raises(RequestError, match="`guided_json` must have at most 65536 bytes"):
-        asyncio.run(answer_form.compiled(engine, form))
+        asyncio.run(answer_form.compiled(engine, form, ""))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -14,13 +14,14 @@ import msgspec
 from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError, RequestError
+from llm_serving.server.fair_threads import FairThreads
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, TokenConstraint
 from llm_serving.text.constraints.grammars import any_grammar, choice_grammar, json_grammar, regex_grammar
 
 NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
 """Seconds that a form may wait to be compiled, and take."""
-_COMPILING: Final = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
+_COMPILING: Final = FairThreads(NUM_COMPILERS, "grammar")
 """Threads that compile: other work beside the event loop does not wait with them."""
 MAX_TEXTS_OF_CHOICE: Final = 1024
 _ANY_OBJECT: Final = '{"type": "object"}'
@@ -77,20 +78,25 @@ def check_others(request: object, field: str, names: Mapping[str, str] | None = 
             raise RequestError(other, f"is not supported with `{field}`")
 
 
-async def compiled(engine: AsyncEngine, form: AnswerForm | None) -> TokenConstraint | None:
+async def compiled(engine: AsyncEngine, form: AnswerForm | None, source: str) -> TokenConstraint | None:
     """What answers of a form must keep to, made beside the event loop; None: nothing.
+
+    Args:
+        engine: Has the tokens.
+        form: That is asked for.
+        source: Who answers for the request: each has a share of the time there is for this.
 
     Raises:
         RequestError: The form cannot be kept to; names its field and tells where.
-        CapacityError: Forms of others take all the time there is.
+        CapacityError: Other forms take all the time there is.
     """
     if form is None:
         return None
     if not engine.constraints.can_end:
         raise RequestError(form.field, "is not supported: the model has no token that ends an answer")
-    work = asyncio.get_running_loop().run_in_executor(_COMPILING, _compile, engine.constraints, form)
+    work = _COMPILING.submit(source, partial(_compile, engine.constraints, form))
     try:
-        return await asyncio.wait_for(work, MAX_WAIT_S)
+        return await asyncio.wait_for(asyncio.wrap_future(work), MAX_WAIT_S)
     except TimeoutError:
         raise CapacityError(
             f"`{form.field}` was not compiled within {MAX_WAIT_S:g} s: too many others are", MAX_WAIT_S

@@ -104,7 +104,7 @@ async def converse(
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
-    constraint = await compiled(engine, bound_form(engine, request, prompt, form, offered))
+    constraint = await compiled(engine, bound_form(engine, request, prompt, form, offered), caller.source)
     decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(

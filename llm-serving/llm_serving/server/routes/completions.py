@@ -95,7 +95,7 @@ async def answer_completion(engine: AsyncEngine, http_request: Request, request:
         whole = await encode_prompts(engine, items, request.add_special_tokens is not False)
         prompts = [truncated(engine, prompt, request.truncate_prompt_tokens, max_tokens) for prompt in whole]
         check_size(prompts, sampling, field, choices.n)
-        constraint = await compiled(engine, form)
+        constraint = await compiled(engine, form, caller.source)
         sampling = replace(sampling, constraint=text_of(constraint))
         items = [
             item if len(prompt) == len(all_of_it) else prompt

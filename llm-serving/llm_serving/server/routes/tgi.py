@@ -80,7 +80,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
         if parameters.truncate < 1:
             raise RequestError("truncate", "must be an integer of at least 1", parameters.truncate)
         prompt = prompt[-parameters.truncate :]
-    constraint = await compiled(engine, form)
+    constraint = await compiled(engine, form, caller.source)
     sampling = replace(sampling, constraint=text_of(constraint))
     request_id = request_id_of(http_request)
     generation = await start_generation(
