@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from llm_serving.core.request import FinishReason
 from llm_serving.receipts import receipt as receipts
 from llm_serving.receipts.contents import ModelFiles, content_hashes
 from llm_serving.receipts.seal import opened
+from llm_serving.server import openai_requests
 from llm_serving.server import receipts as server_receipts
 from server_client import error_of, events, post
 
@@ -72,6 +74,24 @@ def test_a_stream_has_it_in_its_last_piece(engine, path, usage):
     assert (last["choices"], "usage" in last) == ([], usage)
     whole = post(engine, path, ask | {"receipt": True, "seed": 5}).json()["receipt"]
     assert the_receipt(last["receipt"]).choices == the_receipt(whole).choices
+
+
+@pytest.mark.parametrize(("most", "is_beside"), [(0, True), (1000, False)])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_long_one_at_the_end_of_a_stream_is_sealed_beside_the_event_loop(engine, path, most, is_beside, monkeypatch):
+    threads = []
+
+    def sealed(receipt):
+        threads.append(threading.current_thread())
+        return seal(receipt)
+
+    seal = server_receipts.sealed
+    monkeypatch.setattr(server_receipts, "sealed", sealed)
+    monkeypatch.setattr(openai_requests, "MAX_INLINE_TOKENS", most)
+    ask = {"prompt": "hello"} if path == "/v1/completions" else {"messages": MESSAGES}
+    *_, last, _ = events(post(engine, path, ask | {"stream": True, "receipt": True}))
+    the_receipt(last["receipt"])
+    assert [thread is not threading.main_thread() for thread in threads] == [is_beside]
 
 
 def test_log_probabilities_are_hashed_and_only_where_they_were_told(engine):

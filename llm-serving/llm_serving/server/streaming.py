@@ -51,7 +51,7 @@ class Pieces(Protocol):
             LLMServingError: The generation failed.
         """
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """What follows the last piece."""
 
 
@@ -99,7 +99,7 @@ class StreamResponse(Response):
                     last = piece  # each write wakes the client: the last piece goes with the end
                 elif piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-            last += self._pieces.end()
+            last += await self._pieces.end()
         except LLMServingError as error:
             last += self._error_piece(error)
         except Exception:

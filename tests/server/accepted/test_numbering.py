@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from llm_serving.errors import RequestError
 from llm_serving.server.accepted.numbering import NumberedPieces
@@ -14,7 +16,7 @@ class Pieces:
     def piece(self, index, output):
         return b"" if output is None else f"data: {index}{output}\n\ndata: {index}{output}'\n\n".encode()
 
-    def end(self):
+    async def end(self):
         return b"data: usage\n\ndata: [DONE]\n\n"
 
 
@@ -25,7 +27,7 @@ def told(order, position=BEGINNING, num_choices=2) -> list[tuple[str, str]]:
     for index in order:
         number[index] += 1
         text += pieces.piece(index, number[index])
-    text += pieces.piece(0, None) + pieces.end()
+    text += pieces.piece(0, None) + asyncio.run(pieces.end())
     events = text.decode().split("\n\n")
     assert events.pop() == ""
     return [tuple(line.partition(": ")[2] for line in event.split("\n")) for event in events]

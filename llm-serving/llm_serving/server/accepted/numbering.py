@@ -39,8 +39,8 @@ class NumberedPieces:
                 numbered.append(self._with_id(event, ""))
         return b"".join(numbered)
 
-    def end(self) -> bytes:
-        events = self._pieces.end().split(_BLANK)[:-1]
+    async def end(self) -> bytes:
+        events = (await self._pieces.end()).split(_BLANK)[:-1]
         numbered = []
         for number, event in enumerate(events, start=1):
             if number > self._closing_before:

@@ -211,12 +211,13 @@ class _Answer:
             choice.token_ids = list(output.token_ids)
         return opening + event(self._chunk([choice], usage))
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         if not self._streamed_usage.at_end and self._receipt is None:
             return DONE
-        last = self._chunk([], self._usage.total() if self._streamed_usage.at_end else UNSET)
+        usage = self._usage.total()
+        last = self._chunk([], usage if self._streamed_usage.at_end else UNSET)
         if self._receipt is not None:
-            last.receipt = self._receipt.sealed()
+            last.receipt = await off_loop(tells_much(usage), self._receipt.sealed)
         return event(last) + DONE
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatCompletionChunk:

@@ -250,12 +250,13 @@ class _Answer:
                 choice.prompt_token_ids = self._prompts[index // self._n]
         return event(self._completion([choice], usage_so_far(output) if self._streamed_usage.in_every_piece else UNSET))
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         if not self._streamed_usage.at_end and self._receipt is None:
             return DONE
-        last = self._completion([], self._usage.total() if self._streamed_usage.at_end else UNSET)
+        usage = self._usage.total()
+        last = self._completion([], usage if self._streamed_usage.at_end else UNSET)
         if self._receipt is not None:
-            last.receipt = self._receipt.sealed()
+            last.receipt = await off_loop(tells_much(usage), self._receipt.sealed)
         return event(last) + DONE
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType = UNSET) -> Completion:

@@ -166,12 +166,15 @@ class _Answer:
         del index
         return b"".join([self._token_line(token) for token in self._add(output)])
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
+        return self._end()
+
+    def _end(self) -> bytes:
         return self._last_line() if self._return_full_text else b""
 
     def stream_of_text(self, text: str) -> bytes:
         """A whole stream whose one piece is a text that `add_text` was given."""
-        return self._token_line(self._tokens[-1]) + self.end()
+        return self._token_line(self._tokens[-1]) + self._end()
 
     def add_text(self, text: str, finish_reason: str) -> JsonObject:
         """Takes a text that no token stands for, such as an error, as the end of the answer."""
@@ -182,7 +185,7 @@ class _Answer:
         return token
 
     def failure_line(self, error: LLMServingError) -> bytes:
-        return self._token_line(self.add_text(PREDICT_FAILED, "predict_failed")) + self.end()
+        return self._token_line(self.add_text(PREDICT_FAILED, "predict_failed")) + self._end()
 
     def whole_line(self) -> bytes:
         return _line(self._summary() | {"details": None})

@@ -171,7 +171,7 @@ class _Answer:
             told += _event(StreamEvent(type="content_block_delta", index=block.index, delta=delta))
         return told
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         assert self._last is not None
         count = len(self._blocks.blocks)
         return (

@@ -235,7 +235,7 @@ class _Answer:
                 told += self._of_block(_DELTAS[block.kind], block, delta=text, **_logprobs(block))
         return told
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         response = self._response
         return self._closed(self._blocks.blocks[-1]) + self._event(f"response.{response.status}", response=response)
 

@@ -167,7 +167,7 @@ class _Answer:
             events.append(_event(content))
         return b"".join(events)
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         return b""
 
     def _token(self, token_id: int, logprob: float, text: str) -> JsonObject:
