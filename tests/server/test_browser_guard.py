@@ -91,6 +91,7 @@ def test_a_named_page_may_ask_and_read(keys, origins):
     assert asked.headers["access-control-allow-origin"] in (PAGE, "*")
     shown = asked.headers["access-control-expose-headers"].split(", ")
     assert {"retry-after", "x-ignored-parameters", "x-predicted-ttft-ms", "x-request-id"} <= set(shown)
+    assert {"x-stream-id", "idempotent-replayed"} <= set(shown)
     assert "access-control-allow-credentials" not in asked.headers
 
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm_serving.config.addresses import is_loopback
 from llm_serving.config.schema import ServerConfig
 from llm_serving.errors import PermissionDeniedError
+from llm_serving.server.accepted.turn import REPLAYED_HEADER, STREAM_ID_HEADER
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER, kind_of, openai_error_response
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER
@@ -27,6 +28,8 @@ SHOWN_HEADERS: Final = (
     "x-queue-estimate-ms",
     "x-request-id",
     IGNORED_HEADER,
+    STREAM_ID_HEADER,
+    REPLAYED_HEADER,
     PREDICTED_TTFT_HEADER,
     *(f"x-ratelimit-{each}-{of}" for each in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )

@@ -19,6 +19,8 @@ from llm_serving.server.caller import Caller
 from llm_serving.server.choices import Choices
 from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 
+STREAM_ID_HEADER: Final = "x-stream-id"
+REPLAYED_HEADER: Final = "idempotent-replayed"
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -77,9 +79,9 @@ class Turn:
     @property
     def headers(self) -> dict[str, str]:
         """What an answer tells of this."""
-        headers = {"x-stream-id": self.stream_id} if self.stream_id else {}
+        headers = {STREAM_ID_HEADER: self.stream_id} if self.stream_id else {}
         if self.known and self.record is not None and self.record.key:
-            headers["idempotent-replayed"] = "true"
+            headers[REPLAYED_HEADER] = "true"
         return headers
 
     async def sharing(
