@@ -9,14 +9,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from sys import getsizeof
 from typing import Final
 
 BATCH_S: Final = 0.1
 """Lines are collected for so long before they are written."""
 BATCH_CHARS: Final = 2**16
 """Most that is written at once, but for a single longer line."""
-MAX_PENDING_CHARS: Final = 8 * 2**20
-"""A disk that is further behind loses lines."""
+MAX_PENDING_BYTES: Final = 16 * 2**20
+"""Of memory, for lines that a disk has not taken; one that is further behind loses lines."""
 RETRY_S: Final = 1.0
 """After an error the next try is so much later."""
 CLOSE_S: Final = 5.0
@@ -54,7 +55,7 @@ class LogWriter:
         self._handler = handler
         self._say = say
         self._pending: deque[str] = deque()
-        self._num_chars = 0
+        self._num_bytes = 0
         self._num_lost = 0
         self._fails = False
         self._told = False
@@ -69,11 +70,12 @@ class LogWriter:
     def put(self, line: str) -> None:
         """Takes one line, without its end; never waits for the disk."""
         with self._lock:
-            if self._num_chars > MAX_PENDING_CHARS:
+            size = getsizeof(line)
+            if self._num_bytes + size > MAX_PENDING_BYTES:
                 self._num_lost += 1
                 return
             self._pending.append(line)
-            self._num_chars += len(line) + 1
+            self._num_bytes += size
         if not self._filled.is_set():
             self._filled.set()
 
@@ -106,7 +108,7 @@ class LogWriter:
             while self._pending and num_chars < BATCH_CHARS:
                 lines.append(self._pending.popleft())
                 num_chars += len(lines[-1]) + 1
-            self._num_chars -= num_chars
+                self._num_bytes -= getsizeof(lines[-1])
         return lines
 
     def _write(self, lines: list[str]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,4 +136,44 @@ def test_a_full_disk_ends_the_log_with_one_line_and_nothing_else(tmp_path, monke
     log.close()
     log, found = opened(tmp_path)
     assert found == streams(1)
+    log.close()
+
+
+def test_a_disk_that_hangs_delays_one_request_and_memory_stays_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(log_file, "WAIT_S", 0.001)
+    log, _ = opened(tmp_path)
+    size = len(log_file._encode(record(1)))
+    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 5 * size)
+    hangs, write_now, waited = threading.Event(), log._write, []
+
+    def write_late(content):
+        hangs.wait()
+        write_now(content)
+
+    async def wait(*args, **kwargs):
+        waited.append(args)
+        return await asyncio_wait(*args, **kwargs)
+
+    asyncio_wait = asyncio.wait
+    monkeypatch.setattr(log_file.asyncio, "wait", wait)
+    monkeypatch.setattr(log, "_write", write_late)
+
+    async def run():
+        for number in range(9):
+            await log.append(record(number))
+        assert log._num_waiting_bytes == 5 * size
+        hangs.set()
+        while log._num_waiting_bytes:
+            await asyncio.sleep(0)
+        await log.append(record(9))
+
+    asyncio.run(run())
+    log.close()
+    assert len(waited) == 2, "for the first, and when it was over"
+    assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
+        "the disk is behind; requests are not logged until it has caught up",
+        "requests are logged again; 4 are not in it",
+    ]
+    log, found = opened(tmp_path)
+    assert found == streams(0, 1, 2, 3, 4, 9)
     log.close()

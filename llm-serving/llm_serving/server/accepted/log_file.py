@@ -29,6 +29,8 @@ NUM_FILES: Final = 4
 """Among which the bytes are divided: room is made by a fourth at a time."""
 WAIT_S: Final = 1.0
 """A disk that takes longer is not waited for: answers begin without."""
+MAX_WAITING_BYTES: Final = 2**25
+"""Of records that a disk which hangs has not taken; what exceeds them is not logged."""
 _HEAD: Final = struct.Struct("<II")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
@@ -37,7 +39,8 @@ _decode: Final = msgspec.msgpack.Decoder(AcceptedRequest).decode
 class LogFile:
     """Appends records; `append` may be called from the event loop alone.
 
-    What cannot be written ends the log with one line in the server's own, and nothing else.
+    What cannot be written ends the log with one line in the server's own, and nothing else. A disk that hangs delays
+    one request, and loses those that come when `MAX_WAITING_BYTES` wait for it; two lines tell that and how many.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -49,6 +52,11 @@ class LogFile:
         self._file_bytes = max(1, max_bytes // NUM_FILES)
         self._thread = ThreadPoolExecutor(1, "request-log")
         self._broken = False
+        self._num_waiting_bytes = 0
+        self._num_lost = 0
+        """Since the disk got behind."""
+        self._is_late = False
+        """Whether somebody has waited for the disk in vain, and nothing was written since."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -80,8 +88,25 @@ class LogFile:
         """Writes a record before it returns, unless that takes too long."""
         if self._broken:
             return
-        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, _encode(record))
-        await asyncio.wait([writing], timeout=WAIT_S)
+        content = _encode(record)
+        if self._num_waiting_bytes + len(content) > MAX_WAITING_BYTES:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.error("%s: the disk is behind; requests are not logged until it has caught up", self._folder)
+            return
+        self._num_waiting_bytes += len(content)
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, content)
+        writing.add_done_callback(lambda _: self._has_written(len(content)))
+        if not self._is_late:
+            done, _ = await asyncio.wait([writing], timeout=WAIT_S)
+            self._is_late = not done
+
+    def _has_written(self, size: int) -> None:
+        self._is_late = False
+        self._num_waiting_bytes -= size
+        if self._num_waiting_bytes == 0 and self._num_lost:
+            logger.error("%s: requests are logged again; %d are not in it", self._folder, self._num_lost)
+            self._num_lost = 0
 
     def close(self) -> None:
         """Writes what is left and gives the folder to others."""
