@@ -9,6 +9,7 @@ import pytest
 from fakes import FakeEngine, Piece, Script
 from gated_server import GatedServer
 from llm_serving.core.request import FinishReason
+from llm_serving.server.accepted.arrival import seed_of
 from llm_serving.server.app import create_app
 from server_client import error_of
 from tool_cases import CALL, HERMES, tokenizer_with
@@ -114,6 +115,35 @@ def test_an_answer_that_was_forgotten_is_computed_again_with_the_same_seed_and_i
             assert server.num_computed == 12
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("loses", [lambda server: server.site.routes.accepted, None])
+def test_a_key_whose_record_made_room_still_has_the_tokens_it_had(loses):
+    """In the same server, or in the next one, which has never heard of it."""
+
+    async def run():
+        server = GatedServer()
+        body = BODY | {"temperature": 1.0}
+        async with server.running() as client:
+            first = await client.post(PATH, json=body, headers=keyed())
+            if loses is not None:
+                accepted = loses(server)
+                accepted._forget(next(iter(accepted._records.values())))
+                again = await client.post(PATH, json=body, headers=keyed())
+        if loses is None:
+            async with GatedServer().running() as client:
+                again = await client.post(PATH, json=body, headers=keyed())
+        assert "idempotent-replayed" not in again.headers
+        assert again.json()["id"] != first.json()["id"]
+        assert again.json()["choices"] == first.json()["choices"]
+
+    asyncio.run(run())
+
+
+def test_seeds_of_keys_differ_by_key_tenant_and_body():
+    seeds = {seed_of(tenant, key, body) for tenant in ("", "a", "ab") for key in ("b", "ab") for body in (b"1", b"2")}
+    assert len(seeds) == 12
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_without_a_log_a_key_has_no_effect():

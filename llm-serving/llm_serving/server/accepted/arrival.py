@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from llm_serving.server.schemas import GenerationRequest
 KEY_HEADER: Final = "idempotency-key"
 EVENT_HEADER: Final = "last-event-id"
 MAX_KEY_CHARS: Final = 255
+SEED_BYTES: Final = 8
 _encode_json: Final = msgspec.json.Encoder().encode
 
 
@@ -57,7 +59,8 @@ async def arrival(
 ) -> AsyncIterator[Arrival]:
     """Who a request is; until the end of the context nobody else gets its key.
 
-    A request that can come again has a seed from here on.
+    A request that can come again has a seed from here on. That of a key follows from the key, its tenant and the body,
+    so that one whose record has made room for others still has the tokens it had.
 
     Args:
         engine: Answers it.
@@ -97,7 +100,8 @@ async def arrival(
         if record is not None:
             yield _again(engine, http_request, request, record, position, prefix, rules, state)
             return
-        request.seed = secrets.randbits(64) if request.seed is None else request.seed
+        if request.seed is None:
+            request.seed = seed_of(caller.tenant, key, digest) if key else secrets.randbits(64)
         identity = identify(engine, http_request, request, prefix)
         record = AcceptedRequest(
             stream_id=secrets.token_hex(16),
@@ -146,6 +150,12 @@ async def _add(accepted: AcceptedRequests, tenant: str, claimed: str, record: Ac
     await accepted.add(record)
     if claimed:
         accepted.settle(tenant, claimed)
+
+
+def seed_of(tenant: str, key: str, digest: bytes) -> int:
+    """The seed of a request that has a key and none of its own."""
+    hashed = hashlib.blake2b(_encode_json((tenant, key)) + digest, digest_size=SEED_BYTES, person=b"idempotency-key")
+    return int.from_bytes(hashed.digest())
 
 
 def _key(http_request: Request) -> str:
