@@ -281,6 +281,23 @@ def test_the_second_signal_ends_them_and_still_stops_the_engine():
         assert process.stdout.read().split() == ["0", "1", "1", "1"]
 
 
+def test_the_kernel_takes_little_of_an_answer_that_is_not_read():
+    """Of a connection within a machine it would take 2.5 MB."""
+    with bind("127.0.0.1", 0) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        server, _ = listener.accept()
+        with server:
+            server.setblocking(False)
+            taken = 0
+            while True:
+                try:
+                    taken += server.send(bytes(2**16))
+                except BlockingIOError:
+                    break
+    assert 2**16 <= taken < 2**19
+
+
 def test_a_refused_connection_after_the_end():
     with serving(FakeEngine()) as url:
         port = int(url.rsplit(":", 1)[1])

@@ -44,6 +44,11 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+UNSENT_BYTES: Final = 128 * 1024
+"""Bytes of a connection that the kernel takes beyond what is on its way to the client. Without, it takes megabytes of
+each client that reads nothing, in memory that counts as nobody's, and a dozen answers are computed to fill them."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on the address; connections wait until the server accepts them.
 
@@ -59,6 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
         listener.bind(address)
         listener.listen(BACKLOG)  # with SO_REUSEADDR a taken port may show here only
     except OSError as error:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from llm_serving.server.front_door import Turns
-from llm_serving.server.front_door.turns import RELEASED_AT_ONCE
+from llm_serving.server.front_door.turns import NEW_IN_A_ROW, RELEASED_AT_ONCE
 
 BUDGET_S = 0.01
 
@@ -63,7 +63,42 @@ def test_a_newcomer_waits_for_one_of_each_address_and_not_for_all_of_them():
             turns.do("abcde"[number % 5], partial(clock.work, done, "crowd"))
         turns.do("probe", partial(clock.work, done, "probe"))
         await until(done, 51)
-        assert done.index("probe") == 4 + 5
+        assert done.index("probe") == 4 + 5 + 5 // NEW_IN_A_ROW
+
+    run(test)
+
+
+def test_of_a_newcomer_every_piece_goes_before_a_crowd_that_waits_on():
+    async def test(turns, clock, done):
+        for number in range(200):
+            turns.do("abcde"[number % 5], partial(clock.work, done, "crowd"))
+        await until(done, 40)
+        for count in range(1, 4):
+            before = len(done)
+            turns.do("probe", partial(clock.work, done, "probe"))
+            while done.count("probe") < count:
+                await asyncio.sleep(0)
+            assert done[before:].index("probe") <= 5 if count > 1 else done[before] == "probe"
+
+    run(test)
+
+
+def test_newcomers_without_end_leave_a_share_to_those_who_wait():
+    async def test(turns, clock, done):
+        for _ in range(30):
+            turns.do("old", partial(clock.work, done, "old"))
+        await until(done, 8)
+        for number in range(400):
+            turns.do(f"new {number}", partial(clock.work, done, "new"))
+            turns.do(f"newer {number}", partial(clock.work, done, "new"))
+            await asyncio.sleep(0)
+            if done.count("old") == 30:
+                break
+        assert len(done) <= 8 + 22 * (NEW_IN_A_ROW + 1) + 4
+        assert len(turns._old) <= len(done)
+        await until(done, 30 + 2 * (number + 1))
+        await asyncio.sleep(0)
+        assert not turns._old, "nobody is remembered"
 
     run(test)
 
@@ -86,6 +121,25 @@ def test_work_within_work_counts_once():
     async def test(turns, clock, done):
         turns.do("a", lambda: turns.do("a", partial(clock.work, done, "inner", 0.6 * BUDGET_S)))
         assert turns.has_time
+
+    run(test)
+
+
+def test_work_may_count_for_what_follows_from_it():
+    async def test(turns, clock, done):
+        def begin_much():
+            turns.weigh(5.0)
+            clock.work(done, "much")
+
+        for _ in range(3):
+            turns.do("a", begin_much)
+        assert done == ["much"], "a quarter of a turn, and all that follows"
+        await asyncio.sleep(0)
+        assert len(done) == 2
+        await until(done, 3)
+        await asyncio.sleep(0)
+        turns.do("a", partial(clock.work, done, "little"))
+        assert turns.has_time, "it holds for that work alone"
 
     run(test)
 

@@ -19,8 +19,13 @@ RELEASED_AT_ONCE: Final = 8
 """Tasks that waited and go on in one turn, at most."""
 RIDES: Final = 8
 """Connections whose first bytes are looked at in one turn although its time is used up, at most."""
+NEW_IN_A_ROW: Final = 3
+"""Addresses that did not wait before and go first, between two of those that did."""
 FORGETS: Final = 0.125
 """How much less each step that was short counts those before it that were long."""
+
+
+_Queue = deque[Callable[[], None]]
 
 
 class Turns:
@@ -29,6 +34,10 @@ class Turns:
     A loop runs all that is ready before it looks for what has come since; a thousand clients that connect, ask or fall
     silent at once would make everybody wait for all of them. Here what exceeds a turn waits for a later one, and in
     later ones each address has one piece of work after the other: a probe from elsewhere passes the thousand.
+
+    An address of which nothing waited goes before those that wait on, with its first piece, as sparse flows do in
+    FQ-CoDel (RFC 8290, section 4.2): what asks for little passes each of its turns soon. So that nobody with many
+    addresses keeps the others out, each fourth piece is one of theirs.
 
     While a turn has time left and nobody waits, work is done at once.
 
@@ -47,7 +56,11 @@ class Turns:
         self._loop = loop
         self._budget_s = budget_s
         self._clock = clock
-        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
+        self._new: OrderedDict[str, _Queue] = OrderedDict()
+        self._old: OrderedDict[str, _Queue] = OrderedDict()
+        """Those that have had a turn; an empty one is forgotten when it would have the next."""
+        self._num_waiting = 0
+        self._num_new_in_a_row = 0
         self._spent_s = 0.0
         self._num_released = 0
         self._num_rides = 0
@@ -55,11 +68,12 @@ class Turns:
         """What a step that has waited is expected to take."""
         self._is_scheduled = False
         self._is_inside = False
+        self._weight = 1.0
 
     @property
     def has_time(self) -> bool:
         """Whether work may be done at once."""
-        return self._spent_s < self._budget_s and not self._waiting
+        return self._spent_s < self._budget_s and not self._num_waiting
 
     def take_ride(self) -> bool:
         """Whether somebody who has waited for a turn may go on in this one; only a few may."""
@@ -77,7 +91,9 @@ class Turns:
 
     def do_later(self, address: str, work: Callable[[], None]) -> None:
         """Does it when it is the address's turn, not before others had theirs."""
-        self._waiting.setdefault(address, deque()).append(work)
+        queue = self._old.get(address)
+        (self._new.setdefault(address, deque()) if queue is None else queue).append(work)
+        self._num_waiting += 1
         self._schedule()
 
     async def wait(self, address: str) -> None:
@@ -108,9 +124,13 @@ class Turns:
         if began is None:
             return 0.0
         self._is_inside = False
-        took_s = self._clock() - began
+        took_s, self._weight = (self._clock() - began) * self._weight, 1.0
         self._spent_s += took_s
         return took_s
+
+    def weigh(self, weight: float) -> None:
+        """The work that is done now counts as so many times its length, for what follows from it uncounted."""
+        self._weight = weight
 
     def learn(self, took_s: float) -> None:
         """A step that had waited took so long; those after it are expected to."""
@@ -138,18 +158,27 @@ class Turns:
     def _begin_turn(self) -> None:
         self._is_scheduled = False
         self._spent_s, self._num_released, self._num_rides = 0.0, 0, 0
-        while self._waiting and self._spent_s < self._budget_s and self._num_released < RELEASED_AT_ONCE:
-            address, queue = self._waiting.popitem(last=False)
-            work = queue.popleft()
-            if queue:
-                self._waiting[address] = queue  # behind the others
+        while self._num_waiting and self._spent_s < self._budget_s and self._num_released < RELEASED_AT_ONCE:
             try:
                 with self.counted():
-                    work()
+                    self._take()()
             except Exception as error:  # noqa: BLE001  whose work it was is no matter of those who wait
                 self._loop.call_exception_handler({"message": "work of a connection failed", "exception": error})
-        if self._waiting:
+        if self._num_waiting:
             self._schedule()
+        else:
+            self._old.clear()
+
+    def _take(self) -> Callable[[], None]:
+        """What is to be done next; its address goes behind the others."""
+        while True:
+            is_new = bool(self._new) and (self._num_new_in_a_row < NEW_IN_A_ROW or not self._old)
+            address, queue = (self._new if is_new else self._old).popitem(last=False)
+            if queue:
+                self._num_new_in_a_row = self._num_new_in_a_row + 1 if is_new else 0
+                self._num_waiting -= 1
+                self._old[address] = queue
+                return queue.popleft()
 
 
 class _Paced:
