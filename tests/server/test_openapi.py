@@ -2,6 +2,7 @@
 
 import pytest
 from fakes import FakeEngine
+from llm_serving.core.sampling_params import NOT_WITH_A_CONSTRAINT
 from llm_serving.server.openapi_limits import LIMITS
 from openapi_cases import DOCUMENT, all_checks, check_answer
 from server_client import post, request
@@ -26,6 +27,11 @@ def test_the_document_has_the_ranges_of_sampling_parameters():
     assert (temperature["minimum"], temperature["maximum"]) == (0.0, 100.0)
     assert fields["best_of"]["description"] == LIMITS["best_of"]
     assert DOCUMENT["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("name", NOT_WITH_A_CONSTRAINT)
+def test_what_does_not_go_with_a_form_says_so(name):
+    assert "Not with a field that asks for a form of answers." in LIMITS[name]
 
 
 def test_the_check_sees_a_refusal_that_the_document_does_not_tell_of():

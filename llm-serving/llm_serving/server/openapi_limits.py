@@ -14,6 +14,7 @@ OTHER_RANGES: Final[dict[str, JsonObject]] = {
 }
 """Of fields that are no parameters of sampling."""
 
+_UNBOUND: Final = "Not with a field that asks for a form of answers."
 _FITS: Final = "With the answer it must fit the context of the model and the cache."
 LIMITS: Final[dict[str, str]] = {
     "model": "The model that is served, as /v1/models tells, or one of `model_config.model_aliases`.",
@@ -63,7 +64,8 @@ LIMITS: Final[dict[str, str]] = {
     "max_tokens": "With the prompt it must fit the context of the model and the cache; 0 for completions alone.",
     "max_completion_tokens": "With the prompt it must fit the context of the model and the cache.",
     "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
-    "min_tokens": "At most the most tokens to generate; 0 with a beam search.",
+    "min_tokens": f"At most the most tokens to generate; 0 with a beam search. {_UNBOUND}",
+    "ignore_eos": _UNBOUND,
     "stream_options": "With `stream` only.",
     "stream": "Not with a beam search, and not where the best of several answers are chosen.",
     "n": "At most `best_of`; all choices of a request must find places.",
@@ -88,8 +90,8 @@ LIMITS: Final[dict[str, str]] = {
     "timeout_s": "Above 0, at most `serving_config.max_timeout_s`.",
     "stop": "Up to 16 strings of 1 to 256 characters.",
     "stop_token_ids": "Up to 128 ids of the vocabulary.",
-    "bad_words": "Texts that have tokens, of a limited number and length.",
-    "allowed_token_ids": "Ids of the vocabulary, not empty.",
+    "bad_words": f"Texts that have tokens, of a limited number and length. {_UNBOUND}",
+    "allowed_token_ids": f"Ids of the vocabulary, not empty. {_UNBOUND}",
     "logit_bias": "Up to 1024 ids of the vocabulary, each -100 to 100.",
     **dict.fromkeys(
         (
