@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import trustme
 from attackers import ATTACKS, run, smaller
-from attacks import Row
+from attacks import Row, Watch
 from fakes import FakeEngine
 from http_serving import connect, get, read_until, serving
+from plain_server import plain_server
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +75,15 @@ def test_an_attack_on_tls_ends_as_it_should(secure_url, name, end):
     [(150_000_000, 0.1, 0, True), (150_000_001, 0.1, 0, False), (0, 0.11, 0, False), (0, 0.1, 1, False)],
 )
 def test_what_counts_as_good(growth, health_s, num_not_ok, is_good):
-    assert Row("x", 0, {}, growth, health_s, 10, num_not_ok).is_good == is_good
+    assert Row("x", 0, {}, growth, health_s, 0.0, 0.0, 10, num_not_ok).is_good == is_good
+
+
+def test_a_watch_asks_the_server_and_a_plain_one_beside_it(url):
+    with (
+        plain_server() as floor_port,
+        Watch(int(url.rsplit(":", 1)[1]), psutil.Process(), floor_port=floor_port) as watch,
+    ):
+        while len(watch.floor) < 2 or len(watch.health) < 2:
+            time.sleep(0.01)
+    assert watch.num_not_ok == 0
+    assert all(0 <= part <= whole for part, whole in zip(watch.without_wait, watch.health, strict=True))
