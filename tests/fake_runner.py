@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 from llm_serving.core.computed_by import NOT_KNOWN
-from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput, TopTokens
+from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput, TopTokens, no_top_tokens
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
@@ -32,12 +32,12 @@ class FakeRunner:
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
         self.steps: list[StepInput] = []
-        self._cache = np.full(num_blocks * block_size, -1, np.int64)
-        self._host = np.full(num_swap_blocks * block_size, -1, np.int64)
+        # Lists: steps are small, and a call into NumPy takes as long as a dozen tokens.
+        self._cache = [[-1] * block_size for _ in range(num_blocks)]
+        self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
         self.window = window
         self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, window if window < NO_WINDOW else None)
         self._previous: list[int] = []
-        self._offsets = np.arange(block_size)
         self.computed_by = NOT_KNOWN
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
@@ -54,9 +54,11 @@ class FakeRunner:
         assert step.sampling.position.tolist() == [len(context) for context in contexts[:num_samples]]
         output = self._choose(step, contexts[:num_samples])
         self._previous = output.token_ids.tolist()
-        scores = _scores(contexts[num_samples : num_samples + num_scored], step.scoring)
-        vectors = np.array([vector_of(context) for context in contexts[num_samples + num_scored :]], np.float32)
-        return replace(output, scores=scores, vectors=vectors)
+        if len(contexts) > num_samples:
+            scores = _scores(contexts[num_samples : num_samples + num_scored], step.scoring)
+            vectors = np.array([vector_of(context) for context in contexts[num_samples + num_scored :]], np.float32)
+            output = replace(output, scores=scores, vectors=vectors)
+        return output
 
     def _choose(self, step: StepInput, contexts: list[list[int]]) -> StepOutput:
         sampling = step.sampling
@@ -65,32 +67,32 @@ class FakeRunner:
 
     def _contexts(self, step: StepInput) -> list[list[int]]:
         """Writes the tokens of a step, then reads back all that comes before each result, its own token included."""
-        token_ids = [each if each >= 0 else self._previous[-1 - each] for each in step.token_ids.tolist()]
-        slots = (step.block_tables[:, :, None] * self.block_size + self._offsets).reshape(step.num_rows, -1)
-        rows = zip(slots, step.num_computed.tolist(), step.query_lens.tolist(), strict=True)
-        start = 0
-        for row_slots, computed, query_len in rows:
-            end = computed + query_len
-            assert end <= len(row_slots), "the block table is too short"
-            self._cache[row_slots[computed:end]] = token_ids[start : start + query_len]
-            start += query_len
-        return [self._context(slots[row], step.num_computed[row] + token + 1) for row, token, _ in step.wanted.tolist()]
+        cache, block_size = self._cache, self.block_size
+        given = iter(step.token_ids.tolist())
+        tables, num_computed = step.block_tables.tolist(), step.num_computed.tolist()
+        for table, computed, query_len in zip(tables, num_computed, step.query_lens.tolist(), strict=True):
+            assert computed + query_len <= len(table) * block_size, "the block table is too short"
+            for place in range(computed, computed + query_len):
+                token_id = next(given)
+                token_id = token_id if token_id >= 0 else self._previous[-1 - token_id]
+                cache[table[place // block_size]][place % block_size] = token_id
+        return [self._context(tables[row], num_computed[row] + token + 1) for row, token, _ in step.wanted.tolist()]
 
-    def _context(self, row_slots: np.ndarray, end: int) -> list[int]:
-        first = max(0, end - self.window)
-        return [0] * first + self._cache[row_slots[first:end]].tolist()
+    def _context(self, table: list[int], end: int) -> list[int]:
+        first, block_size = max(0, end - self.window), self.block_size
+        begin = first // block_size
+        token_ids: list[int] = []
+        for block_id in table[begin : -(-end // block_size)]:
+            token_ids += self._cache[block_id]
+        return [0] * first + token_ids[first - begin * block_size : end - begin * block_size]
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
-        if not moves:
-            return
-        cache, host = (memory.reshape(-1, self.block_size) for memory in (self._cache, self._host))
         for kind, source, target, *_ in moves:
-            kind = BlockMove(kind)
-            out_of = host if kind is BlockMove.SWAP_IN else cache
-            into = host if kind is BlockMove.SWAP_OUT else cache
+            out_of = self._host if kind == BlockMove.SWAP_IN else self._cache
+            into = self._host if kind == BlockMove.SWAP_OUT else self._cache
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)
-            into[target] = out_of[source]
+            into[target] = out_of[source].copy()
 
 
 class SamplingRunner(FakeRunner):
@@ -110,6 +112,8 @@ def _logprobs(
     contexts: list[list[int]], token_ids: list[int], num_logprobs: np.ndarray
 ) -> tuple[np.ndarray, TopTokens]:
     """Of the chosen tokens [S], then the most likely ones and theirs."""
+    if max(num_logprobs.tolist(), default=-1) < 0:
+        return np.zeros(len(contexts), np.float32), no_top_tokens(len(contexts))
     logprobs, tops = np.zeros(len(contexts), np.float32), [([], []) for _ in contexts]
     for sample, count in enumerate(num_logprobs.tolist()):
         if count >= 0:

@@ -164,7 +164,8 @@ class SimulatedAgent:
         except WorkerError as error:
             self._replies.append(StepFailed(message.step, str(error)))
             return
-        self.block_moves.update(step.block_moves[:, 0].tolist())
+        if len(step.block_moves):
+            self.block_moves.update(step.block_moves[:, 0].tolist())
         if POISON in step.token_ids.tolist():
             fate = "die after" if self._faults.poison_kills else "fail"
         if fate == "lost":

@@ -1,5 +1,7 @@
 """Steps and sampling inputs with defaults, so that a test shows only what matters to it."""
 
+from itertools import accumulate
+
 import numpy as np
 from llm_serving.core.step import Move, ResultKind, SamplingInput, ScoringInput, StepInput, TopTokens, Wanted
 
@@ -138,4 +140,4 @@ def _part(values, offsets, row):
 
 
 def _offsets(parts):
-    return np.cumsum([0, *map(len, parts)]).astype(np.int32)
+    return np.array(list(accumulate(map(len, parts), initial=0)), np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from llm_serving.core.sampling_params import RULES
 from llm_serving.core.step import (
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
+    Float32Array,
     Int32Array,
     Move,
     ResultKind,
@@ -30,6 +31,9 @@ from llm_serving.scheduler.schedule import ScheduledRow
 
 _FORBIDDEN = float("-inf")
 _NO_WORDS: Int32Array = np.empty(0, np.int32)
+_NO_IDS: Int32Array = np.empty(0, np.int32)
+_NO_VALUES: Float32Array = np.empty(0, np.float32)
+_NO_SCORING = no_scoring()
 _Sample = tuple[Request, int]
 """A token to be chosen: of whom, and behind how many drafts."""
 _NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
@@ -68,22 +72,24 @@ class StepBuilder:
         query_lens = np.array([row[2] for row in rows], np.int32)
         num_computed = np.array([row[1] for row in rows], np.int32)
         sample_rows, num_after = _samples(rows)
+        last_tokens = query_lens[sample_rows] - num_after
         wanted = np.zeros((len(sample_rows), len(Wanted._fields)), np.int32)
-        wanted[:, 0], wanted[:, 1] = sample_rows, query_lens[sample_rows] - 1 - num_after
-        scoring = no_scoring()
+        wanted[:, 0], wanted[:, 1] = sample_rows, last_tokens - 1
+        scoring = _NO_SCORING
         if schedule.prompt_results:
             of_prompts, scoring = _prompt_results(schedule)
             wanted = np.concatenate([wanted, of_prompts])
-        sampled = [(row[0], draft) for row in rows for draft in range(row[3])]
+        sampled = [(row[0], draft) for row in rows if row[3] for draft in range(row[3])]
+        block_tables, block_epochs = _packed([table.ids for table in tables], [table.epochs for table in tables])
         step = StepInput(
             step=number,
             token_ids=np.array(token_ids, np.int32),
             query_lens=query_lens,
             num_computed=num_computed,
-            block_tables=_packed([table.ids for table in tables]),
-            block_epochs=_packed([table.epochs for table in tables]),
+            block_tables=block_tables,
+            block_epochs=block_epochs,
             wanted=wanted,
-            sampling=self._sampling(sampled, (num_computed + query_lens)[sample_rows] - num_after),
+            sampling=self._sampling(sampled, num_computed[sample_rows] + last_tokens),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
         )
@@ -107,11 +113,11 @@ class StepBuilder:
             position=positions,
             num_logprobs=params.num_logprobs,
             history_offsets=_offsets([len(history) for history in histories]) if histories else none,
-            history_token_ids=np.array([token for history in histories for token in history], np.int32),
+            history_token_ids=np.array(list(chain.from_iterable(histories)), np.int32) if histories else _NO_IDS,
             history_prompt_lens=params.history_prompt_lens,
             bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
-            bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
-            bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
+            bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32) if biases else _NO_IDS,
+            bias_values=np.array([value for bias in biases for _, value in bias], np.float32) if biases else _NO_VALUES,
             allowed_offsets=allowed_offsets,
             allowed_words=allowed_words,
         )
@@ -128,10 +134,13 @@ class StepBuilder:
 
 def _samples(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:
     """Of each token to be chosen the row, and how many tokens of the row stand behind the one that gives it."""
-    counts = np.array([row[3] for row in rows], np.int32)
-    sample_rows = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-    ends = np.cumsum(counts, dtype=np.int32)
-    return sample_rows, ends[sample_rows] - 1 - np.arange(len(sample_rows), dtype=np.int32)
+    sample_rows: list[int] = []
+    num_after: list[int] = []
+    for index, row in enumerate(rows):
+        if row[3]:
+            sample_rows += [index] * row[3]
+            num_after += range(row[3] - 1, -1, -1)
+    return np.array(sample_rows, np.int32), np.array(num_after, np.int32)
 
 
 def _prompt_results(schedule: Schedule) -> tuple[Int32Array, ScoringInput]:
@@ -217,12 +226,17 @@ def _bits(token_ids: Sequence[int]) -> Int32Array:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _packed(rows: Sequence[array[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Rows of different lengths as one array, zeros behind the shorter ones."""
-    lengths = np.array([len(row) for row in rows])
-    width = lengths.max()
-    packed = np.zeros((len(rows), width), np.int32)
-    packed[np.arange(width) < lengths[:, None]] = np.frombuffer(b"".join(rows), np.int32)
+def _packed(*tables: Sequence[array[int]]) -> list[np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
+    """Tables whose rows have the same lengths, each as one array with zeros behind the shorter rows."""
+    lengths = [len(row) for row in tables[0]]
+    shape = len(lengths), max(lengths)
+    contents = [np.frombuffer(b"".join(rows), np.int32) for rows in tables]
+    if len(contents[0]) == shape[0] * shape[1]:
+        return [content.reshape(shape) for content in contents]
+    is_content = np.arange(shape[1]) < np.array(lengths)[:, None]
+    packed = [np.zeros(shape, np.int32) for _ in tables]
+    for array_of, content in zip(packed, contents, strict=True):
+        array_of[is_content] = content
     return packed
 
 

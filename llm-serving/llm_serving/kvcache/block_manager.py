@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from llm_serving.core.request import Request
 from llm_serving.core.step import NO_BLOCK, BlockMove, Move
@@ -255,11 +256,11 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free or in exactly as many tables as its count says."""
-        self.pool.check_integrity(block_id for table in self._tables.values() for block_id in table)
-        self.host_pool.check_integrity(block_id for table in self._host_tables.values() for block_id in table)
+        self.pool.check_integrity(chain.from_iterable(self._tables.values()))
+        self.host_pool.check_integrity(chain.from_iterable(self._host_tables.values()))
         assert not self._tables.keys() & self._host_tables.keys(), "a request is in both memories"
-        for table in self._tables.values():
-            assert len(table) <= self.most_blocks, "a request holds more than the window and a step"
+        most_held = max(map(len, self._tables.values()), default=0)
+        assert most_held <= self.most_blocks, "a request holds more than the window and a step"
         shared = {self.pool.ref_count(each) for name in self._alone for each in self._tables[name]}
         assert shared <= {1}, "a request that keeps its blocks shares some"
 

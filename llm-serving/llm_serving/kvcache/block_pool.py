@@ -103,8 +103,9 @@ class BlockPool:
         for block_id in references:
             expected[block_id] += 1
         assert expected == self._ref_counts, "reference counts differ from the block tables"
-        unused = {block_id for block_id, count in enumerate(expected) if count == 0}
-        assert self._free.keys() == unused, "a block is lost"
-        named = [(name, block_id) for block_id, name in enumerate(self._names) if name is not None]
-        assert len(named) == len(self._blocks_by_name), "a block has a name that is not found"
-        assert dict(named) == self._blocks_by_name, "a name points elsewhere"
+        is_unused = len(self._free) == expected.count(0) and not any(expected[block_id] for block_id in self._free)
+        assert is_unused, "a block is lost"
+        num_named = self.num_blocks - self._names.count(None)
+        assert num_named == len(self._blocks_by_name), "a block has a name that is not found"
+        points_back = all(self._names[block_id] == name for name, block_id in self._blocks_by_name.items())
+        assert points_back, "a name points elsewhere"

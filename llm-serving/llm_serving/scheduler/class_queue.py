@@ -67,7 +67,7 @@ class ClassQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry.request for entry in self._members.values())
+        return iter([entry.request for entry in self._members.values()])
 
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._members
@@ -126,8 +126,11 @@ class ClassQueue:
 
     def arrival_clock(self) -> int | None:
         """When the one came that has waited longest, of the first to return and the first that came; None: nobody."""
-        firsts = (self._first(self._displaced), self._first(self._by_arrival))
-        return min([request.arrival_clock for request in firsts if request is not None], default=None)
+        returning, oldest = self._first(self._displaced), self._first(self._by_arrival)
+        if returning is None or oldest is None:
+            first = returning or oldest
+            return None if first is None else first.arrival_clock
+        return min(returning.arrival_clock, oldest.arrival_clock)
 
     def pop(self, request: Request) -> None:
         """The request has been admitted."""
@@ -158,9 +161,12 @@ class ClassQueue:
         return request.tenant if self._order.shares_fairly else ""
 
     def _first(self, heap: _Heap) -> Request | None:
+        members = self._members
         while heap:
-            if self._counts(heap[0]):
-                return heap[0].request
+            _, stay, request = heap[0]
+            member = members.get(request.request_id)
+            if member is not None and member[1] == stay:
+                return request
             heapq.heappop(heap)
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from llm_serving.core.request import RUNNING, Request
@@ -115,12 +114,12 @@ class Places:
         assert all(request.status is RUNNING for request in self.running)
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)
-        held, blocks_held = Counter[str](), Counter[str]()
+        held, blocks_held = dict.fromkeys(self.held, 0), dict.fromkeys(self.held, 0)
         for request in self.running:
             held[request.request_class.name] += 1
             blocks_held[request.request_class.name] += self.num_blocks_of(request)
-        assert self.held == {name: held[name] for name in self.held}
-        assert self.blocks_held == {name: blocks_held[name] for name in self.held}
+        assert self.held == held
+        assert self.blocks_held == blocks_held
 
     def _count(self, request: Request, sign: int) -> None:
         name = request.request_class.name

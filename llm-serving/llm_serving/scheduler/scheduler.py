@@ -311,11 +311,12 @@ class Scheduler:
         """Raises AssertionError when a block or a request is in a place where it cannot be."""
         self.blocks.check_integrity()
         self.places.check_integrity()
-        assert all(not self.blocks.num_blocks_held(request.request_id) for request in self.waiting)
         self.waits.check_integrity()
-        assert not any(self.blocks.num_blocks_held(request.request_id) for request in self.kept_apart())
-        places = [request.request_id for request in (*self.running, *self.waits)]
-        assert sorted(places) == sorted(self._requests), "a request is in two places or in none"
+        waiting = [request.request_id for request in self.waits]
+        assert self.blocks.tables.keys().isdisjoint(waiting), "a request without a place has blocks"
+        everywhere = waiting + [request.request_id for request in self.running]
+        is_whole = len(everywhere) == len(self._requests) and set(everywhere) == self._requests.keys()
+        assert is_whole, "a request is in two places or in none"
 
     # --- the stages of a step ---------------------------------------------------------------------------------------
 

@@ -76,6 +76,8 @@ class Turns:
         who has had a turn more than another that waits, by tokens perhaps, lets that have more than its places.
         """
         contenders = [name for name in self.contenders if name in waiting]
+        if not contenders:
+            return None
         total = self._sum_of_weights()
         entitled = [
             name
@@ -84,7 +86,7 @@ class Turns:
             and blocks[name] * total < self._num_blocks * self._weights[name]
         ]
         if not entitled:
-            return contenders[0] if contenders else None
+            return contenders[0]
         name, least = (min(each, key=self._pass) for each in (entitled, contenders))  # of equals the highest class
         turn = self._turn_steps * (WHOLE // self._num_places) * (SCALE // self._weights[name])
         return name if self._pass(name) <= self._pass(least) + turn else least

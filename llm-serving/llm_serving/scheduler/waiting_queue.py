@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
@@ -31,8 +32,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """All members, in no particular order."""
-        for queue in self.queues.values():
-            yield from queue
+        return chain.from_iterable(self.queues.values())
 
     def push(self, request: Request) -> None:
         self.queues[request.request_class.name].push(request)
@@ -53,7 +53,7 @@ class WaitingQueue:
         """
         waiting, aged = [], [*late]
         for name, queue in self.queues.items():
-            if name not in closed and (arrival := queue.arrival_clock()) is not None:
+            if len(queue) and name not in closed and (arrival := queue.arrival_clock()) is not None:
                 waiting.append(name)
                 if self.clocks[name] - arrival >= queue.request_class.ageing_steps:
                     aged.append(name)

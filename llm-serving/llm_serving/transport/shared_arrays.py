@@ -15,7 +15,8 @@ from llm_serving.transport.messages import ArrayLayout
 
 _ALIGNMENT = 64
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
-_DTYPES = frozenset(("<i4", "<f4", "<u8"))
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<u8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 AnyArray = NDArray[Any]
 
@@ -51,11 +52,18 @@ class SharedBuffers:
             ProtocolError: They do not fit.
         """
         start = self._start(buffer)
-        layout = tuple([ArrayLayout(array.dtype.str, array.shape) for array in arrays])
-        if unknown := {array.dtype for array in layout} - _DTYPES:
-            raise ProtocolError(f"an array of {unknown.pop()} cannot be in a buffer")
+        dtypes = [_NAMES.get(array.dtype) for array in arrays]
+        if None in dtypes:
+            unknown = arrays[dtypes.index(None)].dtype.str
+            raise ProtocolError(f"an array of {unknown} cannot be in a buffer")
+        layout = tuple([ArrayLayout(name, array.shape) for name, array in zip(dtypes, arrays, strict=True) if name])
         content = b"".join(
-            [part for array in arrays for part in (array.tobytes(), _PADDING[-array.nbytes % _ALIGNMENT])]
+            [
+                part
+                for array in arrays
+                if (size := array.nbytes)
+                for part in (array.tobytes(), _PADDING[-size % _ALIGNMENT])
+            ]
         )
         if len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
@@ -73,7 +81,7 @@ class SharedBuffers:
         views: list[AnyArray] = []
         for array in layout:
             view = self._view(array, offset)
-            offset = _aligned(offset + view.nbytes)
+            offset += view.nbytes + -view.nbytes % _ALIGNMENT
             if offset > end:
                 raise ProtocolError(_too_long(self.buffer_bytes))
             views.append(view)
@@ -81,8 +89,8 @@ class SharedBuffers:
 
     def _view(self, array: ArrayLayout, offset: int) -> AnyArray:
         try:
-            if array.dtype in _DTYPES:
-                return np.ndarray(array.shape, array.dtype, self._memory, offset)
+            if (dtype := _DTYPES.get(array.dtype)) is not None:
+                return np.ndarray(array.shape, dtype, self._memory, offset)
         except TypeError:
             raise ProtocolError(_too_long(self.buffer_bytes)) from None
         except ValueError:  # a length below 0, or beyond what an array may have
