@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Accepts a device and writes one report to send back: environment, precision of every family, same bytes alone and
+# under load, kill and restart, and the contest's load test beside its figures.
+#
+#   scripts/ascend_acceptance.sh --model FOLDER [--dtype float16] [--exactness exact|fast] [--report FILE.md]
+#   scripts/ascend_acceptance.sh --device cpu --rate 3 --seconds 5 --families llama2 qwen3    a rehearsal
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+install "[dev]"
+exec env PYTHONPATH="$root/tests" "$venv/bin/python" -m acceptance.device.run "$@"

@@ -1,0 +1,74 @@
+"""Same bytes alone and under load, and when a WorkAgent is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from acceptance.device.outcome import Outcome, PartError
+from acceptance.device.server import Server, ask
+
+SAME_BYTES = "Same bytes alone and under load"
+KILL = "A WorkAgent killed in the middle of its work"
+PROMISED = "the same request gets the same bytes"
+TASKS = (
+    "Count from 1 to 20.",
+    "Add 17 and 25.",
+    "Name the days of the week.",
+    "What is the capital of France?",
+    "Write a sentence about the sea and the mountains behind it.",
+)
+
+Ask = Callable[..., list[str]]
+
+
+def bodies(count: int) -> list[dict[str, object]]:
+    """Short and long, greedy and sampled."""
+    made: list[dict[str, object]] = []
+    for index in range(count):
+        prompt = " ".join([TASKS[index % len(TASKS)]] * (1 + index % 4))
+        body = {"prompt": prompt, "max_tokens": 16 + index % 48, "ignore_eos": True, "return_token_ids": True}
+        made.append(body | ({"temperature": 0.9, "seed": index} if index % 3 == 2 else {"temperature": 0}))
+    return made
+
+
+def compare(alone: Sequence[str], together: Sequence[str]) -> list[str]:
+    """What differs."""
+    return [
+        f"request {index} answers otherwise: {one[:60]} alone, {other[:60]} then"
+        for index, (one, other) in enumerate(zip(alone, together, strict=True))
+        if one != other
+    ]
+
+
+def same_bytes(server: Server, count: int, ask: Ask = ask) -> tuple[Outcome, list[str]]:
+    """Each request alone, then all at once; and the answers given alone.
+
+    What differs is a fault where the server promises that nothing does, and is told otherwise.
+    """
+    asked = bodies(count)
+    try:
+        alone = [ask(server.url, [body])[0] for body in asked]
+        different = compare(alone, ask(server.url, asked))
+    except PartError as failure:
+        return Outcome.failed(SAME_BYTES, str(failure)), []
+    promise = server.promise
+    lines = [f"{count - len(different)} of {count} answers are the same. The server promises: {promise}"]
+    if different and PROMISED not in promise:
+        return Outcome(SAME_BYTES, [*lines, "", *(f"- {each}" for each in different)]), alone
+    return Outcome(SAME_BYTES, lines, different), alone
+
+
+def killed(server: Server, alone: Sequence[str], ask: Ask = ask) -> Outcome:
+    """All requests at once while the WorkAgent is killed: every stream goes on with the bytes it would have had."""
+    if not alone:
+        return Outcome.failed(KILL, "there are no answers to compare with: the part before failed")
+    before = server.restarts()
+    try:
+        together = ask(server.url, bodies(len(alone)), server.killer())
+        restarts = server.restarts() - before
+    except PartError as failure:
+        return Outcome.failed(KILL, str(failure))
+    different = compare(alone, together)
+    lines = [f"{len(alone) - len(different)} of {len(alone)} answers are the same; restarts: {restarts}"]
+    faults = [] if restarts else ["no WorkAgent was started again: it was not killed, or too late"]
+    return Outcome(KILL, lines, [*faults, *(different if PROMISED in server.promise else ())])

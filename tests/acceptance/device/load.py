@@ -1,0 +1,48 @@
+"""The contest's load test, beside its figures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from acceptance.device.outcome import Outcome, table
+
+TITLE = "Load"
+SCRIPT = Path(__file__).parents[3] / "performance" / "test_serving_performance.py"
+CONTEST = (
+    ("one prompt, one request at a time", "3,000-3,500"),
+    ("decode batch 128, as submitted", "674"),
+    ("packed prompts, delayed insertion: the best found", "437"),
+)
+"""Seconds for 1,500 prompts of alpaca on one NPU, Llama-2-7B in float16."""
+WARM_UP_S = 3.0
+DONE = re.compile(r"All Tasks Done; Exec Time is ([\d.]+)")
+
+
+def examine(port: int, rate: float, seconds: float, folder: Path, script: Path = SCRIPT) -> Outcome:
+    """Warms up by a short run, then measures.
+
+    Args:
+        port: Of the server.
+        rate: Requests a second.
+        seconds: Of arrivals.
+        folder: Where the load test writes.
+        script: The load test.
+    """
+    for span in (WARM_UP_S, seconds):
+        options = ["-X", f"{rate:g}", "-P", str(port), "-O", str(folder), "-T", f"{span:g}"]
+        command = [sys.executable, str(script), *options, "--dataset", "alpaca-like"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+        if done.returncode != 0:
+            last = ((done.stderr or done.stdout).strip().splitlines() or ["no output"])[-1]
+            return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {last}")
+    logs = sorted((folder / "testLog").glob("*.log"), key=lambda path: path.stat().st_mtime)
+    found = DONE.findall(logs[-1].read_text()) if logs else []
+    if not found:
+        return Outcome.failed(TITLE, f"the log in {folder}/testLog has no line `All Tasks Done`")
+    told = f"this server, {rate * seconds:.0f} requests at {rate:g} a second"
+    rows = [*CONTEST, (told, f"{float(found[-1]):.1f}")]
+    note = ["", "The contest's rows are 1,500 prompts at 10 a second (`-X 10 -T 150`); others do not compare."]
+    return Outcome(TITLE, [*table(("setting", "seconds"), rows), *note, "", "```", *done.stdout.splitlines(), "```"])

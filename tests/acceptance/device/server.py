@@ -1,0 +1,131 @@
+"""A server with the device, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from acceptance.device.outcome import PartError
+
+COMMAND = Path(sys.executable).with_name("llm-serving")
+START_S = 1800.0
+ANSWER_S = 600.0
+PROMISE = "device_config.exactness: "
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    port: int
+    folder: Path
+    """Its log and its record."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def promise(self) -> str:
+        """What its log says of exactness."""
+        lines = (self.folder / "server.log").read_text(errors="replace").splitlines()
+        return next((line.split(PROMISE, 1)[1] for line in lines if PROMISE in line), "nothing is said")
+
+    def work_agents(self) -> list[int]:
+        """Ids of the processes with the model."""
+        master = psutil.Process(json.loads((self.folder / "server.json").read_text())["pid"])
+        return [each.pid for each in master.children(recursive=True) if "llm_serving.work_agent" in each.cmdline()]
+
+    def killer(self) -> Callable[[], None]:
+        """What kills a WorkAgent at once: whoever looks for one first may come too late."""
+        pid = self.work_agents()[0]
+        return lambda: os.kill(pid, signal.SIGKILL)
+
+    def restarts(self) -> int:
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("llm_serving:worker_rest")))
+
+
+@contextmanager
+def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator[Server]:
+    """A server for as long as the block lasts.
+
+    Args:
+        arguments: Of `llm-serving start`.
+        command: The program.
+
+    Raises:
+        PartError: It does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_dir = tempfile.mkdtemp(prefix="acceptance-")
+    place = ["--run-dir", run_dir, "--port", str(port)]
+    try:
+        done = subprocess.run(
+            [command, "start", *place, *arguments], capture_output=True, text=True, timeout=START_S, check=False
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise PartError(f"the server does not start, exit code {done.returncode}: {last}")
+        yield Server(port, Path(run_dir) / str(port))
+    except subprocess.TimeoutExpired:
+        raise PartError(f"the server does not answer within {START_S:.0f} s") from None
+    finally:
+        subprocess.run([command, "stop", *place], capture_output=True, timeout=120, check=False)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def ask(url: str, bodies: Sequence[dict[str, object]], when_begun: Callable[[], None] | None = None) -> list[str]:
+    """Answers of requests that are sent at once; the tokens and the text of each as one text.
+
+    Args:
+        url: Of the server.
+        bodies: Of `/v1/completions`.
+        when_begun: Called once, when the first of them has begun to answer.
+
+    Raises:
+        PartError: A request is refused or breaks off.
+    """
+    waiting = [when_begun] if when_begun else []
+
+    async def one(client: httpx.AsyncClient, body: dict[str, object]) -> str:
+        pieces = []
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise PartError(f"a request is refused with {response.status_code}: {text[:200]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise PartError(f"an answer breaks off: {str(event['error'])[:200]}")
+                for choice in event.get("choices", ()):
+                    pieces.append((choice["text"], choice.get("token_ids") or []))
+                while waiting:
+                    waiting.pop()()
+        return json.dumps(["".join(text for text, _ in pieces), [token for _, ids in pieces for token in ids]])
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+            return list(await asyncio.gather(*(one(client, body) for body in bodies)))
+
+    try:
+        return asyncio.run(run())
+    except httpx.HTTPError as error:
+        raise PartError(f"the server is gone: {type(error).__name__}: {error}") from None

@@ -1,0 +1,199 @@
+"""The parts of scripts/ascend_acceptance.sh: what each says when something is wrong, seen once by making it so."""
+
+import argparse
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from acceptance.device import answers, environment, load, precision, run
+from acceptance.device.outcome import Outcome, PartError, report
+from acceptance.device.server import ask, serving
+
+EXACT = "exact: the same request gets the same bytes, whatever runs beside it"
+
+
+def fails(*lines):
+    """A program that says something and fails."""
+    return [sys.executable, "-c", f"import sys; sys.exit({json.dumps(chr(10).join(lines))})"]
+
+
+class TestEnvironment:
+    def test_a_machine_without_devices_fails_as_ascend_only(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+        assert environment.examine("cpu", tmp_path, "no-such-program").verdict == "passed"
+        found = environment.examine("ascend", tmp_path, "no-such-program")
+        assert found.faults == [
+            f"no driver of an NPU: {tmp_path}/driver/version.info is not there; install the driver",
+            f"no CANN: {tmp_path}/ascend-toolkit/latest has no version; install the toolkit and source its set_env.sh",
+            "no device: no-such-program info lists none; this user may lack access to /dev/davinci*",
+        ]
+
+    def test_what_a_machine_with_a_device_has(self, tmp_path, monkeypatch):
+        (tmp_path / "driver").mkdir()
+        (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\n")
+        (tmp_path / "toolkit").mkdir()
+        (tmp_path / "toolkit" / "version.cfg").write_text("toolkit_installed_version=8.0.RC3\n")
+        monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "toolkit"))
+        lists = tmp_path / "npu-smi"
+        lists.write_text("#!/bin/sh\necho 910B\n")
+        lists.chmod(0o755)
+        found = environment.examine("ascend", tmp_path, str(lists))
+        assert found.faults == []
+        assert {"| driver | 24.1.rc3 |", "| CANN | 8.0.RC3 |", "910B"} <= set(found.lines)
+
+
+class TestPrecision:
+    def test_more_than_the_gate_is_a_fault(self):
+        told = [
+            {"name": "qwen3", "error": 0.0049, "equal": 48, "of": 48},
+            {"name": "llama2", "error": 0.0123, "equal": 9, "of": 48},
+            {"name": "glm4", "error": float("nan"), "equal": 0, "of": 48},
+            {"name": "gemma2", "refused": "no windows"},
+        ]
+        found = precision.judge(told)
+        assert found.faults == [
+            "llama2: an error of 1.23% of the largest logit; 0.5% are allowed",
+            "glm4: an error of nan% of the largest logit; 0.5% are allowed",
+        ]
+        assert {"| qwen3 | 0.49% | 48 of 48 |", "| gemma2 | no windows |  |"} <= set(found.lines)
+
+    def test_a_device_that_takes_the_process_along_is_named(self):
+        found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel"))
+        assert found.faults == ["ended with 1: RuntimeError: no kernel", "no model was computed"]
+
+
+class Pretended:
+    """A server that answers as it likes."""
+
+    url = "http://127.0.0.1:9"
+    killed = 0
+
+    def __init__(self, promise=EXACT, restarts=1):
+        self.promise, self._restarts = promise, restarts
+
+    def killer(self):
+        def kill():
+            self.killed += 1
+
+        return kill
+
+    def restarts(self):
+        return self._restarts * self.killed
+
+
+def answering(different=()):
+    """As `ask`: under load some requests answer otherwise."""
+
+    def ask(url, bodies, when_begun=None):
+        if when_begun:
+            when_begun()
+        wrong = different if len(bodies) > 1 else ()
+        return ["wrong" if index in wrong else body["prompt"] for index, body in enumerate(bodies)]
+
+    return ask
+
+
+def breaking(url, bodies, when_begun=None):
+    raise PartError("a request is refused with 500: no kernel")
+
+
+class TestAnswers:
+    def test_answers_that_are_the_same(self):
+        server = Pretended()
+        found, alone = answers.same_bytes(server, 5, answering())
+        assert found.lines == [f"5 of 5 answers are the same. The server promises: {EXACT}"]
+        assert answers.killed(server, alone, answering()).verdict == "passed"
+
+    def test_an_answer_that_differs_under_load_is_a_fault_where_it_is_promised(self):
+        found, _ = answers.same_bytes(Pretended(), 3, answering({1}))
+        assert found.faults == [
+            "request 1 answers otherwise: " + "Add 17 and 25. " * 1 + "Add 17 and 25. alone, wrong then"
+        ]
+        found, _ = answers.same_bytes(Pretended("fast: the last bits depend"), 3, answering({1}))
+        assert found.verdict == "passed"
+        assert found.lines[0].startswith("2 of 3 answers are the same")
+        assert found.lines[-1].startswith("- request 1 answers otherwise")
+
+    def test_a_refusal_ends_a_part(self):
+        found, alone = answers.same_bytes(Pretended(), 3, breaking)
+        assert (found.faults, alone) == (("a request is refused with 500: no kernel",), [])
+        assert answers.killed(Pretended(), alone, answering()).faults == (
+            "there are no answers to compare with: the part before failed",
+        )
+        assert answers.killed(Pretended(), ["a"], breaking).faults == ("a request is refused with 500: no kernel",)
+
+    def test_other_bytes_after_a_kill_and_no_restart(self):
+        alone = answering()("", answers.bodies(3))
+        found = answers.killed(Pretended(restarts=0), alone, answering({2}))
+        assert found.faults[0] == "no WorkAgent was started again: it was not killed, or too late"
+        assert found.faults[1].startswith("request 2 answers otherwise")
+
+    def test_nobody_answers(self):
+        with pytest.raises(PartError, match="the server is gone: ConnectError"):
+            ask(Pretended.url, answers.bodies(1))
+
+
+def test_a_server_that_does_not_start(tmp_path):
+    program = tmp_path / "llm-serving"
+    program.write_text("#!/bin/sh\n[ $1 = stop ] && exit 0\necho 'error: no kernel' >&2\nexit 2\n")
+    program.chmod(0o755)
+    with (
+        pytest.raises(PartError, match="the server does not start, exit code 2: error: no kernel"),
+        serving([], program),
+    ):
+        pytest.fail("it goes on")
+
+
+class TestLoad:
+    def examine(self, folder, body):
+        script = folder / "load.py"
+        script.write_text(body)
+        return load.examine(1, 10.0, 150.0, folder, script)
+
+    def test_the_time_stands_beside_the_contests(self, tmp_path):
+        log = "import pathlib; p = pathlib.Path('testLog'); p.mkdir(exist_ok=True)\n"
+        found = self.examine(tmp_path, log + "(p / 'a.log').write_text('All Tasks Done; Exec Time is 401.25')")
+        assert found.verdict == "passed"
+        assert "| this server, 1500 requests at 10 a second | 401.2 |" in found.lines
+        assert "| packed prompts, delayed insertion: the best found | 437 |" in found.lines
+
+    def test_it_fails_or_says_nothing(self, tmp_path):
+        assert self.examine(tmp_path, "raise SystemExit('3 failed')").faults == ("the load test ends with 1: 3 failed",)
+        assert self.examine(tmp_path, "").faults == (f"the log in {tmp_path}/testLog has no line `All Tasks Done`",)
+
+
+def arguments_of(**changes):
+    given = {"device": "cpu", "model": "demo", "dtype": "float16", "exactness": "exact", "families": [], "set": []}
+    return argparse.Namespace(**(given | changes))
+
+
+def test_the_parts_in_their_order_and_a_server_that_is_missing(monkeypatch):
+    monkeypatch.setattr(precision, "examine", lambda device, names: Outcome(precision.TITLE))
+
+    @contextmanager
+    def missing(options):
+        assert "device_config.kernels=primitives" in options
+        raise PartError("the server does not start, exit code 2: no kernel")
+        yield
+
+    monkeypatch.setattr(run, "serving", missing)
+    found = list(run.parts(arguments_of()))
+    assert [each.title for each in found] == ["Environment", "Precision", "Server"]
+    assert found[-1].faults == ("the server does not start, exit code 2: no kernel",)
+
+
+def test_a_report_names_every_verdict_and_fault(tmp_path, monkeypatch):
+    outcomes = [Outcome("Environment", ["all there"]), Outcome.failed("Load", "it ends with 1")]
+    monkeypatch.setattr(run, "parts", lambda arguments: iter(outcomes))
+    assert run.main(["--device", "cpu", "--report", str(tmp_path / "report.md")]) == 1
+    text = (tmp_path / "report.md").read_text()
+    assert text == report("Acceptance of cpu, model demo, float16", outcomes)
+    for line in ("| Environment | passed |", "| Load | FAILED |", "all there", "- **it ends with 1**"):
+        assert line in text.splitlines()
+
+
+def test_the_command_tells_what_it_takes():
+    script = run.__file__.split("/tests/")[0] + "/scripts/ascend_acceptance.sh"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
