@@ -15,6 +15,7 @@ from llm_serving.worker import loading
 from llm_serving.worker.kv_tensors import CachesOfGraph
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
+from mindspore.train import serialization
 from small_model import write_small_model
 from step_factories import step_input
 
@@ -32,7 +33,10 @@ def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("ge")
     write_small_model(top / "model", num_attention_heads=2, num_key_value_heads=1)
     sizes = [argument for each in SIZES for argument in ("--set", each)]
-    assert main(["export", str(top / "graphs"), "--model", str(top / "model"), *sizes]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serialization, "TOTAL_SAVE", 64)  # KiB, so that one graph is split as large ones are
+        assert main(["export", str(top / "graphs"), "--model", str(top / "model"), *sizes]) == 0
+    assert {each.name for each in (top / "graphs").glob("*.mindir")} == {"states_graph.mindir", "head.mindir"}
     (top / "decode.ini").write_text("[ascend_context]\nplugin_custom_ops=All\n")
     return top / "model", top / "graphs", top / "decode.ini"
 
@@ -63,7 +67,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_served_graph(folders, lit
     assert (notice, runner.computed_by.kernels) == ("", "ge")
     options = {"ascend_context": {"plugin_custom_ops": "All"}}
     assert [(each.name, each.device_id, each.rank_id, each.options) for each in lite.Model.built] == [
-        ("states.mindir", 3, 0, options),
+        ("states_graph.mindir", 3, 0, options),
         ("head.mindir", 3, 0, options),
     ]
     served = ModelRunner(runner.spec, folders[0], backend("cpu", "bfloat16"), NUM_BLOCKS, 16, LENGTH, as_program=False)
@@ -92,7 +96,9 @@ def test_graphs_of_something_else_are_refused(folders, lite):
 def test_a_file_with_other_arguments_is_refused(folders, lite, monkeypatch):
     monkeypatch.setattr(lite.Model, "get_inputs", lambda model: model._inputs[:2])
     found = "Found: token_ids int32 of 1, positions int32 of 1$"
-    with pytest.raises(ConfigError, match=f"states.mindir must have the arguments token_ids int32 of 1, .*{found}"):
+    with pytest.raises(
+        ConfigError, match=f"states_graph.mindir must have the arguments token_ids int32 of 1, .*{found}"
+    ):
         load_runner(settings_of(folders), lambda text: None)
 
 

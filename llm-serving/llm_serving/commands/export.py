@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
     caches = KVTensors.allocate(spec, backend, num_blocks, config.pa.block_size).layers
-    with new_folder(arguments.target, 2 * spec.num_parameters) as written:
+    num_bytes = 2 * (spec.num_parameters + sum(each.size for pair in caches for each in pair))
+    with new_folder(arguments.target, num_bytes) as written:
         export(spec, backend, folder, written, caches, config.model.max_generate_length)
     say(f"{arguments.target}: done")
     return 0

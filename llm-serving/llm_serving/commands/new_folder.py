@@ -42,7 +42,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
-        for path in folder.iterdir():
+        for path in filter(Path.is_file, folder.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         folder.rename(target)

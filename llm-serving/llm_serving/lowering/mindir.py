@@ -18,13 +18,19 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 
 GRAPHS: Final = ("states", "head")
-"""As `Lowered` names them; each is `<name>.mindir`."""
+"""As `Lowered` names them; `graph_file` says where each is."""
 FACTS: Final = "mindir.json"
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
     """Arguments of every shape of one of `GRAPHS`."""
     return Lowered.head_inputs(spec.network.hidden) if graph == "head" else dynamic_inputs()
+
+
+def graph_file(folder: Path, graph: str) -> Path:
+    """Where MindSpore wrote a graph: with more than 1 GB of weights, these are in files beside it."""
+    split = folder / f"{graph}_graph.mindir"
+    return split if split.is_file() else folder / f"{graph}.mindir"
 
 
 def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> None:
@@ -78,7 +84,7 @@ def check_facts(folder: Path, wanted: Mapping[str, Any]) -> None:
         ConfigError: The folder has no graphs, or they were made for something else.
     """
     path = folder / FACTS
-    missing = [name for name in (FACTS, *(f"{graph}.mindir" for graph in GRAPHS)) if not (folder / name).is_file()]
+    missing = [each.name for each in (path, *(graph_file(folder, graph) for graph in GRAPHS)) if not each.is_file()]
     if missing:
         raise ConfigError(
             f"`model_config.mindir_path` {folder} must be a folder of `llm-serving export`; it lacks {missing[0]}"

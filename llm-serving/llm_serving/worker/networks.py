@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import Float32Array, Int32Array
 from llm_serving.lowering.lower import Lowered
-from llm_serving.lowering.mindir import inputs_of
+from llm_serving.lowering.mindir import graph_file, inputs_of
 from llm_serving.lowering.step import STEP_INPUTS, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.compiled_network import CompiledNetwork
@@ -64,7 +64,7 @@ def of_files(spec: ModelSpec, folder: Path, ini: Path | None, device_id: int) ->
     lite = load_lite()
     names = [name for name, _ in STEP_INPUTS]
     states, head = (
-        LiteNetwork(lite, folder / f"{graph}.mindir", ini, device_id, given, inputs_of(spec, graph))
+        LiteNetwork(lite, graph_file(folder, graph), ini, device_id, given, inputs_of(spec, graph))
         for graph, given in (("states", names), ("head", ["states", *names]))
     )
     return Networks(None, states, head)
