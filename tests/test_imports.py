@@ -81,6 +81,7 @@ NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column 
 MEASURE_IN_PROCESS = {
     "accuracy.py",
     "constraint_benchmark.py",
+    "contest_simulation.py",
     "engine_benchmark.py",
     "figures.py",
     "kernel_benchmark.py",
