@@ -46,7 +46,7 @@ def test_everything_told_is_the_same() -> None:
 def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
     for place in range(3, 3 + MAX_DRAFTS):
         answers = []
-        for harness in (guessing(), Harness(block_size=16)):
+        for harness in (guessing(ahead=False), Harness(block_size=16, ahead=False)):
             request = create_request(4, request_id="a", max_tokens=60)
             words = [
                 harness.engine._processor.text_of(request, [token])
@@ -57,6 +57,8 @@ def test_a_stop_string_among_right_guesses_ends_the_answer_there() -> None:
             last = harness.last("a")
             assert last.finish_reason is FinishReason.STOP
             assert last.num_output_tokens == len(harness.token_ids("a"))
+            num_right = harness.metrics._counts["vllm:spec_decode_num_accepted_tokens_total"]
+            assert num_right == last.num_output_tokens - len(harness.runner.steps)
             answers.append((answer, last.num_output_tokens, last.stop_reason))
         assert answers[0] == answers[1]
 

@@ -307,9 +307,9 @@ class Engine:
         self._step_s, self._step_began = now - self._step_began, now
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
         self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
+        self._deliver(schedule, updated, output)
         right = right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES
         self.journal.replied(now, right)
-        self._deliver(schedule, updated, output)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         if self._drafter is not None:

@@ -28,6 +28,7 @@ class OneSequence:
             if stop_string is not None:
                 self._finish(FinishReason.STOP, stop_string)
                 del request.output_token_ids[len(request.output_token_ids) - num_behind :]
+                request.num_new_tokens -= num_behind
                 num_behind = 0
             desk.tell(desk.processor.piece(request, num_behind=num_behind))
             if not num_behind:
