@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from fake_runner import VOCAB_SIZE, next_token, seen
 from llm_serving.core.request import Request
@@ -28,20 +28,35 @@ class GuessingDrafter(Drafter):
     def pays(self, value: bool) -> None:
         pass
 
-    def drafts(self, running: Iterable[Request]) -> list[tuple[Request, list[int]]]:
-        drafted = [
-            (request, self._guess(request)) for request in running if request in self._states and request.is_decoding
-        ]
+    def drafts(self, num_running: int, *, waits: bool) -> list[tuple[Request, list[int]]]:
+        del num_running, waits  # whoever has a token on its way gets none from the scheduler
+        drafted = [(request, self._guess_of(request)) for request in self._states if request.is_decoding]
         return [each for each in drafted if self._rng.random() < 0.9]
 
-    def _guess(self, request: Request) -> list[int]:
+    def _guess_of(self, request: Request) -> list[int]:
         """Behind a wrong token the model says something else, which is guessed as well as before."""
         token_ids = request.prompt_token_ids + request.output_token_ids
         guessed = []
         for _ in range(self._rng.randint(0, MAX_DRAFTS)):
-            token_id = next_token(seen(token_ids, self._window), request.sampling.seed % 2**63)
+            token_id = self._next_of(request, token_ids)
             if self._rng.random() < self._wrong:
                 token_id = self._rng.randrange(VOCAB_SIZE)
             guessed.append(token_id)
             token_ids.append(token_id)
         return guessed
+
+    def _next_of(self, request: Request, token_ids: list[int]) -> int:
+        return next_token(seen(token_ids, self._window), request.sampling.seed % 2**63)
+
+
+class ToldDrafter(GuessingDrafter):
+    """Has been told each answer: guesses it, mostly, whatever chooses the tokens."""
+
+    def __init__(self, rng: random.Random, answers: Mapping[str, Sequence[int]], wrong: float = 0.2) -> None:
+        """`answers`: by request id."""
+        super().__init__(rng, wrong)
+        self._answers = answers
+
+    def _next_of(self, request: Request, token_ids: list[int]) -> int:
+        answer, place = self._answers[request.request_id], len(token_ids) - request.num_prompt_tokens
+        return answer[place] if place < len(answer) else self._rng.randrange(VOCAB_SIZE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import count
 from typing import Any
 
@@ -11,12 +12,14 @@ from engine_harness import Harness
 from fake_constraints import END, constraint_of, text_of
 from fake_runner import VOCAB_SIZE, SamplingRunner, most_likely
 from fragile_harness import FragileHarness
+from guessing_drafter import ToldDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import WorkerDiedError
 from llm_serving.scheduler import PreemptionMode
+from llm_serving.speculation import Drafter
 from llm_serving.text.constraints.grammars import Grammar, choice_grammar, json_grammar, regex_grammar
 
 _names = (f"constrained-{number}" for number in count())
@@ -115,6 +118,23 @@ def test_answers_over_kills_are_those_given_alone(mode):
         assert harness.token_ids(request.request_id) == run_alone(sampling)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_guesses_save_steps_of_answers_that_are_bound_to_a_form(known):
+    """Right ones, and what the form leaves no choice of where nobody knows the answer."""
+    num_steps = num_tokens = 0
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text)
+        request, answer = create(sampling, PROMPT), run_alone(sampling)
+        told = ToldDrafter(random.Random(seed), {request.request_id: answer}, wrong=0.0)
+        harness = Harness(runner=SamplingRunner, block_size=16, drafter=told if known else Drafter(8, 3))
+        harness.engine.submit(request)
+        harness.run()
+        assert harness.token_ids(request.request_id) == answer
+        num_steps += len(harness.runner.steps)
+        num_tokens += len(answer)
+    assert num_steps < (0.6 if known else 0.9) * num_tokens
+
+
 def constraints() -> st.SearchStrategy[dict[str, Any]]:
     """Few tokens, so that bad words begin often."""
     few = st.integers(0, 5)
@@ -139,11 +159,15 @@ def constraints() -> st.SearchStrategy[dict[str, Any]]:
     load=st.lists(st.tuples(constraints(), st.integers(0, 8), st.integers(-1, 1), st.integers(1, 9)), max_size=6),
     mode=st.sampled_from(PreemptionMode),
     ahead=st.booleans(),
+    guesses=st.none() | st.integers(0),
 )
-def test_answers_under_load_are_those_given_alone(load, mode, ahead):
+def test_answers_under_load_are_those_given_alone(load, mode, ahead, guesses):
+    """Nor on what is guessed, allowed or not."""
+    answers = {}
     harness = Harness(
         runner=SamplingRunner,
         ahead=ahead,
+        drafter=None if guesses is None else ToldDrafter(random.Random(guesses), answers),
         preemption_mode=mode,
         num_blocks=10,
         num_swap_blocks=5,
@@ -157,6 +181,7 @@ def test_answers_under_load_are_those_given_alone(load, mode, ahead):
         sampling = SamplingParams(max_tokens=MAX_TOKENS, **fields)
         prompt = list(range(100, 100 + num_prompt))
         requests.append((arrival, create(sampling, prompt, priority)))
+        answers[requests[-1][1].request_id] = run_alone(sampling, prompt)
     for step in range(10):
         for arrival, request in requests:
             if arrival == step:
@@ -165,7 +190,7 @@ def test_answers_under_load_are_those_given_alone(load, mode, ahead):
     harness.run()
     for _, request in requests:
         tokens, sampling = harness.token_ids(request.request_id), request.sampling
-        assert tokens == run_alone(sampling, request.prompt_token_ids)
+        assert tokens == answers[request.request_id]
         assert sampling.allowed_token_ids is None or set(tokens) <= {*sampling.allowed_token_ids}
         for word in sampling.bad_words:
             assert all(tuple(tokens[i : i + len(word)]) != word for i in range(len(tokens)))

@@ -208,8 +208,26 @@ def test_a_walk_tells_the_allowed_tokens_of_each_step():
 class _Walk:
     """Allows what a test can foresee."""
 
-    def allowed_words(self, output_token_ids):
-        return np.array([len(output_token_ids), *output_token_ids], np.int32)
+    def allowed_behind(self, output_token_ids, guesses):
+        outputs = [[*output_token_ids, *guesses[:count]] for count in range(len(guesses) + 1)]
+        return [np.array([len(each), *each], np.int32) for each in outputs]
+
+
+def test_a_walk_tells_the_allowed_tokens_behind_each_draft():
+    request = create_request(3)
+    request.walk, request.waits_for_reply = _Walk(), True
+    steps = Steps(request, create_request(3, allowed_token_ids=(0, 2)), block_size=16)
+    steps.next()
+    steps.collect(4, 5)
+    steps.scheduler.draft(request, [8, 9, 7])
+    sampling = steps.next().sampling
+    assert parts(sampling.allowed_words, sampling.allowed_offsets) == [
+        [1, 4],
+        [2, 4, 8],
+        [3, 4, 8, 9],
+        [4, 4, 8, 9, 7],
+        [5],
+    ]
 
 
 def test_a_row_with_drafts_gives_a_token_behind_each_of_its_own():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+
 from factories import create_request
+from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import Drafter
-from llm_serving.speculation.drafter import PURGE_EVERY
 
 AGAIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -31,7 +32,7 @@ def test_a_request_that_says_what_it_said_is_guessed_for() -> None:
     drafter = Drafter(4, 3)
     request = predictable(drafter, rounds=3)
     assert drafter.pays
-    assert drafter.drafts([request]) == [(request, AGAIN[:4])]
+    assert drafter.drafts(1, waits=True) == [(request, AGAIN[:4])]
 
 
 def test_one_that_says_something_new_is_not() -> None:
@@ -40,7 +41,7 @@ def test_one_that_says_something_new_is_not() -> None:
     drafter.begin(request)
     answer(drafter, request, range(500, 560))
     assert not drafter.pays
-    assert drafter.drafts([request]) == []
+    assert drafter.drafts(1, waits=True) == []
 
 
 def test_wrong_guesses_end_it() -> None:
@@ -50,11 +51,63 @@ def test_wrong_guesses_end_it() -> None:
     assert not drafter.pays
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": 1}, {"bad_words": ((5, 6),)}])
-def test_whoever_gets_one_token_or_depends_on_all_of_them_is_left_alone(options) -> None:
+def test_whoever_gets_one_token_is_left_alone() -> None:
     drafter = Drafter(4, 3)
-    predictable(drafter, rounds=3, **options)
+    predictable(drafter, rounds=3, max_tokens=1)
     assert not drafter.pays
+
+
+def test_while_a_step_is_on_its_way_only_who_waits_for_replies_gets_drafts() -> None:
+    drafter = Drafter(4, 3)
+    waiting = predictable(drafter, rounds=3, bad_words=((500, 6),))
+    predictable(drafter, rounds=3)
+    assert len(drafter.drafts(2, waits=True)) == 2
+    assert drafter.drafts(2, waits=False) == [(waiting, AGAIN[:4])]
+    waiting.num_tokens_in_flight = 1
+    assert drafter.drafts(2, waits=False) == []
+
+
+class Walk:
+    """Allows what is even; 500 is followed by 7, 8, 9 and no other."""
+
+    def possible(self, output_token_ids, guesses, count):
+        found = list(itertools.takewhile(lambda each: each % 2 == 0, guesses))[:count]
+        return (found + ([7, 8, 9] if not found and output_token_ids[-1] == 500 else []))[:count]
+
+
+def constrained(drafter: Drafter, token_ids):
+    request = create_request(4, max_tokens=200)
+    request.walk, request.waits_for_reply, request.status = Walk(), True, RequestStatus.RUNNING
+    drafter.begin(request)
+    answer(drafter, request, token_ids)
+    return request
+
+
+def test_what_a_constraint_forbids_is_not_guessed() -> None:
+    drafter = Drafter(6, 3)
+    request = constrained(drafter, [2, 4, 6, 8, 1, 3] * 4)
+    assert drafter.drafts(1, waits=False) == [(request, [2, 4, 6, 8])]
+
+
+def test_what_a_constraint_forces_is_guessed_until_it_turns_out_to_be_wrong() -> None:
+    drafter = Drafter(6, 3)
+    request = constrained(drafter, [3, 500])
+    assert drafter.drafts(1, waits=False) == [(request, [7, 8, 9])]
+    assert drafter.checked(request, 3, 3) == [(Proposer.FORCED, 3, 3)]
+    for _ in range(20):
+        if drafter.drafts(1, waits=False):
+            assert drafter.checked(request, 2, 0) == [(Proposer.FORCED, 2, 0)]
+    assert drafter.drafts(1, waits=False) == []
+
+
+def test_guesses_are_counted_for_who_made_them() -> None:
+    drafter = Drafter(6, 3)
+    request = predictable(drafter, rounds=3)
+    drafter.drafts(1, waits=True)
+    assert drafter.checked(request, 6, 2) == [(Proposer.NGRAM, 6, 2)]
+    drafter._states[request].num_looked_up = 3
+    assert drafter.checked(request, 5, 2) == [(Proposer.NGRAM, 3, 2), (Proposer.FORCED, 2, 0)]
+    assert drafter.checked(request, 5, 4) == [(Proposer.NGRAM, 3, 3), (Proposer.FORCED, 2, 1)]
 
 
 def test_what_was_answered_before_is_guessed_of_the_same_tenant() -> None:
@@ -69,7 +122,7 @@ def test_what_was_answered_before_is_guessed_of_the_same_tenant() -> None:
         request.status = RequestStatus.RUNNING
         drafter.begin(request)
         answer(drafter, request, range(500, 520))
-        assert drafter.drafts([request]) == ([(request, guessed)] if guessed else [])
+        assert dict(drafter.drafts(1, waits=True)).get(request, []) == guessed
 
 
 def test_guesses_that_cost_as_much_as_they_bring_are_not_made() -> None:
@@ -103,10 +156,25 @@ def test_what_others_get_of_a_step_counts() -> None:
 
 def test_requests_that_ended_without_a_reply_are_forgotten() -> None:
     drafter = Drafter(4, 3)
-    request = predictable(drafter, rounds=3)
-    request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
-    for _ in range(PURGE_EVERY):
+    requests = [predictable(drafter, rounds=3) for _ in range(20)]
+    assert drafter.pays
+    for request in requests:
+        request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+    for _ in range(100):
         drafter.replied([], 1)
     assert not drafter.pays
-    assert not drafter._states
-    assert not drafter._predictable
+    assert not (drafter._states or drafter._guessed or drafter._predictable or drafter._to_visit)
+
+
+def test_of_many_who_say_nothing_known_some_are_looked_at_after_a_step() -> None:
+    drafter = Drafter(4, 3)
+    requests = [create_request(4, max_tokens=200) for _ in range(40)]
+    for request in requests:
+        drafter.begin(request)
+    for token_id in [*range(500, 530), *AGAIN * 4]:
+        for request in requests:
+            request.output_token_ids.append(token_id)
+            request.num_computed_tokens = request.num_tokens - 1
+            request.status = RequestStatus.RUNNING
+        drafter.replied(requests, len(requests))
+    assert [token_ids for _, token_ids in drafter.drafts(40, waits=True)] == [AGAIN[:4]] * 40

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llm_serving.speculation.lookup import FinishedAnswers, Lookup, ngram_of
 
 
@@ -75,11 +77,11 @@ def test_the_oldest_answers_make_room_and_leave_nothing() -> None:
     finished.add("a", (1, 2, 3, 4))
     finished.add("b", (1, 2, 5, 6))
     finished.add("b", (1, 2, 7, 8))
-    assert finished.find("a", ngram_of((1, 2))) is None
+    assert ngram_of((1, 2)) not in finished.places("a")
     assert lookup([1, 2], finished, "b").guess(2) == [7, 8]
     assert finished.num_tokens == 8
     finished.add("b", (4, 5, 6, 7, 8, 9, 1, 2))
-    assert finished.find("b", ngram_of((1, 2))) is None
+    assert ngram_of((1, 2)) not in finished.places("b")
     assert lookup([7, 8], finished, "b").guess(9) == [9, 1, 2]
     finished.add("b", tuple(range(9)))  # too long alone
     finished.add("b", (1, 2))  # nothing follows
@@ -92,3 +94,21 @@ def test_a_forgotten_answer_takes_no_place_of_a_newer_one_with_it() -> None:
     finished.add("a", (1, 2, 3, 5))
     finished.add("a", (8, 8, 8, 8))
     assert lookup([1, 2], finished, "a").guess(2) == [3, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=st.lists(st.integers(0, 5), max_size=6), answer=st.lists(st.integers(0, 40), max_size=40), data=st.data())
+def test_tokens_in_pieces_come_to_the_same_as_one_by_one(prompt, answer, data) -> None:
+    finished = FinishedAnswers(2, 100)
+    finished.add("", data.draw(st.lists(st.integers(0, 40), max_size=12)))
+    whole, single = lookup(prompt, finished), lookup(prompt, finished)
+    while answer:
+        piece, answer = answer[: (count := data.draw(st.integers(1, 8)))], answer[count:]
+        seen = [single.append(token_id) or single.has_guess for token_id in piece]
+        if whole.has_guess or not whole.extend_unseen(piece):
+            for token_id in piece:
+                whole.append(token_id)
+        else:
+            assert not any(seen)
+        assert whole.guess(5) == single.guess(5)
+    assert (whole._tokens, whole._places, whole._ngram) == (single._tokens, single._places, single._ngram)

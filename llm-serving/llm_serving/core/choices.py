@@ -47,3 +47,12 @@ class ToolFormatName(enum.StrEnum):
     HERMES = "hermes"
     LLAMA = "llama"
     GLM_LINES = "glm_lines"
+
+
+class Proposer(enum.StrEnum):
+    """Where guesses come from."""
+
+    NGRAM = "ngram"
+    """What followed where the same tokens stood before."""
+    FORCED = "forced"
+    """What a constraint leaves no choice of."""

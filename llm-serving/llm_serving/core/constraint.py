@@ -22,6 +22,15 @@ class Walk(Protocol):
                 fulfilled.
         """
 
+    def allowed_behind(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
+        """`allowed_words` of the output, then of it with the first guess at its end, with the first two, and so on."""
+
+    def possible(self, output_token_ids: Sequence[int], guesses: Sequence[int], count: int) -> list[int]:
+        """What can come next: the guesses up to the first that may not, then what must follow; `count` at most.
+
+        Where the same text may be written in several tokens, the longest of them is taken to follow.
+        """
+
 
 class Constraint(Protocol):
     """Made ready once, then unchanging; requests share it."""

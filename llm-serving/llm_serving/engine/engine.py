@@ -8,7 +8,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
@@ -262,11 +262,12 @@ class Engine:
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
             self._auditor.run_copy()
-        if self._in_flight and self._waits_for_replies():
+        waits = self._waits_for_replies()
+        if waits and self._in_flight:
             self._collect()
             return True
-        if self._drafter is not None and not self._in_flight:
-            for request, token_ids in self._drafter.drafts(self.scheduler.running):
+        if self._drafter is not None:
+            for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
                 self.scheduler.draft(request, token_ids)
         now = self._clock()
         schedule = self.scheduler.schedule(now)
@@ -293,7 +294,7 @@ class Engine:
         That costs the time to form one in each step; but what is guessed depends on all that has been said, and whoever
         waits for replies takes part in every other step only if one is formed ahead.
         """
-        if self._drafter is not None and self._drafter.pays:
+        if self._max_steps_in_flight == 1 or (self._drafter is not None and self._drafter.pays):
             return True
         running = self.scheduler.running
         num_waiting = sum([request.waits_for_reply for request in running])
@@ -313,16 +314,22 @@ class Engine:
         self.num_steps += 1
         num_tokens = schedule.num_tokens
         if self._drafter is not None:
-            self._tell_drafter(self._drafter, schedule, updated, sum(right.values()))
+            self._tell_drafter(self._drafter, schedule, updated, right)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
 
-    def _tell_drafter(self, drafter: Drafter, schedule: Schedule, updated: list[Request], num_right: int) -> None:
+    def _tell_drafter(
+        self, drafter: Drafter, schedule: Schedule, updated: list[Request], right: Mapping[int, int]
+    ) -> None:
         if schedule.num_tokens == schedule.num_samples:  # no prompts
             drafter.measured(schedule.num_tokens, self._step_s, self._host_s)
-        drafter.replied(updated, len(schedule.rows))
         if schedule.has_drafts:
-            self._metrics.drafted(sum(row.num_drafts for row in schedule.rows), num_right)
+            for row in schedule.rows:
+                if row.num_drafts:
+                    num_right = right.get(row.request.sequence, 0)
+                    for counts in drafter.checked(row.request, row.num_drafts, num_right):
+                        self._metrics.drafted(*counts)
+        drafter.replied(updated, len(schedule.rows))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         num_running = len(self.scheduler.running)

@@ -107,7 +107,7 @@ class StepBuilder:
         none = np.zeros(len(requests) + 1, np.int32)
         allowed_offsets, allowed_words = params.allowed_offsets, params.allowed_words
         if params.has_walks:
-            allowed_offsets, allowed_words = _joined([_allowed_words(request, params.allowed) for request in requests])
+            allowed_offsets, allowed_words = _joined(_allowed_words(samples, params.allowed))
         return SamplingInput(
             **params.numbers,
             position=positions,
@@ -190,11 +190,15 @@ class _SamplingParams:
         """Whether those of any request change from step to step."""
 
 
-def _allowed_words(request: Request, always: Mapping[Request, Int32Array]) -> Int32Array:
-    """The words of the tokens that the request may choose now; none if it may choose any."""
-    if request.walk is None:
-        return always.get(request, _NO_WORDS)
-    return request.walk.allowed_words(request.output_token_ids)  # all of it: none is in flight
+def _allowed_words(samples: Sequence[_Sample], always: Mapping[Request, Int32Array]) -> list[Int32Array]:
+    """The words of the tokens that may be chosen for each sample; none where any may."""
+    parts: list[Int32Array] = []
+    for request, num_drafts in samples:
+        if request.walk is None:
+            parts.append(always.get(request, _NO_WORDS))
+        elif num_drafts == 0:  # those behind its drafts follow; its output is all of it, as none is in flight
+            parts += request.walk.allowed_behind(request.output_token_ids, request.draft_token_ids)
+    return parts
 
 
 def _joined(parts: Sequence[Int32Array]) -> tuple[Int32Array, Int32Array]:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from llm_serving import __version__
+from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.observe.class_metrics import ClassMetrics
@@ -66,6 +67,7 @@ class Metrics(Collector):
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._guesses = {name: dict.fromkeys(map(str, Proposer), 0) for name in _GUESSES}
         self._finished = dict.fromkeys(FinishReason, 0)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
@@ -163,10 +165,12 @@ class Metrics(Collector):
         self._add("vllm:prefix_cache_queries_total", num_queried)
         self._add("vllm:prefix_cache_hits_total", num_hit)
 
-    def drafted(self, proposed: int, accepted: int) -> None:
-        """A step has checked so many guesses, of which so many were right."""
-        self._add("vllm:spec_decode_num_draft_tokens_total", proposed)
-        self._add("vllm:spec_decode_num_accepted_tokens_total", accepted)
+    def drafted(self, proposer: str, proposed: int, accepted: int) -> None:
+        """A step has checked so many guesses of a proposer, of which so many were right."""
+        with self._lock:
+            for name, count in zip(_GUESSES, (proposed, accepted), strict=True):
+                self._counts[name] += count
+                self._guesses[name][proposer] += count
 
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
@@ -251,6 +255,11 @@ class Metrics(Collector):
         for reason, count in self._finished.items():
             ends.add_metric([*values, reason.value], count)
         yield ends
+        for name, (by_proposer, text) in _GUESSES.items():
+            guesses = CounterMetricFamily(by_proposer, text, labels=[*names, "proposer"])
+            for proposer, count in list(self._guesses[name].items()):
+                guesses.add_metric([*values, proposer], count)
+            yield guesses
         for name, histogram in self._histograms.items():
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
         yield from self.classes.collect()
@@ -273,6 +282,17 @@ _COUNTERS: Final = {
     "llm_serving:shared_answers_total": "Answers that were not computed, as the same request had one or was in flight.",
     "llm_serving:worker_restarts_total": "WorkAgents started again after they ended.",
 }
+_GUESSES: Final = {
+    "vllm:spec_decode_num_draft_tokens_total": (
+        "llm_serving:guesses_checked_total",
+        "Guesses of tokens that were checked, by where they came from.",
+    ),
+    "vllm:spec_decode_num_accepted_tokens_total": (
+        "llm_serving:guesses_right_total",
+        "Guesses of tokens that were right, by where they came from.",
+    ),
+}
+"""Counter -> the same by proposer."""
 _HISTOGRAMS: Final = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", TOKEN_BUCKETS),
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", LATENCY_BUCKETS),

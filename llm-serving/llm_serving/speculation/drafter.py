@@ -1,17 +1,20 @@
 """Who is guessed for, how far, and whether that pays.
 
-A guess is looked up for each token of each request, checked or not, so how often guesses of a request are right is
-known before one of them costs anything. A draft that is right brings a token; any draft costs what a token adds to a
-step, and as long as there are drafts no step is formed while the one before it is computed.
+What a request says is compared with what would have been looked up, checked or not, so how often guesses of it are
+right is known before one of them costs anything; where nothing was to be found for a while, it is looked at now and
+then only. A draft that is right brings a token; any draft costs what a token adds to a step, and as long as drafts are
+worth waiting for replies no step is formed while the one before it is computed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from llm_serving.core.request import Request
+from llm_serving.core.choices import Proposer
+from llm_serving.core.request import FINISHED, RUNNING, Request
 from llm_serving.speculation.lookup import FinishedAnswers, Lookup
 from llm_serving.speculation.step_cost import StepCost
 
@@ -22,18 +25,25 @@ LEAST_HITS: Final = 0.5
 MOST_HITS: Final = 0.98
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
-PURGE_EVERY: Final = 256
+HOPELESS: Final = 0.1
+"""Share of right guesses below which a request of which nothing can be guessed is looked at now and then only."""
+VISIT_EVERY: Final = 8
+"""Steps between two looks at one of them."""
 
 
 class _State:
-    __slots__ = ("hits", "lookup", "num_tokens")
+    __slots__ = ("forced_hits", "hits", "lookup", "num_looked_up", "num_tokens")
 
-    def __init__(self, lookup: Lookup, num_tokens: int) -> None:
+    def __init__(self, lookup: Lookup) -> None:
         self.lookup = lookup
         self.hits = 0.0
         """Share of right guesses of late."""
-        self.num_tokens = num_tokens
+        self.forced_hits = 1.0
+        """The same, of what a constraint forces; that is known only of what was checked."""
+        self.num_tokens = 0
         """Tokens of the answer that the look-up has taken."""
+        self.num_looked_up = 0
+        """Of the newest drafts; those behind them are forced."""
 
 
 class Drafter:
@@ -45,60 +55,91 @@ class Drafter:
         self._ngram_length = ngram_length
         self._finished = FinishedAnswers(ngram_length, FINISHED_TOKENS)
         self._states: dict[Request, _State] = {}
+        self._guessed: dict[Request, _State] = {}
+        """Those of whom something is, or was of late: each of their tokens is compared with it."""
         self._predictable: dict[Request, _State] = {}
+        """Those of them whose guesses are mostly right."""
+        self._constrained: dict[Request, _State] = {}
+        self._to_visit: deque[Request] = deque()
+        """All, the one next that has not been looked at for the longest time."""
+        self._visits = 0.0
+        """How many of them are to be looked at; the fraction is left for the next step."""
         self._cost = StepCost()
-        self._purge_in = PURGE_EVERY
         self.pays = False
         """Whether drafts are worth waiting for replies."""
         self._host_s = 0.0
 
     def begin(self, request: Request) -> None:
-        """Guesses for a request from now on, unless what it may choose is known only with its output."""
-        if request.form is None and not request.waits_for_reply and request.sampling.max_tokens > 1:
+        """Guesses for a request from now on, unless it is answered in another way than token by token."""
+        if request.form is None and request.sampling.max_tokens > 1:
             lookup = Lookup(request.prompt_token_ids, request.cache_namespace, self._ngram_length, self._finished)
-            self._states[request] = _State(lookup, 0)
+            state = self._states[request] = _State(lookup)
+            if lookup.has_guess:
+                self._guessed[request] = state
+            if request.walk is not None:
+                self._constrained[request] = state
+            self._to_visit.append(request)
 
-    def drafts(self, running: Iterable[Request]) -> list[tuple[Request, list[int]]]:
-        """What to guess for these requests, of whom nothing is on its way."""
-        if not self.pays:
+    def drafts(self, num_running: int, *, waits: bool) -> list[tuple[Request, list[int]]]:
+        """What to guess in the next step.
+
+        Args:
+            num_running: Requests that run.
+            waits: Whether no step is on its way; otherwise only those get drafts who wait for replies anyway.
+        """
+        if not self._predictable and not self._constrained:
             return []
-        count = 0
-        wanted = []
-        for request in running:
-            count += 1
-            state = self._predictable.get(request)
-            if state is not None and request.is_decoding and not request.num_tokens_in_flight:
-                wanted.append((request, state))
-        found = [(request, state.lookup.guess(self._reach(state.hits, count))) for request, state in wanted]
-        return [(request, token_ids) for request, token_ids in found if token_ids]
+        found = []
+        for request, state in {**self._constrained, **self._predictable}.items():
+            if request.status is not RUNNING or request.num_tokens_in_flight or not request.is_decoding:
+                continue
+            if waits or request.waits_for_reply:
+                token_ids = self._guess(request, state, num_running)
+                if token_ids:
+                    found.append((request, token_ids))
+        return found
+
+    def checked(self, request: Request, num_drafts: int, num_right: int) -> list[tuple[Proposer, int, int]]:
+        """So many drafts of a request were checked, of which the first so many were right; returns whose they were."""
+        state = self._states.get(request)
+        num_looked_up = num_drafts if state is None else min(num_drafts, state.num_looked_up)
+        num_forced, right = num_drafts - num_looked_up, min(num_right, num_looked_up)
+        if state is not None and num_forced and right == num_looked_up:
+            for index in range(min(num_right - right + 1, num_forced)):
+                state.forced_hits += ((index < num_right - right) - state.forced_hits) / HIT_MEMORY
+        counts = ((Proposer.NGRAM, num_looked_up, right), (Proposer.FORCED, num_forced, num_right - right))
+        return [each for each in counts if each[1]]
 
     def replied(self, updated: Iterable[Request], num_rows: int) -> None:
         """Requests have got tokens by a step of so many rows."""
-        states, predictable = self._states, self._predictable
+        guessed = self._guessed
         for request in updated:
-            state = states.get(request)
-            if state is None:
-                continue
-            output = request.output_token_ids
-            hits, append = state.hits, state.lookup.append
-            for index in range(state.num_tokens, len(output)):
-                hits += (append(output[index]) - hits) / HIT_MEMORY
-            state.hits, state.num_tokens = hits, len(output)
-            if request.is_finished:
+            if request.status is FINISHED:
                 self._end(request)
-            elif hits >= LEAST_HITS and state.lookup.has_guess:
-                predictable[request] = state
-            elif request in predictable:
-                del predictable[request]
-        self._purge_in -= 1
-        if self._purge_in <= 0:
-            self._purge()
+            elif (state := guessed.get(request)) is not None:
+                self._follow(request, state)
+        self._visit()
         self.pays = bool(self._predictable) and self._pays(num_rows)
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; the master was at work for `host_s` between it and the next one."""
         self._cost.note(num_tokens, seconds)
         self._host_s = host_s
+
+    def _guess(self, request: Request, state: _State, num_running: int) -> list[int]:
+        guesses = []
+        if request in self._predictable:
+            guesses = state.lookup.guess(self._reach(state.hits, num_running))
+        state.num_looked_up = len(guesses)
+        if request.walk is None:
+            return guesses
+        reach = self._reach(state.forced_hits, num_running) if state.forced_hits >= LEAST_HITS else 0
+        if not guesses and not reach:
+            return []
+        possible = request.walk.possible(request.output_token_ids, guesses, max(len(guesses), reach))
+        while possible[: state.num_looked_up] != guesses[: state.num_looked_up]:
+            state.num_looked_up -= 1
+        return possible
 
     def _reach(self, hits: float, num_rows: int) -> int:
         """How far to guess: the last draft brings as much as it costs."""
@@ -121,14 +162,51 @@ class Drafter:
             cost += reach * self._cost.seconds_a_token
         return gain / num_rows > (cost + self._host_s) / step_s
 
-    def _end(self, request: Request) -> None:
-        del self._states[request]
+    def _follow(self, request: Request, state: _State) -> None:
+        """Compares the newest tokens with what was guessed."""
+        output = request.output_token_ids
+        hits, append = state.hits, state.lookup.append
+        for index in range(state.num_tokens, len(output)):
+            hits += (append(output[index]) - hits) / HIT_MEMORY
+        state.hits, state.num_tokens = hits, len(output)
+        if state.lookup.has_guess:
+            if hits >= LEAST_HITS:
+                self._predictable[request] = state
+                return
+        elif hits < HOPELESS:
+            del self._guessed[request]
         self._predictable.pop(request, None)
-        self._finished.add(request.cache_namespace, tuple(request.output_token_ids))
 
-    def _purge(self) -> None:
-        """Forgets requests that ended without a reply."""
-        self._purge_in = PURGE_EVERY
-        for request in [each for each in self._states if each.is_finished]:
-            del self._states[request]
-            self._predictable.pop(request, None)
+    def _visit(self) -> None:
+        """Looks whether something can be guessed of some of whom nothing was, and forgets who ended unnoticed."""
+        self._visits += len(self._to_visit) / VISIT_EVERY
+        num_visits = int(self._visits)
+        self._visits -= num_visits
+        for _ in range(num_visits):
+            request = self._to_visit.popleft()
+            state = self._states.get(request)
+            if state is None:
+                continue
+            if request.status is FINISHED:  # without a reply
+                self._forget(request)
+                continue
+            self._to_visit.append(request)
+            output = request.output_token_ids
+            if request in self._guessed or state.num_tokens == len(output):
+                continue
+            if state.lookup.extend_unseen(output[state.num_tokens :]):
+                state.hits *= (1 - 1 / HIT_MEMORY) ** (len(output) - state.num_tokens)
+                state.num_tokens = len(output)
+            else:
+                self._guessed[request] = state
+                self._follow(request, state)
+
+    def _end(self, request: Request) -> None:
+        if request in self._states:
+            self._forget(request)
+            self._finished.add(request.cache_namespace, tuple(request.output_token_ids))
+
+    def _forget(self, request: Request) -> None:
+        del self._states[request]
+        for states in (self._guessed, self._predictable, self._constrained):
+            states.pop(request, None)

@@ -6,7 +6,7 @@ also in other texts. Here it is the newest place that counts, and it is followed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -34,10 +34,13 @@ class FinishedAnswers:
         self._num_answers = 0
         self.num_tokens = 0
 
-    def find(self, namespace: str, ngram: Ngram) -> tuple[Sequence[int], int] | None:
-        """An answer of the namespace and the index of what followed in it."""
-        place = self._places.get(namespace, _NOWHERE).get(ngram)
-        return None if place is None else (self._answers[place >> 32][1], place & 0xFFFFFFFF)
+    def places(self, namespace: str) -> Mapping[Ngram, int]:
+        """Where n-grams of a namespace were followed, for `at`; changes when answers come and go."""
+        return self._places.get(namespace, _NOWHERE)
+
+    def at(self, place: int) -> tuple[Sequence[int], int]:
+        """An answer and the index of what followed in it."""
+        return self._answers[place >> 32][1], place & 0xFFFFFFFF
 
     def add(self, namespace: str, tokens: Sequence[int]) -> None:
         """Takes an answer; the oldest ones make room for it. One that is too long alone is left out."""
@@ -49,16 +52,15 @@ class FinishedAnswers:
         number = self._num_answers
         self._num_answers += 1
         self._answers[number] = namespace, tokens
-        self._places.setdefault(namespace, {}).update(
-            (ngram, number << 32 | index) for ngram, index in _ngrams(tokens, self._length)
-        )
+        first = number << 32 | self._length
+        self._places.setdefault(namespace, {}).update(_followed(tokens, self._length, first))
 
     def _forget_oldest(self) -> None:
         number = next(iter(self._answers))
         namespace, tokens = self._answers.pop(number)
         self.num_tokens -= len(tokens)
         places = self._places[namespace]
-        for ngram, _ in _ngrams(tokens, self._length):
+        for ngram, _ in _followed(tokens, self._length, 0):
             if places.get(ngram, -1) >> 32 == number:
                 del places[ngram]
         if not places:
@@ -75,7 +77,7 @@ class Lookup:
         self._namespace = namespace
         self._length = length
         self._finished = finished
-        self._places = dict(_ngrams(self._tokens, length))
+        self._places = dict(_followed(self._tokens, length, length))
         """What `length` tokens in a row were followed by the newest time: the index of it."""
         self._mask = (1 << length * TOKEN_BITS) - 1
         self._ngram = ngram_of(self._tokens[-length:])
@@ -113,15 +115,37 @@ class Lookup:
             self._places[before] = num_before
         return right
 
+    def extend_unseen(self, token_ids: Sequence[int]) -> bool:
+        """Takes tokens that followed where nothing was guessed, if nothing would have been of any of them.
+
+        Returns:
+            Whether that is so; otherwise nothing is taken, and `append` is to take them one by one.
+        """
+        assert self._source is None
+        tokens, length = self._tokens, self._length
+        num_before = len(tokens)
+        if num_before < length:
+            return False
+        ngram, mask = self._ngram, self._mask
+        ngrams = [ngram] + [ngram := (ngram << TOKEN_BITS | token_id) & mask for token_id in token_ids]
+        for places in (self._places, self._finished.places(self._namespace)):
+            if not places.keys().isdisjoint(ngrams[1:]):
+                return False
+        if len(set(ngrams)) < len(ngrams):
+            return False
+        tokens += token_ids
+        self._ngram = ngrams.pop()
+        self._places.update(zip(ngrams, range(num_before, len(tokens)), strict=True))
+        return True
+
     def _find(self) -> None:
         self._source = None
         if len(self._tokens) < self._length:
             return
-        index = self._places.get(self._ngram)
-        if index is not None:
+        if (index := self._places.get(self._ngram)) is not None:
             self._source, self._index = self._tokens, index
-        elif (found := self._finished.find(self._namespace, self._ngram)) is not None:
-            self._source, self._index = found
+        elif (place := self._finished.places(self._namespace).get(self._ngram)) is not None:
+            self._source, self._index = self._finished.at(place)
 
 
 def ngram_of(tokens: Sequence[int]) -> Ngram:
@@ -132,9 +156,8 @@ def ngram_of(tokens: Sequence[int]) -> Ngram:
     return ngram
 
 
-def _ngrams(tokens: Sequence[int], length: int) -> Iterator[tuple[Ngram, int]]:
-    """Each `length` tokens in a row and the index of what follows them."""
-    mask, ngram = (1 << length * TOKEN_BITS) - 1, ngram_of(tokens[:length])
-    for index in range(length, len(tokens)):
-        yield ngram, index
-        ngram = (ngram << TOKEN_BITS | tokens[index]) & mask
+def _followed(tokens: Sequence[int], length: int, first: int) -> Iterable[tuple[Ngram, int]]:
+    """Each `length` tokens in a row that something follows, with numbers that count from `first`."""
+    mask, ngram = (1 << length * TOKEN_BITS) - 1, ngram_of(tokens[: length - 1])
+    ngrams = [ngram := (ngram << TOKEN_BITS | token_id) & mask for token_id in tokens[length - 1 : -1]]
+    return zip(ngrams, range(first, first + len(ngrams)), strict=True)

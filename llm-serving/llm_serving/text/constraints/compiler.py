@@ -58,13 +58,16 @@ class CostlyGrammarError(GrammarError):
 class TokenConstraint:
     """A grammar over the tokens of one tokenizer."""
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, token_bytes: Sequence[bytes], end_ids: frozenset[int]
+    ) -> None:
         self.grammar = grammar
         self._matcher = matcher
-        self._num_words = num_words
+        self._token_bytes = token_bytes
+        self._end_ids = end_ids
 
     def begin(self) -> Walk:
-        return TokenWalk(self._matcher, self._num_words)
+        return TokenWalk(self._matcher, self._token_bytes, self._end_ids)
 
     @property
     def ignored(self) -> list[str]:
@@ -98,7 +101,7 @@ class ConstraintCompiler:
         self.can_end = bool(end_ids)
         """Whether the model has a token that ends an output; without one, none could end where a grammar does."""
         self._tokenizer = tokenizer
-        self._end_ids: Sequence[int] = sorted(end_ids)
+        self._end_ids = end_ids
         self._vocab_size = vocab_size
         self._known: OrderedDict[Grammar, Future[TokenConstraint]] = OrderedDict()
         self._lock = threading.Lock()
@@ -140,7 +143,7 @@ class ConstraintCompiler:
         matcher = _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
         if matcher.is_error():
             raise GrammarError(f"cannot be compiled: {_shortened(matcher.get_error())}")
-        return TokenConstraint(grammar, matcher, -(-self._num_tokens // 32))
+        return TokenConstraint(grammar, matcher, self._token_bytes, self._end_ids)
 
     def _try(self, grammar: Grammar) -> None:
         """Has a process of its own compile it first."""
@@ -167,8 +170,12 @@ class ConstraintCompiler:
         return min(self._tokenizer.vocab_size, self._vocab_size)
 
     @cached_property
+    def _token_bytes(self) -> Sequence[bytes]:
+        return [self._tokenizer.token_bytes(token_id) for token_id in range(self._num_tokens)]
+
+    @cached_property
     def _table(self) -> LLTokenizer:
-        return token_table(self._tokenizer, self._end_ids, self._num_tokens)
+        return token_table(self._tokenizer, sorted(self._end_ids), self._token_bytes)
 
 
 def _with_a_large_stack(work: Callable[[], T]) -> T:

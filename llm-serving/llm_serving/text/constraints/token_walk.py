@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,8 @@ FUEL_TO_BEGIN: Final = 500_000
 FUEL_OF_A_STEP: Final = 50_000
 MAX_ITEMS_OF_A_STEP: Final = 20_000
 """What llguidance may spend, in its own units: some milliseconds a step."""
+MAX_ONLY: Final = 16
+"""Tokens in which one text may begin, for it to be seen that no other text can come."""
 
 
 def matcher_of(grammar: Grammar, tokens: LLTokenizer, max_states: int) -> LLMatcher:
@@ -44,25 +47,103 @@ class TokenWalk:
 
     Args:
         beginning: At the beginning of the grammar; stays there.
-        num_words: Of a mask: enough for a bit a token.
+        token_bytes: Text of each token that can be chosen.
+        end_ids: Ids that end an output.
     """
 
-    def __init__(self, beginning: LLMatcher, num_words: int) -> None:
+    def __init__(self, beginning: LLMatcher, token_bytes: Sequence[bytes], end_ids: frozenset[int]) -> None:
         self._beginning = beginning
-        self._matcher: LLMatcher | None = None
+        self._token_bytes = token_bytes
+        self._end_ids = end_ids
+        self._matcher = beginning.deep_copy()
         self._taken: list[int] = []
         """The tokens that `_matcher` has behind it."""
-        self._num_words = num_words
+        self._num_asked = 0
+        """Tokens of the output that was asked about last; the rest of `_taken` was guessed."""
+        self._words: Int32Array | None = None
+        """What may follow that output, once it has been computed."""
 
     def allowed_words(self, output_token_ids: Sequence[int]) -> Int32Array:
-        if self._matcher is None or list(output_token_ids[: len(self._taken)]) != self._taken:
-            self._matcher, self._taken = self._beginning.deep_copy(), []
-        matcher, new = self._matcher, list(output_token_ids[len(self._taken) :])
-        self._taken += new
-        words = np.zeros(self._num_words, np.int32)
-        if not new or matcher.try_consume_tokens(new) == len(new):
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
-            logger.error("a constraint cannot be kept to any further: %s", matcher.get_error())
+        return self.allowed_behind(output_token_ids, ())[0]
+
+    def allowed_behind(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
+        parts = [self._words_behind(output_token_ids)]
+        keeps = True
+        for guess in guesses:
+            keeps = keeps and self._take([guess])
+            parts.append(self._mask() if keeps else self._no_words())
+        return parts
+
+    def possible(self, output_token_ids: Sequence[int], guesses: Sequence[int], count: int) -> list[int]:
+        words = self._words_behind(output_token_ids)
+        if not words.any():
+            return []
+        found = list(guesses[: self._matcher.validate_tokens(list(guesses))])[:count]
+        keeps = self._take(found)
+        while keeps and len(found) < count and not (found and found[-1] in self._end_ids):
+            token_id = self._only_one(self._mask() if found else words)
+            if token_id is None:
+                break
+            found.append(token_id)
+            keeps = self._take([token_id])
+        return found
+
+    def _words_behind(self, output: Sequence[int]) -> Int32Array:
+        """Goes to the end of an output and tells what may follow it."""
+        keeps = self._go_to(output)
+        if self._words is None:
+            self._words = self._mask() if keeps else self._no_words()
+            if self._matcher.is_error():
+                logger.error("a constraint cannot be kept to any further: %s", self._matcher.get_error())
+        return self._words
+
+    def _go_to(self, output: Sequence[int]) -> bool:
+        """Whether there is a way."""
+        num_same = self._num_same(output)
+        if num_same < len(output) or len(output) != self._num_asked:
+            self._words = None
+        num_behind = len(self._taken) - num_same
+        if self._matcher.is_error() or (num_behind and not self._matcher.rollback(num_behind)):
+            self._matcher, self._taken, self._words = self._beginning.deep_copy(), [], None
+        del self._taken[num_same:]
+        self._num_asked = len(output)
+        return self._take(list(output[len(self._taken) :]))
+
+    def _num_same(self, output: Sequence[int]) -> int:
+        """How far an output is what has been taken."""
+        taken, start = self._taken, self._num_asked
+        if list(output[:start]) != taken[:start]:
+            start = 0
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(output[start:], taken[start:], strict=False))
+        return min(start + sum(1 for _ in same), len(output))
+
+    def _take(self, token_ids: list[int]) -> bool:
+        """Whether all of them may come, one after the other."""
+        if not token_ids:
+            return True
+        num_taken = self._matcher.try_consume_tokens(token_ids)
+        self._taken += token_ids[:num_taken]
+        return num_taken == len(token_ids)
+
+    def _mask(self) -> Int32Array:
+        words = self._no_words()
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
             words.fill(0)
         return words
+
+    def _no_words(self) -> Int32Array:
+        return np.zeros(-(-len(self._token_bytes) // 32), np.int32)
+
+    def _only_one(self, words: Int32Array) -> int | None:
+        """The token that must come, or the longest where all are beginnings of it; None where there is a choice."""
+        places = np.flatnonzero(words)
+        if not 0 < len(places) <= MAX_ONLY:
+            return None
+        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+        token_ids: list[int] = (32 * places[np.nonzero(bits)[0]] + np.nonzero(bits)[1]).tolist()
+        if len(token_ids) > MAX_ONLY or (len(token_ids) > 1 and not self._end_ids.isdisjoint(token_ids)):
+            return None
+        # Among equals the last: tokens of single bytes come first.
+        text, token_id = max((self._token_bytes[each], each) for each in token_ids)
+        return token_id if all(text.startswith(self._token_bytes[each]) for each in token_ids) else None

@@ -1,0 +1,145 @@
+"""With guesses every answer is the bytes it has without, whatever is asked for and whatever else runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+from engine_harness import Harness, bytes_of
+from fake_constraints import END, constraint_of
+from fake_runner import SamplingRunner
+from guessing_drafter import ToldDrafter
+from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.request import Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.scheduler import PreemptionMode
+from llm_serving.text.constraints.grammars import json_grammar, regex_grammar
+
+MAX_TOKENS = 14
+FEW = tuple(range(8))
+"""The tokens of most answers, so that words, stops and penalties meet."""
+FORMS = [constraint_of(each) for each in (json_grammar('{"type": "object"}'), regex_grammar("[a-c ]{2,12}"))]
+
+
+def draw_sampling(rng: random.Random) -> dict[str, Any]:
+    choice = rng.choice
+    fields: dict[str, Any] = {
+        "temperature": choice([0.0, 0.7, 1.5]),
+        "top_p": choice([1.0, 0.8]),
+        "seed": rng.randrange(10),
+        "repetition_penalty": choice([1.0, 1.3]),
+        "presence_penalty": choice([0.0, 0.5]),
+        "frequency_penalty": choice([0.0, 0.5]),
+        "logprobs": choice([None, 0, 2]),
+        "stop": tuple(rng.sample(["5 ", "3 4 ", "7 7"], rng.choice([0, 0, 1, 2]))),
+    }
+    if rng.random() < 0.3:
+        return fields | {"constraint": choice(FORMS).grammar.text}
+    words = [tuple(rng.choices(FEW, k=rng.randint(1, 3))) for _ in range(rng.randrange(3))]
+    return fields | {
+        "allowed_token_ids": FEW,
+        "logit_bias": tuple((token_id, rng.uniform(-2, 2)) for token_id in rng.sample(FEW, rng.randrange(3))),
+        "bad_words": tuple(words),
+        "min_tokens": rng.randrange(7),
+        "stop_token_ids": choice([(), (6,)]),
+    }
+
+
+class Asked(NamedTuple):
+    """One of a load."""
+
+    fields: dict[str, Any]
+    num_prompt: int
+    priority: int
+    arrival: int
+    """Step."""
+    num_choices: int
+    """0: a beam search."""
+
+
+def draw_load(rng: random.Random) -> list[Asked]:
+    return [
+        Asked(draw_sampling(rng), rng.randint(1, 9), rng.randint(-1, 1), rng.randrange(7), rng.choice([0, 1, 1, 2]))
+        for _ in range(5)
+    ]
+
+
+def requests_of(place: int, asked: Asked) -> list[Request]:
+    fields, priority = asked.fields, asked.priority
+    prompt = list(range(100, 100 + asked.num_prompt))
+    if asked.num_choices == 0:
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4)
+        return [
+            Request(f"{place}", prompt, sampling, priority=priority, form=BeamSearchParams(width=2, num_returned=2))
+        ]
+    requests = []
+    for choice in range(asked.num_choices):
+        sampling = SamplingParams(**{"max_tokens": MAX_TOKENS, **fields, "seed": fields["seed"] + choice})
+        bound = next((each for each in FORMS if each.grammar.text == sampling.constraint), None)
+        ends = frozenset({END} if bound else sampling.stop_token_ids)
+        fork_of = f"{place}-0" if choice else None
+        requests.append(
+            Request(f"{place}-{choice}", prompt, sampling, ends, priority, fork_of=fork_of, constraint=bound)
+        )
+    return requests
+
+
+def told_of(harness: Harness, requests: Iterable[Request]) -> dict[str, Any]:
+    told = {}
+    for request in requests:
+        last = harness.last(request.request_id)
+        pieces = [(each.text, each.num_output_tokens) for each in harness.pieces[request.request_id]]
+        answer = bytes_of(harness.answer(request.request_id))
+        told[request.request_id] = answer, pieces, last.finish_reason, last.stop_reason, last.error
+    return told
+
+
+def run(requests: Iterable[Request]) -> Harness:
+    harness = Harness(runner=SamplingRunner)
+    for request in requests:
+        harness.engine.submit(request)
+    harness.run()
+    return harness
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_are_those_without_guesses(seed: int) -> None:
+    rng = random.Random(seed)
+    load = draw_load(rng)
+    known: dict[str, list[int]] = {}
+    expected: dict[str, Any] = {}
+    for place, asked in enumerate(load):
+        requests = requests_of(place, asked)
+        expected |= told_of(run(requests), requests)
+        # No text ends these, so that guesses behind a stop string are right.
+        requests = requests_of(place, asked._replace(fields=asked.fields | {"stop": ()}))
+        harness = run(requests)
+        known |= {request.request_id: harness.token_ids(request.request_id) for request in requests}
+    harness = Harness(
+        runner=SamplingRunner,
+        ahead=rng.random() < 0.5,
+        drafter=ToldDrafter(rng, known, rng.choice([0.0, 0.3])),
+        preemption_mode=rng.choice([*PreemptionMode]),
+        num_blocks=16,
+        num_swap_blocks=6,
+        swap_block_cost_tokens=2.0,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        prefix_caching=True,
+    )
+    guessed: list[Request] = []
+    for step in range(10):
+        for place, asked in enumerate(load):
+            if asked.arrival == step:
+                for request in requests_of(place, asked):
+                    guessed.append(request)
+                    harness.engine.submit(request)
+        harness.engine.step()
+    harness.run()
+    assert told_of(harness, guessed) == expected
+    counts = harness.metrics._counts
+    assert counts["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert counts["llm_serving:bound_violations_total"] == 0
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
