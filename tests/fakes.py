@@ -13,6 +13,7 @@ import numpy as np
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.caller import ANYBODY, Caller
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.constraint import Constraint
 from llm_serving.core.exchange import Exchange
@@ -275,27 +276,13 @@ class FakeEngine:
         return {f"{request_id}-0": True}
 
     def check_capacity(
-        self,
-        prompt_lens: Sequence[int],
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        visitor: Visitor | None = None,
-        deadline: float | None = None,
+        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None
     ) -> Admission:
         if self.num_waiting + len(prompt_lens) > self.config.scheduler.max_waiting_queue:
             raise FULL_QUEUE
         return Admission()
 
-    def knock(
-        self,
-        least_lens: Sequence[int],
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        visitor: Visitor | None = None,
-        deadline: float | None = None,
-    ) -> None:
+    def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor | None = None) -> None:
         self.knocks.append(list(least_lens))
         if self.refuses_at_once is not None:
             raise self.refuses_at_once
@@ -304,13 +291,9 @@ class FakeEngine:
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
+        caller: Caller = ANYBODY,
         *,
         request_id: str,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        exchange: Exchange | None = None,
-        deadline: float | None = None,
         fork_of: FakeStream | None = None,
         beam_search: BeamSearchParams | None = None,
         constraint: Constraint | None = None,
@@ -325,17 +308,18 @@ class FakeEngine:
             prompt_token_ids,
             sampling,
             request_id,
-            priority,
-            tenant,
-            cache_salt,
+            caller.priority,
+            caller.tenant,
+            caller.cache_salt,
             fork_of,
             beam_search,
-            deadline,
+            caller.deadline,
             visitor,
             wants_vector,
             constraint,
         )
         self.submitted.append(submitted)
+        exchange = caller.exchange
         self.exchanges.append(exchange)
         if exchange is not None and exchange.first_token_time is None:
             exchange.first_token_time = self.clock()

@@ -32,6 +32,7 @@ import numpy as np
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from llm_serving.admission.appointments import Visitor
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.caller import ANYBODY, Caller
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput, no_top_tokens
@@ -64,8 +65,7 @@ class Client:
     """Or never comes back."""
     max_tokens: int | None = None
     """Asked for, where the answer ends before by a token of its own; None: as many as it gets."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """For `AsyncEngine.generate`."""
+    caller: Caller = ANYBODY
     told: list[float] = field(default_factory=list)
     """Seconds of each `Retry-After`."""
     promised_s: float | None = None
@@ -168,7 +168,7 @@ class World:
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
         try:
             stream = self.master.generate(
-                list(client.prompt), sampling, request_id=str(client.number), visitor=visitor, **client.fields
+                list(client.prompt), sampling, client.caller, request_id=str(client.number), visitor=visitor
             )
         except CapacityError as refusal:
             assert refusal.retry_after is not None and refusal.retry_after >= 1

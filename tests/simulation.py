@@ -34,6 +34,7 @@ if __name__ == "__main__":
 from factories import create_classes, create_scheduler
 from guessing_drafter import GuessingDrafter
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, class_of
 from llm_serving.core.request_output import RequestOutput
@@ -242,9 +243,8 @@ class Simulation:
             stream = master.generate(
                 client.prompt_token_ids,
                 client.sampling,
+                Caller(priority=client.priority, tenant=client.tenant),
                 request_id="simulated",
-                priority=client.priority,
-                tenant=client.tenant,
                 fork_of=None if client.twin is None else client.twin.stream,
                 beam_search=client.beam_search,
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from refused_load import MAX_TOKENS, WARM_S, Client, World, capacity, outcome, shipped_clients, warm_up
 
@@ -99,7 +100,7 @@ def test_who_asks_again_at_once_has_nothing_of_it() -> None:
 def test_a_class_with_places_of_its_own_has_appointments_of_its_own() -> None:
     clients = at_twice_the_capacity()
     for client in clients[::2]:
-        client.fields["priority"] = 1
+        client.caller = Caller(priority=1)
     world = World(clients, slots=SLOTS, places=PLACES, config={"request_classes": classes_with_places_for_batch(16)})
     world.run()
     assert all(client.first_token is not None for client in clients)

@@ -7,6 +7,7 @@ import pytest
 from async_engine_setup import Setup
 from fake_runner import VOCAB_SIZE, expected_output
 from llm_serving.config.schema import ApiKey
+from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine import lookup
@@ -46,17 +47,17 @@ def test_a_tenant_has_only_as_many_waiting_requests_as_its_key_allows() -> None:
         setup = Setup(api_keys=keys)
         async with setup.running() as engine:
             setup.runners[0].gate.clear()
-            streams = [engine.generate([5, 6], GREEDY, request_id="x", tenant="a") for _ in range(2)]
+            streams = [engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a")) for _ in range(2)]
             with pytest.raises(CapacityError, match=r"2 of 2 places of a in .*\(api_keys\.a\.max_waiting\)"):
-                engine.generate([5, 6], GREEDY, request_id="x", tenant="a")
+                engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a"))
             with pytest.raises(CapacityError):
-                engine.check_capacity([2], tenant="a")
-            streams += [engine.generate([5, 6], GREEDY, request_id="x", tenant="b") for _ in range(5)]
+                engine.check_capacity([2], Caller(tenant="a"))
+            streams += [engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="b")) for _ in range(5)]
             await streams[0].aclose()
-            streams.append(engine.generate([5, 6], GREEDY, request_id="x", tenant="a"))
+            streams.append(engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a")))
             setup.runners[0].gate.set()
             await asyncio.gather(*(anext(stream) for stream in streams[1:]))
-            streams += [engine.generate([5, 6], GREEDY, request_id="x", tenant="a") for _ in range(2)]
+            streams += [engine.generate([5, 6], GREEDY, request_id="x", caller=Caller(tenant="a")) for _ in range(2)]
             answers = await asyncio.gather(*map(token_ids, streams[-2:]))
             assert answers == [expected_output([5, 6], 4)] * 2
 
@@ -318,7 +319,9 @@ def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the
             assert refused.value.queue_estimate_ms == pytest.approx(14000)
             assert engine.seconds_to_first_token(4) == pytest.approx(14.0)
             # Nothing was promised to the class of priority 1.
-            assert await token_ids(engine.generate([5], GREEDY, request_id="c", priority=1)) == expected_output([5], 4)
+            assert await token_ids(
+                engine.generate([5], GREEDY, request_id="c", caller=Caller(priority=1))
+            ) == expected_output([5], 4)
             for step in range(20_000):  # a second for each step and a tenth for each token
                 tokens = 2 + step % 5
                 load.step(num_tokens=tokens, num_rows=2, seconds=1 + tokens / 10, num_ended=0)

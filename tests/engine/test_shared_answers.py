@@ -10,6 +10,7 @@ import weakref
 import pytest
 from async_engine_setup import Setup
 from fake_runner import expected_output
+from llm_serving.core.caller import Caller
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import RequestOutput
@@ -274,8 +275,8 @@ def test_an_answer_that_ended_leaves_no_cycle_behind():
 
 
 class TestOnAnEngine:
-    def generate(self, engine, client, sharing, **fields):
-        return engine.generate(PROMPT, GREEDY, request_id=client, sharing=sharing, **fields)
+    def generate(self, engine, client, sharing, **caller):
+        return engine.generate(PROMPT, GREEDY, Caller(**caller), request_id=client, sharing=sharing)
 
     async def run_three(self, setup, act):
         """Three that ask for the same while nothing is computed; `act` does something to them."""

@@ -12,7 +12,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RateLimitError
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import Choices
 from llm_serving.server.generation import start_generation
 from llm_serving.server.quota import Quota
@@ -136,7 +136,7 @@ def test_every_beam_counts(limited):
 
 def test_a_beam_search_that_is_left_before_its_end_gives_nothing_back():
     engine = FakeEngine()
-    caller = Caller(quota=Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), Clock()))
+    caller = HttpCaller(quota=Quota(ApiKey(name="a", key_sha256="", max_tokens_per_minute=100), Clock()))
     choices = Choices(best_of=4, beams=BeamSearchParams(width=4, num_returned=1))
 
     async def leave():

@@ -16,10 +16,10 @@ from llm_serving.admission.door import Door, Forecast, Replica
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.caller import ANYBODY, Caller
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.constraint import Constraint
-from llm_serving.core.exchange import Exchange
 from llm_serving.core.generation_defaults import generation_defaults
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import class_of
@@ -161,13 +161,9 @@ class AsyncEngine:
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
+        caller: Caller = ANYBODY,
         *,
         request_id: str,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        exchange: Exchange | None = None,
-        deadline: float | None = None,
         fork_of: RequestStream | None = None,
         beam_search: BeamSearchParams | None = None,
         constraint: Constraint | None = None,
@@ -200,14 +196,14 @@ class AsyncEngine:
         if self.pooling is not None and self.pooling.alone and not wants_vector:
             raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
-            return self._join(found, request_id, exchange, deadline)
+            return self._join(found, request_id, caller)
         replica, engine = self._replica_of(fork_of) or self._least_loaded()
-        request_class = class_of(priority, self.config.request_classes)
+        request_class = class_of(caller.priority, self.config.request_classes)
         try:
             check_request(
                 prompt_token_ids,
                 sampling,
-                priority,
+                caller.priority,
                 self.model_spec.vocab_size,
                 self.config.model,
                 engine.scheduler.blocks,
@@ -218,8 +214,7 @@ class AsyncEngine:
             raise
         num_tokens = len(prompt_token_ids)
         if admission is None:
-            self._check_deadline(replica, engine, [num_tokens], priority, tenant, deadline)
-            admission = self._check_capacity(replica, engine, [num_tokens], priority, tenant, visitor)
+            admission = self._admit(replica, engine, [num_tokens], caller, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
             check_beam_search(self.config.model, sampling)
@@ -230,19 +225,19 @@ class AsyncEngine:
             sampling=sampling,
             beginnings=beginnings_of(prompt_token_ids),
             stop_token_ids=stop_token_ids(sampling, self.end_token_ids),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
+            priority=caller.priority,
+            tenant=caller.tenant,
+            cache_salt=caller.cache_salt,
             arrival_time=self.clock(),
-            deadline=deadline,
-            exchange=exchange,
+            deadline=caller.deadline,
+            exchange=caller.exchange,
             # A static batch takes no more members once it runs: a fork would come only after it.
             fork_of=None if fork_of is None or static else fork_of.request_id,
             form=beam_search,
             constraint=constraint,
             wants_vector=wants_vector,
         )
-        if exchange is not None:
+        if (exchange := caller.exchange) is not None:
             exchange.predicted_ttft_s = admission.predicted_s
             if exchange.arrival_time is None:
                 exchange.arrival_time = request.arrival_time
@@ -252,9 +247,9 @@ class AsyncEngine:
             self._requests.add(OpenRequest(request, stream, engine, forecast))
         else:
             shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
-            stream = shared.read(request_id, exchange, admission.predicted_s, deadline)
+            stream = shared.read(request_id, exchange, admission.predicted_s, caller.deadline)
             self._requests.add(OpenRequest(request, shared, engine, forecast))
-        self._room.enter(request.request_id, replica, request_class, tenant, num_tokens, asked_of(request))
+        self._room.enter(request.request_id, replica, request_class, caller.tenant, num_tokens, asked_of(request))
         try:
             engine.submit(request)
         except WorkerDiedError as error:  # since it was chosen
@@ -262,24 +257,16 @@ class AsyncEngine:
             raise UnavailableError(str(error)) from error
         return stream
 
-    def _join(
-        self, shared: SharedAnswer, client_id: str, exchange: Exchange | None, deadline: float | None
-    ) -> RequestStream:
+    def _join(self, shared: SharedAnswer, client_id: str, caller: Caller) -> RequestStream:
         self.metrics.shared()
         self._requests.join(client_id, shared.request_id)
         opened = self._requests.get(shared.request_id)
         if opened is not None and opened.request.exchange is not None:
             opened.request.exchange.num_sharing += 1
-        return shared.read(client_id, exchange, deadline=deadline)
+        return shared.read(client_id, caller.exchange, deadline=caller.deadline)
 
     def check_capacity(
-        self,
-        prompt_lens: Sequence[int],
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        visitor: Visitor = NOBODY,
-        deadline: float | None = None,
+        self, prompt_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY
     ) -> Admission:
         """Checks that requests which belong together, with prompts of so many tokens, may come in now.
 
@@ -290,19 +277,9 @@ class AsyncEngine:
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        replica, engine = self._least_loaded()
-        self._check_deadline(replica, engine, prompt_lens, priority, tenant, deadline)
-        return self._check_capacity(replica, engine, prompt_lens, priority, tenant, visitor)
+        return self._admit(*self._least_loaded(), prompt_lens, caller, visitor)
 
-    def knock(
-        self,
-        least_lens: Sequence[int],
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        visitor: Visitor = NOBODY,
-        deadline: float | None = None,
-    ) -> None:
+    def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY) -> None:
         """Refuses requests whose prompts have at least so many tokens, where that is enough to refuse them.
 
         Whoever is not refused has not come in yet.
@@ -310,34 +287,22 @@ class AsyncEngine:
         Raises:
             RequestError, CapacityError, UnavailableError: As `check_capacity` does.
         """
-        replica, engine = self._least_loaded()
-        self._check_deadline(replica, engine, least_lens, priority, tenant, deadline)
-        self._door.knock(least_lens, priority, tenant, visitor, self._as_seen_from_the_door(replica, engine))
+        at = self._as_seen_from_the_door(*self._least_loaded())
+        self._check_deadline(least_lens, caller, at)
+        self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at)
 
-    def _check_deadline(
-        self,
-        replica: int,
-        engine: Engine,
-        prompt_lens: Sequence[int],
-        priority: int,
-        tenant: str,
-        deadline: float | None,
-    ) -> None:
-        if deadline is not None:
-            at = self._as_seen_from_the_door(replica, engine)
-            self._door.check_deadline(prompt_lens, priority, tenant, deadline - self.clock(), at)
-
-    def _check_capacity(
-        self,
-        replica: int,
-        engine: Engine,
-        prompt_lens: Sequence[int],
-        priority: int,
-        tenant: str,
-        visitor: Visitor,
+    def _admit(
+        self, replica: int, engine: Engine, prompt_lens: Sequence[int], caller: Caller, visitor: Visitor
     ) -> Admission:
         at = self._as_seen_from_the_door(replica, engine)
-        return Admission(self._door.check(prompt_lens, priority, tenant, visitor, at), len(prompt_lens) == 1)
+        self._check_deadline(prompt_lens, caller, at)
+        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at)
+        return Admission(forecast, len(prompt_lens) == 1)
+
+    def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:
+        if caller.deadline is not None:
+            remaining_s = caller.deadline - self.clock()
+            self._door.check_deadline(prompt_lens, caller.priority, caller.tenant, remaining_s, at)
 
     def seconds_to_first_token(self, num_prompt_tokens: int, *, priority: int = 0, tenant: str = "") -> float | None:
         """Until a request that came now would have its first token, as predicted; None: too little has been measured.

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from starlette.requests import Request
 
 from llm_serving.config.schema import ApiKey, ServingConfig
-from llm_serving.core.exchange import Exchange
+from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError
 from llm_serving.server.authentication import api_key_of
@@ -24,16 +24,11 @@ SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 @dataclass(frozen=True)
-class Caller:
-    """What the engine is told of who asks."""
+class HttpCaller(Caller):
+    """What the server knows of who asks beside what the engine is told."""
 
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     note: Note | None = field(default=None, compare=False)
     """What is noted of the HTTP request it came with."""
-    deadline: float | None = None
-    """Seconds on the engine's clock after which the answer is of no more use; None: it waits for it."""
     source: str = ""
     """Who answers for the request: the name of an API key, or the address it came from."""
     idempotency_key: str = ""
@@ -41,13 +36,8 @@ class Caller:
     quota: Quota | None = field(default=None, compare=False)
     """What its API key may ask for; None: there is no limit."""
 
-    @property
-    def exchange(self) -> Exchange | None:
-        """The times of that HTTP request."""
-        return None if self.note is None else self.note.exchange
 
-
-def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> Caller:
+def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerFields) -> HttpCaller:
     """Reads the fields from wherever a protocol may have them.
 
     Args:
@@ -72,8 +62,17 @@ def caller_of(config: ServingConfig, http_request: Request, *bodies: CallerField
         note.tenant, note.request_class = tenant, class_of(priority, config.request_classes).name
     address = "" if http_request.client is None else http_request.client.host
     again = http_request.headers.get("idempotency-key", "")[:MAX_NAME_CHARS]
-    source, quota = address if key is None else key.name, quota_of(http_request)
-    return Caller(priority, tenant, cache_salt, note, deadline, source, again, quota)
+    return HttpCaller(
+        priority=priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
+        deadline=deadline,
+        exchange=None if note is None else note.exchange,
+        note=note,
+        source=address if key is None else key.name,
+        idempotency_key=again,
+        quota=quota_of(http_request),
+    )
 
 
 class Ceiling(NamedTuple):

@@ -16,7 +16,7 @@ from llm_serving.server.accepted.turn import Turn
 from llm_serving.server.answer_blocks import AnswerBlocks
 from llm_serving.server.answer_form import asked_form, check_others, compiled, text_of
 from llm_serving.server.answered_message import AnsweredMessage
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.generation import Generation, encode_text, start_generation, truncated
 from llm_serving.server.knock import knock
@@ -40,7 +40,7 @@ async def converse(
     engine: AsyncEngine,
     request: ChatCompletionRequest,
     *,
-    caller: Caller,
+    caller: HttpCaller,
     identity: Identity,
     choices: Choices,
     logprobs: int | None,
@@ -127,7 +127,7 @@ async def converse_once(
     http_request: Request,
     request: ChatCompletionRequest,
     *,
-    caller: Caller,
+    caller: HttpCaller,
     prefix: str,
     reworded: Callable[[RequestError], RequestError],
 ) -> tuple[Identity, Generation, AnswerBlocks]:

@@ -24,7 +24,7 @@ from llm_serving.errors import (
     WorkerError,
 )
 from llm_serving.server.accepted.turn import Turn
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER
 from llm_serving.server.off_loop import off_loop
@@ -154,7 +154,7 @@ async def start_generation(
     *,
     choices: Choices = ONE_ANSWER,
     request_id: str,
-    caller: Caller,
+    caller: HttpCaller,
     visitor: Visitor = NOBODY,
     constraint: Constraint | None = None,
     wants_vectors: bool = False,
@@ -189,9 +189,7 @@ async def start_generation(
     prompt_lens = [len(prompt) for prompt in prompts for _ in range(choices.best_of)]
     admission = None
     if len(prompt_lens) > 1 and not engine.shared.has(keys):
-        admission = engine.check_capacity(
-            prompt_lens, priority=caller.priority, tenant=caller.tenant, visitor=visitor, deadline=caller.deadline
-        )
+        admission = engine.check_capacity(prompt_lens, caller, visitor)
     on_end: Callable[[int], None] | None = None
     if caller.quota is not None:
         num_output = choices.best_of * sum(sampling.max_tokens for sampling in samplings)
@@ -209,12 +207,8 @@ async def start_generation(
                 stream = engine.generate(
                     prompt,
                     params,
+                    caller,
                     request_id=request_id,
-                    priority=caller.priority,
-                    tenant=caller.tenant,
-                    cache_salt=caller.cache_salt,
-                    exchange=caller.exchange,
-                    deadline=caller.deadline,
                     fork_of=first,
                     beam_search=choices.beams,
                     constraint=constraint,

@@ -10,7 +10,7 @@ import msgspec
 
 from llm_serving.admission.appointments import Visitor
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.off_loop import INLINE_BYTES, INLINE_ITEMS, off_loop
 
 BYTES_PER_CHAR: Final = 4
@@ -22,7 +22,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 async def knock(
     engine: AsyncEngine,
-    caller: Caller,
+    caller: HttpCaller,
     prompts: Sequence[str | list[int]],
     max_tokens: int,
     *,
@@ -63,13 +63,7 @@ async def knock(
         if known or (not truncates and (most > max_prompt or most + max_tokens >= max_total)):
             return visitor
         least_lens.append(1 if truncates else least)
-    engine.knock(
-        least_lens * num_each,
-        priority=caller.priority,
-        tenant=caller.tenant,
-        visitor=visitor,
-        deadline=caller.deadline,
-    )
+    engine.knock(least_lens * num_each, caller, visitor)
     return visitor
 
 
@@ -81,7 +75,7 @@ def _bounds(engine: AsyncEngine, prompt: str | list[int], frame: int) -> tuple[i
     return max(1, len(prompt) // engine.tokenizer.max_token_chars), frame * num_bytes + SPECIAL_TOKENS
 
 
-def _visitor(caller: Caller, prompts: Sequence[Any], max_tokens: int) -> Visitor:
+def _visitor(caller: HttpCaller, prompts: Sequence[Any], max_tokens: int) -> Visitor:
     who = (caller.tenant, caller.cache_salt, caller.idempotency_key, caller.priority)
     try:
         content = _encode((who, prompts, max_tokens))

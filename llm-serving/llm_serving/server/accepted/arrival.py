@@ -20,7 +20,7 @@ from llm_serving.server.accepted.record import AcceptedRequest
 from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.accepted.turn import SharingRules, Turn, digest_of
 from llm_serving.server.authentication import api_key_of
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.note import note_of
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop
 from llm_serving.server.openai_requests import Identity, identify
@@ -51,7 +51,7 @@ async def arrival(
     engine: AsyncEngine,
     http_request: Request,
     request: GenerationRequest,
-    caller: Caller,
+    caller: HttpCaller,
     *,
     route: str,
     prefix: str,

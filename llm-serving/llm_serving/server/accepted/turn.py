@@ -15,7 +15,7 @@ from llm_serving.engine.shared_answers import Sharing
 from llm_serving.errors import GoneError
 from llm_serving.server.accepted.position import BEGINNING, Position
 from llm_serving.server.accepted.record import AcceptedRequest
-from llm_serving.server.caller import Caller
+from llm_serving.server.caller import HttpCaller
 from llm_serving.server.choices import Choices
 from llm_serving.server.off_loop import INLINE_ITEMS, off_loop
 
@@ -85,7 +85,7 @@ class Turn:
         return headers
 
     async def sharing(
-        self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: Caller
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, choices: Choices, caller: HttpCaller
     ) -> Sharing | None:
         """How its answer is shared: with the same requests of the same tenant, or with itself when it comes again.
 

@@ -50,7 +50,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import RULES, SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import ContextLengthError, LLMServingError
-from llm_serving.server.caller import Caller, caller_of
+from llm_serving.server.caller import HttpCaller, caller_of
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import legacy_error_response
 from llm_serving.server.generation import Generation, encode_text, start_generation, token_pieces
@@ -109,7 +109,7 @@ async def _generate(engine: AsyncEngine, http_request: Request, stream: bool | N
 
 
 async def _start(
-    engine: AsyncEngine, inputs: str, sampling: SamplingParams, caller: Caller, request_id: str
+    engine: AsyncEngine, inputs: str, sampling: SamplingParams, caller: HttpCaller, request_id: str
 ) -> Generation | str:
     """The running generation, or the text that stands for it."""
     if not inputs:
