@@ -146,13 +146,13 @@ def test_those_whom_the_limit_of_their_tenant_holds_apart_are_in_nobodys_way_but
     door = Door(config, room, Metrics().classes)
     request = Request(request_id="0", prompt_token_ids=[1], sampling=certain, tenant="a")
     limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=2, max_prefill_seqs=8, max_model_len=64)
-    measured = Measured(limits, 1.0, 0.0, None, 2, 0, Slots([request], AnswerLengths()))
+    measured, slots = Measured(limits, 1.0, 0.0, None, 2, 0), Slots([request], AnswerLengths())
     for number in range(4):
         room.enter(str(number), 0, STANDARD, "a", 1, Asked(certain))
     room.start("0")
 
     def predicted_s(tenant: str) -> float | None:
-        forecast = door.predict([1], STANDARD, tenant, Replica(0, 1, measured, True))
+        forecast = door.predict([1], STANDARD, tenant, Replica(0, 1, measured, True, slots))
         return None if forecast is None else forecast.seconds
 
     assert predicted_s("b") == 2.0  # a step for its prompt, and one that is under way
@@ -162,3 +162,18 @@ def test_those_whom_the_limit_of_their_tenant_holds_apart_are_in_nobodys_way_but
     room.leave("1")
     room.enter("4", 0, STANDARD, "b", 1, Asked(certain))
     assert room.ahead(0, None).asked == [Asked(certain)] * 2  # one of each tenant
+
+
+def test_who_has_a_place_already_does_not_wait_for_one_though_the_door_has_not_heard_of_it() -> None:
+    config, certain = ServingConfig(), SamplingParams(max_tokens=20, ignore_eos=True)
+    room = WaitingRoom(config)
+    door = Door(config, room, Metrics().classes)
+    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=1, max_prefill_seqs=8, max_model_len=64)
+    measured = Measured(limits, 1.0, 0.0, None, 1, 0)
+    slots = Slots([Request(request_id="0", prompt_token_ids=[1], sampling=certain)], AnswerLengths())
+    predicted = []
+    for hears in (lambda: room.enter("0", 0, STANDARD, "a", 1, Asked(certain)), lambda: room.start("0")):
+        hears()
+        forecast = door.predict([1], STANDARD, "b", Replica(0, 1, measured, True, slots))
+        predicted.append(None if forecast is None else forecast.seconds)
+    assert predicted == [20 + 2.0] * 2

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from factories import create_request
+from llm_serving.admission.answer_lengths import AnswerLengths
 from llm_serving.admission.load_estimator import MIN_ENDS, MIN_STEPS, LoadEstimator, Queue
+from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
+from llm_serving.scheduler.wait_reason import Blocked, WaitReason
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=256)
 
@@ -13,8 +17,14 @@ def seconds_of(num_tokens: int) -> float:
     return 0.010 + 0.001 * num_tokens
 
 
+def slots_of(num_running: int) -> Slots:
+    return Slots([create_request() for _ in range(num_running)], AnswerLengths())
+
+
 def fed(*, num_ended_each: int = 0, num_slots: int | None = None, num_prompt_tokens: int = 0) -> LoadEstimator:
     estimator = LoadEstimator(LIMITS)
+    if num_slots is not None:
+        estimator.placed(slots_of(num_slots), Blocked("next", "standard", WaitReason.BLOCKS))
     for step in range(MIN_STEPS):
         tokens = 40 if step % 4 == 0 else 4
         estimator.step(
@@ -22,7 +32,6 @@ def fed(*, num_ended_each: int = 0, num_slots: int | None = None, num_prompt_tok
             num_rows=4,
             seconds=seconds_of(tokens),
             num_ended=num_ended_each,
-            num_slots=num_slots,
             num_prompt_tokens=num_prompt_tokens,
         )
     return estimator
@@ -79,3 +88,19 @@ def test_a_full_cache_counts_as_full_slots() -> None:
     measured = fed(num_slots=4).measured
     assert measured is not None
     assert measured.seconds_to_first_token(Queue(1, 8, 4, 4)) is None
+
+
+def test_the_cache_is_the_limit_only_where_the_scheduler_says_so() -> None:
+    """After an end fewer run, though one more may: that is no full cache."""
+    estimator = fed(num_slots=4)
+    for reason, num_running, num_slots in (
+        (WaitReason.DECODING, 3, 4),  # nobody was looked at
+        (WaitReason.BLOCKS, 5, 5),
+        (None, 3, 5),  # one has ended
+        (WaitReason.SLOTS, 7, LIMITS.max_num_seqs),
+        (None, 6, LIMITS.max_num_seqs),
+    ):
+        estimator.placed(slots_of(num_running), None if reason is None else Blocked("next", "standard", reason))
+        estimator.step(num_tokens=4, num_rows=4, seconds=seconds_of(4), num_ended=0)
+        assert estimator.measured is not None and estimator.measured.num_slots == num_slots
+        assert estimator.slots is not None and len(estimator.slots) == num_running

@@ -47,3 +47,11 @@ def test_who_gives_way_holds_no_slot() -> None:
 def test_nothing_is_told_before_enough_answers_have_ended() -> None:
     assert Slots([running(OPEN, 3)], seen(*[10] * (MIN_ENDS - 1))).steps_until_free([], 1, None) is None
     assert Slots([running(OPEN, 3)], seen(*[10] * MIN_ENDS)).steps_until_free([], 1, None) == 7
+
+
+def test_of_few_requests_more_is_guessed_so_that_chance_has_less_to_say() -> None:
+    """Of ten lengths, each as likely as the others, the one in the middle is told, and not the first that comes."""
+    answers = seen(*range(10, 110, 10))
+    told = [Slots([running(OPEN, 0)], answers).steps_until_free([Asked(OPEN)] * number, 1, None) for number in (0, 1)]
+    assert told[0] in (50, 60)
+    assert told[1] is not None and 100 <= told[1] <= 120

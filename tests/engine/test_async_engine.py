@@ -325,9 +325,10 @@ def test_a_request_that_would_wait_much_longer_than_promised_is_refused_with_the
             for step in range(20_000):  # a second for each step and a tenth for each token
                 tokens = 2 + step % 5
                 load.step(num_tokens=tokens, num_rows=2, seconds=1 + tokens / 10, num_ended=0)
+            assert engine.seconds_to_first_token(4) == pytest.approx(1.4)
             assert await token_ids(engine.generate([5] * 4, GREEDY, request_id="a")) == expected_output([5] * 4, 4)
             # It came much sooner, and that is learned, for its class.
-            assert (engine.seconds_to_first_token(4) or 0.0) < 1.0
+            assert (engine.seconds_to_first_token(4) or 0.0) < 1.38
             text = setup.metrics.render()[0].decode()
             refusals = (
                 'llm_serving:requests_refused_total{model_name="model",priority_class="standard",reason="slo"} 1.0'

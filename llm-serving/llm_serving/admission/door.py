@@ -51,6 +51,8 @@ class Replica:
     measured: Measured | None
     honours_classes: bool
     """Whether its policy lets higher classes go first."""
+    slots: Slots | None = None
+    """The requests that have places there."""
 
 
 class Door:
@@ -193,19 +195,26 @@ class Door:
         max_rank = request_class.rank if replica.honours_classes else None
         num_before = self._room.load(replicas=(replica.index,), max_rank=max_rank).num_running
         num_running = self._room.load(replicas=(replica.index,)).num_running
-        ahead = self._room.ahead(replica.index, max_rank)
+        slots = replica.slots
+        placed = frozenset[str]() if slots is None else slots.request_ids
+        ahead = self._room.ahead(replica.index, max_rank, placed=placed)
         # What belongs together is spread over the replicas.
         num_requests, num_tokens = (-(-each // replica.num_replicas) for each in (len(prompt_lens), sum(prompt_lens)))
-        queue = Queue(len(ahead.asked) + num_requests, ahead.num_tokens + num_tokens, num_before, num_running)
+        queue = Queue(
+            len(ahead.asked) + num_requests,
+            ahead.num_tokens + num_tokens,
+            num_before + ahead.num_placed,
+            num_running + ahead.num_placed,
+        )
         num_ends = queue.num_running + queue.num_requests - measured.num_slots
         wait = "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long"
-        if measured.slots is not None:
+        if slots is not None:
             steps = own_steps = None
             if num_ends > 0:
                 before = ahead.asked + ahead.asked[: num_requests - 1]  # about as long
-                steps = measured.slots.steps_until_free(before, measured.num_slots, max_rank)
+                steps = slots.steps_until_free(before, measured.num_slots, max_rank)
             if (most := self._room.max_running(tenant)) is not None:
-                own_steps = self._steps_to_own(measured.slots, replica.index, tenant, num_requests, most)
+                own_steps = self._steps_to_own(slots, replica.index, tenant, num_requests, most)
             if own_steps is not None and own_steps > (steps or 0):
                 steps, wait = own_steps, "own"
             queue = replace(queue, num_steps_to_slot=steps)
@@ -217,10 +226,11 @@ class Door:
 
     def _steps_to_own(self, slots: Slots, replica: int, tenant: str, num_requests: int, most: int) -> int | None:
         """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now."""
-        ahead = self._room.ahead(replica, None, tenant).asked
-        if self._room.num_running_of(replica, tenant) + len(ahead) + num_requests <= most:
+        ahead = self._room.ahead(replica, None, tenant, slots.request_ids)
+        num_running = self._room.num_running_of(replica, tenant) + ahead.num_placed
+        if num_running + len(ahead.asked) + num_requests <= most:
             return None
-        return slots.steps_until_free(ahead + ahead[: num_requests - 1], most, None, tenant)
+        return slots.steps_until_free(ahead.asked + ahead.asked[: num_requests - 1], most, None, tenant)
 
     def learn(self, forecast: Forecast, real_s: float) -> None:
         """What became of a prediction for one request."""

@@ -8,6 +8,7 @@ from typing import Final
 
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
+from llm_serving.scheduler.wait_reason import Blocked, WaitReason
 
 STEP_MEMORY: Final = 128
 """Steps of a kind after which a measured time counts 1/e."""
@@ -49,8 +50,6 @@ class Measured:
     """Requests that can run at once: the limit, or fewer when the cache is full."""
     num_prompt_tokens: int
     """Of prompts that have been begun, tokens yet to be computed."""
-    slots: Slots | None = None
-    """The running requests themselves."""
 
     def seconds_to_first_token(self, queue: Queue) -> float | None:
         """Until the last of the queue has its first token, when nobody comes in between.
@@ -90,6 +89,10 @@ class LoadEstimator:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.measured: Measured | None = None
         """None until enough has been measured."""
+        self.slots: Slots | None = None
+        """The requests that have a place at this moment; None before the first has one."""
+        self._num_slots: int | None = None
+        """Of those that had one when there was no block for another; None: places are the limit."""
         self._limits = limits
         self._prompt_steps = _Moments()
         self._decode_steps = _Moments()
@@ -97,6 +100,17 @@ class LoadEstimator:
         self._num_ends = 0
         self._ends = 0.0
         self._rows = 0.0
+
+    def placed(self, slots: Slots, blocked: Blocked | None = None) -> None:
+        """Requests were given their places, or have left them.
+
+        Args:
+            slots: Those that have one now.
+            blocked: Whom the scheduler left waiting; None where it was not asked, or left nobody.
+        """
+        self.slots = slots
+        if blocked is not None and blocked.reason in (WaitReason.SLOTS, WaitReason.BLOCKS):
+            self._num_slots = len(slots) if blocked.reason is WaitReason.BLOCKS else None
 
     def step(
         self,
@@ -106,8 +120,6 @@ class LoadEstimator:
         seconds: float,
         num_ended: int,
         num_prompt_tokens: int = 0,
-        num_slots: int | None = None,
-        slots: Slots | None = None,
     ) -> None:
         """One step has been computed.
 
@@ -117,8 +129,6 @@ class LoadEstimator:
             seconds: It took, from the end of the one before or from being submitted.
             num_ended: Requests whose last token it was.
             num_prompt_tokens: Tokens it left to compute of the prompts it computed parts of.
-            num_slots: Requests that run, when others wait because the cache has no room; None: slots are the limit.
-            slots: The requests that run now.
         """
         moments = self._prompt_steps if num_tokens > num_rows else self._decode_steps
         moments.add(num_tokens, seconds)
@@ -132,8 +142,8 @@ class LoadEstimator:
             self.measured = None
             return
         ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
-        num = self._limits.max_num_seqs if num_slots is None else max(1, num_slots)
-        self.measured = Measured(self._limits, *cost, ends_per_row, num, num_prompt_tokens, slots)
+        num = self._limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
+        self.measured = Measured(self._limits, *cost, ends_per_row, num, num_prompt_tokens)
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked, asked_of
 from llm_serving.core.request import Request
 
 GOLDEN: Final = 0.6180339887498949
-ROUNDS: Final = 3
+MIN_ROUNDS: Final = 3
+MAX_ROUNDS: Final = 15
 """Guesses at what becomes of all slots; the one in the middle counts."""
+MAX_LENGTHS: Final = 600
+"""That are guessed for one question, beyond the least number of rounds: of many requests each one matters less."""
 
 
 class Slots:
@@ -26,6 +30,14 @@ class Slots:
         self._running = running
         self._lengths = lengths
         self._known: dict[tuple[int, int, int | None, str | None], int | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @cached_property
+    def request_ids(self) -> frozenset[str]:
+        """Of those who have a slot, or for whose answers something has one."""
+        return frozenset([each.asked.request_id for each in self._running])
 
     def steps_until_free(
         self, ahead: Sequence[Asked], num_slots: int, max_rank: int | None, tenant: str | None = None
@@ -42,13 +54,16 @@ class Slots:
                 for each in self._running
                 if (max_rank is None or each.request_class.rank <= max_rank) and tenant in (None, each.tenant)
             ]
-            guesses = [self._guess(running, ahead, num_slots, number) for number in range(ROUNDS)]
+            num_lengths = len(running) + len(ahead)
+            num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, MAX_LENGTHS // max(1, num_lengths)))
+            guesses = [self._guess(running, ahead, num_slots, number / num_rounds) for number in range(num_rounds)]
             told = sorted(guess for guess in guesses if guess is not None)
-            self._known[key] = told[len(told) // 2] if len(told) == ROUNDS else None
+            self._known[key] = told[num_rounds // 2] if len(told) == num_rounds else None
         return self._known[key]
 
-    def _guess(self, running: Sequence[Request], ahead: Sequence[Asked], num_slots: int, number: int) -> int | None:
-        remaining, quantile = self._lengths.remaining, number / ROUNDS
+    def _guess(self, running: Sequence[Request], ahead: Sequence[Asked], num_slots: int, quantile: float) -> int | None:
+        """Begins with this quantile of the lengths of the first; each further one has another."""
+        remaining = self._lengths.remaining
         free: list[int] = []
         for request in running:
             quantile = (quantile + GOLDEN) % 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -66,6 +66,8 @@ class Ahead(NamedTuple):
     asked: list[Asked]
     num_tokens: int
     """Of their prompts."""
+    num_placed: int = 0
+    """Others, that have a place already."""
 
 
 class _Entry(NamedTuple):
@@ -200,21 +202,27 @@ class WaitingRoom:
                 total += tally
         return total
 
-    def ahead(self, replica: int, max_rank: int | None, tenant: str | None = None) -> Ahead:
+    def ahead(
+        self, replica: int, max_rank: int | None, tenant: str | None = None, placed: Container[str] = ()
+    ) -> Ahead:
         """Those who wait at a replica, of classes up to this rank (None: of all), in order of arrival.
+
+        Left out are those `placed`: they have a place, which has not been told here yet.
 
         Those beyond what their tenant may run are in nobody's way but its own: they count only with that `tenant`, and
         with it no others do.
         """
         names = {each.name for each in self._classes if max_rank is None or each.rank <= max_rank}
-        chosen = [
-            entry
-            for entry in self._waiting.values()
+        found = [
+            (request_id in placed, entry)
+            for request_id, entry in self._waiting.items()
             if entry.replica == replica and entry.class_name in names and (tenant is None or entry.tenant == tenant)
         ]
+        chosen = [entry for has_place, entry in found if not has_place]
+        num_placed = len(found) - len(chosen)
         if tenant is None and (self._max_running is not None or self._max_running_of):
             chosen = list(self._that_may_run(chosen))
-        return Ahead([entry.asked for entry in chosen], sum([entry.num_tokens for entry in chosen]))
+        return Ahead([entry.asked for entry in chosen], sum([entry.num_tokens for entry in chosen]), num_placed)
 
     def _that_may_run(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
         passed = self._running_of_tenant.copy()

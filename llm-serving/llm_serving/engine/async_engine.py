@@ -321,6 +321,7 @@ class AsyncEngine:
             len(self.replicas.living()),
             engine.load.measured if engine.restarting is None else None,
             engine.scheduler.policy.honours_classes,
+            engine.load.slots,
         )
 
     def _least_loaded(self) -> tuple[int, Engine]:

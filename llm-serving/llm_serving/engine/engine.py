@@ -272,6 +272,7 @@ class Engine:
         now = self._clock()
         schedule = self.scheduler.schedule(now)
         self.journal.decided(now, self.scheduler.blocked)
+        self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if schedule is not None:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
@@ -332,21 +333,14 @@ class Engine:
         drafter.replied(updated, len(schedule.rows))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
-        num_running = len(self.scheduler.running)
-        # Who waits although slots and budget are left waits for blocks.
-        no_blocks = (
-            num_running > 0
-            and len(self.scheduler.waiting) > 0
-            and num_tokens < self.scheduler.limits.max_num_batched_tokens
-        )
+        if num_ended:
+            self.load.placed(Slots(tuple(self.scheduler.running), self._lengths))
         self.load.step(
             num_tokens=num_tokens,
             num_rows=len(schedule.rows),
             seconds=self._step_s,
             num_ended=num_ended,
             num_prompt_tokens=sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]]),
-            num_slots=num_running if no_blocks else None,
-            slots=Slots(tuple(self.scheduler.running), self._lengths),
         )
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
