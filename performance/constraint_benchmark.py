@@ -1,8 +1,9 @@
 """Cost of constraints: .venv/bin/python performance/constraint_benchmark.py [--rows 32,128] [--model FOLDER]
 
-For each form and number of rows: microseconds a row to find the allowed tokens, over the tokens of a model, and, with
-`--steps`, milliseconds a token of the whole engine beside the same rows without a form. Rows say what a random model
-would. Needs the package: run it with its interpreter.
+For each form and number of rows: microseconds a row to find the allowed tokens, over the tokens of a model, where rows
+say what a random model would. With `--steps` tokens a second of an engine and its WorkAgent, beside the same rows
+without a form, in turns; forms are lists there that do not end, so that all rows run in every step. Needs the package:
+run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from pathlib import Path
 import numpy as np
 from llm_serving.config import load_config
 from llm_serving.core.constraint import Walk
+from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.engine import Engine
+from llm_serving.engine.replica import build_engine
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec
-from llm_serving.offline import LLM
-from llm_serving.text.constraints import ConstraintCompiler, Grammar
+from llm_serving.observe.metrics import Metrics
+from llm_serving.text.constraints import ConstraintCompiler, TokenConstraint
 from llm_serving.text.constraints.grammars import any_grammar, json_grammar, regex_grammar
 from llm_serving.text.tokenizer import Tokenizer
+from load_benchmark import started
 
 RECORD = {
     "type": "object",
@@ -41,6 +47,10 @@ FORMS = {
     "any JSON object": json_grammar('{"type": "object"}'),
     "JSON of a schema": json_grammar(json.dumps(RECORD)),
     "arithmetic": any_grammar('start: sum\nsum: sum "+" N | sum "*" "(" sum ")" | N\nN: /[0-9]{1,6}/'),
+}
+ENDLESS = {
+    "any JSON objects": json_grammar('{"type": "array", "items": {"type": "object"}, "minItems": 100}'),
+    "JSON of a schema": json_grammar(json.dumps({"type": "array", "items": RECORD, "minItems": 100})),
 }
 NUM_TOKENS = 64
 
@@ -66,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     if arguments.steps:
-        _measure_steps(folder, arguments.rows)
+        _measure_steps(folder, arguments.rows, compiler, arguments.rounds)
     return 0
 
 
@@ -88,28 +98,40 @@ def _mask_seconds(walks: Sequence[Walk], end_id: int) -> list[float]:
     return seconds
 
 
-def _measure_steps(folder: Path, all_rows: Sequence[int]) -> None:
-    print(f"\n{'':20} {'rows':>5} {'ms a step':>10} {'tokens/s':>10}")
+def _measure_steps(folder: Path, all_rows: Sequence[int], compiler: ConstraintCompiler, num_rounds: int) -> None:
+    """Each form beside none within a round: medians of tokens per second and of the ratio."""
+    print(f"\n{'':20} {'rows':>5} {'tokens/s':>10} {'of none':>9} {'quarters':>12}")
+    constraints = {name: compiler.compiled(grammar) for name, grammar in ENDLESS.items()}
     for num_rows in all_rows:
-        llm = LLM(load_config(None, [f"model_config.decode_batch_size={num_rows}"], folder))
-        for name, grammar in {"none": None, **FORMS}.items():
-            seconds, num_tokens = _step_seconds(llm, num_rows, grammar)
-            print(
-                f"{name:20} {num_rows:5} {1e3 * seconds / NUM_TOKENS:10.2f} {num_tokens / seconds:10,.0f}", flush=True
-            )
+        config = load_config(None, [f"model_config.decode_batch_size={num_rows}"], folder)
+        with started(config) as agent:
+            executor = RemoteExecutor(agent.channel, agent.buffers)
+            tokenizer = Tokenizer.load(folder)
+            engine = build_engine(config, agent.loaded.num_blocks, executor, tokenizer, Metrics(), lambda pieces: None)
+            rounds = [
+                {
+                    name: _rate(engine, num_rows, constraint)
+                    for name, constraint in (("none", None), *constraints.items())
+                }
+                for _ in range(1 + num_rounds)
+            ][1:]
+        for name in rounds[0]:
+            rates, ratios = zip(*((each[name], each[name] / each["none"]) for each in rounds), strict=True)
+            low, middle, high = np.percentile(ratios, (25, 50, 75))
+            spread = f"{low:.2f}-{high:.2f}"
+            print(f"{name:20} {num_rows:5} {np.median(rates):10,.0f} {middle:9.2f} {spread:>12}", flush=True)
 
 
-def _step_seconds(llm: LLM, num_rows: int, grammar: Grammar | None) -> tuple[float, int]:
-    constraint = None if grammar is None else grammar.text
-    samplings = [
-        SamplingParams(max_tokens=NUM_TOKENS, seed=row, ignore_eos=grammar is None, constraint=constraint)
-        for row in range(num_rows)
-    ]
-    prompts = [[row % 100 + 10] for row in range(num_rows)]
-    llm.generate(prompts, samplings)
+def _rate(engine: Engine, num_rows: int, constraint: TokenConstraint | None) -> float:
+    """Tokens per second."""
+    for row in range(num_rows):
+        grammar = None if constraint is None else constraint.grammar.text
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=row, ignore_eos=grammar is None, constraint=grammar)
+        engine.submit(Request(f"row-{row}", [row % 100 + 10], sampling, constraint=constraint))
     began = time.perf_counter()
-    outputs = llm.generate(prompts, samplings)
-    return time.perf_counter() - began, sum(each.num_output_tokens for each in outputs)
+    while engine.step():
+        pass
+    return num_rows * NUM_TOKENS / (time.perf_counter() - began)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -117,6 +139,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_integers, default=(32, 128), metavar="R,R,...")
     parser.add_argument("--model", type=Path, help="folder of a model; default: the shipped one")
     parser.add_argument("--steps", action="store_true", help="run the model, too")
+    parser.add_argument("--rounds", type=int, default=5, help="of --steps (default: 5)")
     return parser.parse_args(argv)
 
 

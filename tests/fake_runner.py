@@ -15,7 +15,16 @@ from functools import lru_cache
 
 import numpy as np
 from llm_serving.core.computed_by import NOT_KNOWN
-from llm_serving.core.step import BlockMove, Scores, ScoringInput, StepInput, StepOutput, TopTokens, no_top_tokens
+from llm_serving.core.step import (
+    AllowedTokens,
+    BlockMove,
+    Scores,
+    ScoringInput,
+    StepInput,
+    StepOutput,
+    TopTokens,
+    no_top_tokens,
+)
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard
@@ -43,8 +52,11 @@ class FakeRunner:
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
         assert step.step == len(self.steps)
+        if step.allowed_follow:
+            assert await_allowed is not None
+            step = replace(step, sampling=step.sampling.allowing(await_allowed()))
         self.steps.append(step)
         self._guard.move(step.block_moves)
         self._guard.check(step)

@@ -99,9 +99,9 @@ def one_buffer_for_two_steps(*, owned: bool, numbered: bool) -> Iterator[None]:
 
     from_arrays = simulated_agent.step_from_arrays
 
-    def unnumbered(step: int, arrays: list[Any]) -> Any:
+    def unnumbered(step: int, arrays: list[Any], *others: Any) -> Any:
         arrays[0] = arrays[0] * 0 + step
-        return from_arrays(step, arrays)
+        return from_arrays(step, arrays, *others)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(RemoteExecutor, "__init__", start_with_one))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from llm_serving import work_agent
 from llm_serving.core.step import StepInput, StepOutput
@@ -14,8 +15,8 @@ POISON = 900
 execute = ModelRunner.execute
 
 
-def execute_and_raise(runner: ModelRunner, step: StepInput) -> StepOutput:
-    output = execute(runner, step)
+def execute_and_raise(runner: ModelRunner, step: StepInput, *await_allowed: Any) -> StepOutput:
+    output = execute(runner, step, *await_allowed)
     if POISON in step.token_ids:
         raise FloatingPointError("poison")
     return output

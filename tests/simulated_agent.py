@@ -8,9 +8,11 @@ import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner
+from llm_serving.core.step import AllowedTokens
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import (
     ChannelClosedError,
@@ -19,13 +21,15 @@ from llm_serving.errors import (
     WorkerError,
 )
 from llm_serving.kvcache import BlockManager
-from llm_serving.transport.codec import encode_output, step_from_arrays
-from llm_serving.transport.messages import AgentMessage, Loaded, RunStep, StepDone, StepEnding, StepFailed
+from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.messages import AgentMessage, Allow, Loaded, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 1 << 17
 FATES = ("slow", "hang", "die before", "die after", "fail", "twice", "other step", "garbage", "lost", "bad row")
+WITHOUT_ALLOWED = ("hang", "die before")
+"""Those for which it need not know what the step may choose."""
 BAD_ROW = "no token can be chosen: all logits are NaN"
 POISON = VOCAB_SIZE
 """A token that no step survives."""
@@ -92,7 +96,9 @@ class SimulatedAgent:
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens)
         self._reads_at_once = rng.random() < 0.5
-        self._unread: deque[RunStep] = deque()
+        self._unread: deque[RunStep | Allow] = deque()
+        self._fate: str | None = None
+        """What happens to the step that is read next, once that is drawn."""
         self._replies: deque[AgentMessage] = deque()
         self._dead = self._hangs = False
         self._read_end, self._write_end = socket.socketpair()
@@ -116,7 +122,7 @@ class SimulatedAgent:
     def fileno(self) -> int:
         return self._read_end.fileno()
 
-    def send(self, message: RunStep) -> None:
+    def send(self, message: RunStep | Allow) -> None:
         if self._dead:
             raise ChannelClosedError("the other side is gone")
         self._unread.append(message)
@@ -138,7 +144,23 @@ class SimulatedAgent:
 
     def _work(self) -> None:
         while self._unread and not self._dead and not self._hangs:
-            self._step(self._unread.popleft(), self._faults.draw())
+            message = self._unread[0]
+            if isinstance(message, Allow):  # of a step that failed
+                self._unread.popleft()
+                continue
+            if self._fate is None:
+                self._fate = self._faults.draw()
+            if message.allowed_follow and len(self._unread) == 1 and self._fate not in WITHOUT_ALLOWED:
+                return
+            self._unread.popleft()
+            fate, self._fate = self._fate, None
+            self._step(message, fate)
+
+    def _allowed(self, step: RunStep) -> AllowedTokens:
+        message = self._unread.popleft()
+        assert isinstance(message, Allow) and message.step == step.step
+        arrays = self._mapping.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+        return allowed_from_arrays(step.step, arrays)
 
     def _step(self, message: RunStep, fate: str) -> None:
         rng, clock = self._rng, self._clock
@@ -153,14 +175,15 @@ class SimulatedAgent:
             self._dead = True
             return
         try:
-            step = step_from_arrays(message.step, self._mapping.read(message.buffer, message.layout))
+            arrays = self._mapping.read(message.buffer, message.layout)
+            step = step_from_arrays(message.step, arrays, message.allowed_follow)
         except TransportError:  # ends a WorkAgent
             self._dead = True
             return
         if message.announce_ending:
             self._replies.append(StepEnding(message.step))
         try:
-            output = self._runner.execute(step)
+            output = self._runner.execute(step, partial(self._allowed, message))
         except WorkerError as error:
             self._replies.append(StepFailed(message.step, str(error)))
             return

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,14 +14,15 @@ import pytest
 from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
-from llm_serving.core.step import BlockMove
+from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import decode_output, step_arrays
+from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
+    Allow,
     Failed,
     Hello,
     Loaded,
@@ -53,15 +55,22 @@ class Runner(FakeRunner):
         self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS)
         self.num_compilations = 1
         self._failing = failing
+        self.told = []
 
-    def execute(self, step):
+    def execute(self, step, await_allowed=None):
         if step.step in self._failing:
             self.steps.append(step)
             raise RuntimeError("x" * 5000)
         if self._announcement is not None:
             self._announcement()
             self._announcement = None
-        return super().execute(step)
+
+        def take():
+            allowed = await_allowed()
+            self.told.append(allowed.words.tolist())  # the buffer is written again
+            return allowed
+
+        return super().execute(step, take)
 
     def announce_ending(self, tell):
         if self._tells_the_end:
@@ -91,7 +100,13 @@ class Master:
 
     def run(self, step, announce_ending=False):
         buffer = step.step % self.settings.num_buffers
-        self.channel.send(RunStep(step.step, buffer, self.buffers.write(buffer, step_arrays(step)), announce_ending))
+        layout = self.buffers.write(buffer, step_arrays(step))
+        self.channel.send(RunStep(step.step, buffer, layout, announce_ending, step.allowed_follow))
+        return layout
+
+    def allow(self, number, behind, allowed):
+        buffer = number % self.settings.num_buffers
+        self.channel.send(Allow(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind)))
 
     def receive(self):
         return self.channel.receive(DEADLINE_S)
@@ -260,6 +275,36 @@ class TestSteps:
         assert failed.error.startswith("RuntimeError: xxx")
         assert len(failed.error) == 2000
         assert token_of(master.receive()) == expected_output([5, 6], 1)
+
+    def test_what_a_step_may_choose_is_waited_for(self, start):
+        runner = Runner(failing={1})
+        master = start(lambda settings, on_progress: (runner, ""))
+        master.load()
+        told = []
+        for number in range(3):
+            layout = master.run(replace(a_step(number, 0, 5), allowed_follow=True))
+            words = np.array([1 << number], np.int32)
+            master.allow(number, layout, AllowedTokens(np.array([0, 1], np.int32), words))
+            told.append(type(master.receive()))
+        assert told == [StepDone, StepFailed, StepDone]
+        assert runner.told == [[1], [4]]
+
+    @pytest.mark.parametrize("message", [RunStep(1, 1, ()), Allow(1, ())])
+    def test_another_message_than_what_a_step_may_choose_ends_it(self, start, message):
+        master = start()
+        master.load()
+        master.run(replace(a_step(0, 0, 5), allowed_follow=True))
+        master.channel.send(message)
+        with pytest.raises(ProtocolError, match="expected what step 0 may choose, got"):
+            master.end.result(DEADLINE_S)
+
+    def test_a_master_that_ends_meanwhile_ends_it(self, start):
+        master = start()
+        master.load()
+        master.run(replace(a_step(0, 0, 5), allowed_follow=True))
+        master.channel.send(Shutdown())
+        with pytest.raises(ChannelClosedError):
+            master.end.result(DEADLINE_S)
 
     def test_a_step_with_a_missing_array_ends_it(self, start):
         master = start()

@@ -12,13 +12,16 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from llm_serving.errors import ChannelClosedError, LLMServingError, TransportError
+from llm_serving.core.step import AllowedTokens
+from llm_serving.errors import ChannelClosedError, LLMServingError, ProtocolError, TransportError
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import encode_output, step_from_arrays
+from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
+    Allow,
     Failed,
     Hello,
     Loaded,
@@ -26,6 +29,7 @@ from llm_serving.transport.messages import (
     MasterMessage,
     Progress,
     RunStep,
+    Shutdown,
     StepEnding,
     StepFailed,
     Welcome,
@@ -76,9 +80,11 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
     buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
     for message in _steps(channel):
         try:
-            step = step_from_arrays(message.step, buffers.read(message.buffer, message.layout))
+            arrays = buffers.read(message.buffer, message.layout)
+            step = step_from_arrays(message.step, arrays, message.allowed_follow)
             _announce_ending(runner, channel, message)
-            channel.send(encode_output(runner.execute(step), runner.num_compilations))
+            output = runner.execute(step, partial(_allowed, channel, buffers, message))
+            channel.send(encode_output(output, runner.num_compilations))
         except TransportError:
             raise
         except Exception as error:
@@ -98,8 +104,27 @@ def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step:
 
 
 def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:
-    while isinstance(message := channel.receive(), RunStep):
-        yield message
+    while isinstance(message := channel.receive(), RunStep | Allow):
+        if isinstance(message, RunStep):  # otherwise its step failed before it was asked for
+            yield message
+
+
+def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers, step: RunStep) -> AllowedTokens:
+    """Waits until the master tells which tokens the step may choose.
+
+    Raises:
+        ChannelClosedError: It is gone, or ends.
+        ProtocolError: It says something else.
+    """
+    message = channel.receive()
+    while isinstance(message, Allow) and message.step < step.step:  # of one that failed
+        message = channel.receive()
+    if isinstance(message, Shutdown):
+        raise ChannelClosedError("the master ends")
+    if not isinstance(message, Allow) or message.step != step.step:
+        raise ProtocolError(f"expected what step {step.step} may choose, got {str(message)[:100]}")
+    arrays = buffers.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+    return allowed_from_arrays(step.step, arrays)
 
 
 def _end_with_the_master() -> None:

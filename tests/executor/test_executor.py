@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
-from llm_serving.core.step import StepOutput
+from llm_serving.core.step import AllowedTokens, StepOutput, any_tokens
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor, RemoteExecutor, StepFailedError
 from llm_serving.observe.metrics import Metrics
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
-from llm_serving.transport.codec import encode_output, step_from_arrays
+from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
 from llm_serving.transport.messages import (
     AgentMessage,
+    Allow,
     MasterMessage,
     Progress,
     RunStep,
@@ -49,7 +50,16 @@ class Agent:
         """The next step as it lies in the memory, and the buffer it lies in."""
         message = self.channel.receive(10.0)
         assert isinstance(message, RunStep)
-        return step_from_arrays(message.step, self._mapping.read(message.buffer, message.layout)), message.buffer
+        self._newest = message
+        arrays = self._mapping.read(message.buffer, message.layout)
+        return step_from_arrays(message.step, arrays, message.allowed_follow), message.buffer
+
+    def receive_allowed(self):
+        """What the newest step may choose."""
+        message, step = self.channel.receive(10.0), self._newest
+        assert isinstance(message, Allow)
+        arrays = self._mapping.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+        return allowed_from_arrays(step.step, arrays)
 
     def reply(self, step, *token_ids):
         self.channel.send(encode_output(output(step, *token_ids)))
@@ -218,6 +228,34 @@ class TestCollect:
         agent.reply(0, 50)
         assert agent.executor.collect().token_ids.tolist() == [50]
         agent.close()
+
+
+def test_what_a_step_may_choose_follows_it(agent):
+    for number, words in enumerate(([3, -1], [4])):  # the second one is formed ahead
+        agent.executor.submit(replace(a_step(number), allowed_follow=True))
+        if number:
+            assert not agent.executor.awaits_allowed
+            agent.reply(0, 50)
+            agent.executor.collect()
+        assert agent.executor.awaits_allowed
+        agent.executor.allow(AllowedTokens(np.array([0, len(words)], np.int32), np.array(words, np.int32)))
+        assert not agent.executor.awaits_allowed
+        step, _ = agent.receive()
+        assert (step.step, step.allowed_follow) == (number, True)
+        offsets, told = agent.receive_allowed()
+        assert (offsets.tolist(), told.tolist()) == ([0, len(words)], words)
+    agent.reply(1, 51)
+    agent.executor.collect()
+    agent.executor.submit(a_step(2))
+    assert not agent.executor.awaits_allowed
+
+
+def test_a_work_agent_that_is_gone_before_it_is_told_is_noticed_by_who_collects(agent):
+    agent.executor.submit(replace(a_step(0), allowed_follow=True))
+    agent.channel.close()
+    agent.executor.allow(any_tokens(1))
+    with pytest.raises(WorkerDiedError):
+        agent.executor.collect()
 
 
 class TestAwaitEnding:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 from factories import create_request, create_scheduler
+from llm_serving.core.request import FinishReason
 from llm_serving.executor.step_builder import StepBuilder
 
 
@@ -24,6 +25,11 @@ class Steps:
         """Forms a step without waiting for the one before it."""
         self.schedules.append(self.scheduler.schedule(0.0))
         return self.builder.build(self.schedules[-1], self.schedules[-1].step)
+
+    def allowed(self):
+        """What the samples of the oldest step in flight may choose."""
+        offsets, words = self.builder.allowed(self.schedules[0])
+        return parts(words, offsets)
 
     def collect(self, *token_ids):
         """Hands the tokens of the oldest step in flight to the scheduler."""
@@ -195,14 +201,19 @@ def test_allowed_tokens_are_bits():
 
 def test_a_walk_tells_the_allowed_tokens_of_each_step():
     request = create_request(3)
-    request.walk, request.waits_for_reply = _Walk(), True
-    steps = Steps(create_request(3), request)
-    seen = []
-    for tokens in ((4, 5), (6, 7)):
-        sampling = steps.next().sampling
-        seen.append(parts(sampling.allowed_words, sampling.allowed_offsets))
-        steps.collect(*tokens)
-    assert seen == [[[], [0]], [[], [1, 5]]]
+    request.walk = _Walk()
+    steps = Steps(create_request(3), request, create_request(3, allowed_token_ids=(4,)))
+    assert steps.next().allowed_follow
+    assert steps.allowed() == [[], [0], [16]]
+    assert steps.next().allowed_follow  # formed ahead
+    steps.collect(4, 5, 4)
+    assert steps.allowed() == [[], [1, 5], [16]]
+    steps.next()
+    steps.collect(6, -1, 4)  # no token could be chosen
+    assert steps.allowed() == [[], [], [16]]
+    steps.scheduler.finish(request, FinishReason.ERROR)
+    assert steps.allowed() == [[], [], [16]]
+    assert not Steps(create_request(3)).next().allowed_follow
 
 
 class _Walk:
@@ -220,14 +231,8 @@ def test_a_walk_tells_the_allowed_tokens_behind_each_draft():
     steps.next()
     steps.collect(4, 5)
     steps.scheduler.draft(request, [8, 9, 7])
-    sampling = steps.next().sampling
-    assert parts(sampling.allowed_words, sampling.allowed_offsets) == [
-        [1, 4],
-        [2, 4, 8],
-        [3, 4, 8, 9],
-        [4, 4, 8, 9, 7],
-        [5],
-    ]
+    assert steps.next().allowed_follow
+    assert steps.allowed() == [[1, 4], [2, 4, 8], [3, 4, 8, 9], [4, 4, 8, 9, 7], [5]]
 
 
 def test_a_row_with_drafts_gives_a_token_behind_each_of_its_own():

@@ -38,6 +38,15 @@ def test_arrays_start_at_multiples_of_64_bytes(buffers) -> None:
     assert second.ctypes.data - first.ctypes.data == 64
 
 
+def test_arrays_behind_others_leave_these_as_they_are(buffers) -> None:
+    layout = buffers.write(0, [np.arange(17, dtype=np.int32), np.ones(1, np.float32)])
+    more = buffers.write(0, [np.full(3, 7, np.uint64)], behind=layout)
+    first, second, third = buffers.read(0, (*layout, *more))
+    assert (first.tolist(), second.tolist(), third.tolist()) == ([*range(17)], [1.0], [7, 7, 7])
+    with pytest.raises(ProtocolError, match="exceed the buffer of 1024 bytes"):
+        buffers.write(0, [np.zeros(210, np.int32)], behind=layout)
+
+
 def test_empty_arrays_keep_their_shape(buffers) -> None:
     layout = buffers.write(0, [np.zeros((0, 7), np.int32)])
     assert buffers.read(0, layout)[0].shape == (0, 7)

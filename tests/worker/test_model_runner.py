@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from graph_model import GraphModel, backend
-from llm_serving.core.step import BlockMove, StepOutput
+from llm_serving.core.step import AllowedTokens, BlockMove, StepOutput
 from llm_serving.errors import ConfigError, StepMismatchError, WorkerError
 from llm_serving.kernels import library
 from llm_serving.worker.model_runner import ModelRunner
@@ -88,6 +90,22 @@ def test_whole_prompts_have_a_graph_of_their_own_as_far_as_its_rows_go(folder, g
     assert calls["FlashAttentionScore"] == len(SPEC.caches)
     assert calls["PagedAttention"] == 2 * len(SPEC.caches)
     assert runner.num_compilations == 3
+
+
+def test_what_may_be_chosen_follows_while_the_step_is_computed(folder):
+    runner = ModelRunner(SPEC, folder, backend("cpu", "bfloat16"), num_blocks=16, block_size=16, max_model_len=64)
+    computed = []
+
+    def allow(*words):
+        computed.append(bool(library.operator_times()))
+        return AllowedTokens(np.array([0, len(words)], np.int32), np.array(words, np.int32))
+
+    step = replace(step_input([(PROMPT, 0, [8, 1])]), allowed_follow=True)
+    with library.profiling():
+        assert runner.execute(step, lambda: allow(0, 1 << 5)).token_ids.tolist() == [37]
+    assert computed == [True]
+    with pytest.raises(WorkerError, match="allowed_words must have a bit for each of"):
+        runner.execute(replace(step, step=1), lambda: allow(*[0] * 1000))
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(folder):

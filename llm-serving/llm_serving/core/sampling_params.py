@@ -112,8 +112,11 @@ class SamplingParams:
 
     @property
     def needs_known_output(self) -> bool:
-        """Whether what may be chosen depends on all tokens that came before, which a step ahead cannot know."""
-        return self.constraint is not None or any(len(sequence) > 1 for sequence in self.bad_words)
+        """Whether a step depends on all tokens that came before, so that it cannot be formed ahead.
+
+        A constraint does, too, but is told later: `StepInput.allowed_follow`.
+        """
+        return any(len(sequence) > 1 for sequence in self.bad_words)
 
     @property
     def has_penalties(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -83,6 +83,20 @@ def sampled_in_previous_step(sample: int) -> int:
     return -1 - sample
 
 
+class AllowedTokens(NamedTuple):
+    """Which tokens each of S samples may choose; a ragged list."""
+
+    offsets: Int32Array
+    """[S + 1] into words; empty parts for samples that may choose any token."""
+    words: Int32Array
+    """A bit a token, lowest first: token i is bit i % 32 of word i // 32; beyond the last: 0."""
+
+
+def any_tokens(num_samples: int) -> AllowedTokens:
+    """All samples may choose whatever they like."""
+    return AllowedTokens(np.zeros(num_samples + 1, np.int32), np.empty(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
     """How to choose a token for each of S samples; ragged lists are cut by their offsets."""
@@ -103,12 +117,16 @@ class SamplingInput:
     bias_offsets: Int32Array  # [S + 1] into the two lists below
     bias_token_ids: Int32Array
     bias_values: Float32Array  # added to the logits; -inf forbids
-    allowed_offsets: Int32Array  # [S + 1] into allowed_words; empty for samples that may choose any token
-    allowed_words: Int32Array  # a bit a token, lowest first: token i is bit i % 32 of word i // 32; beyond the last: 0
+    allowed_offsets: Int32Array  # [S + 1] into allowed_words; the two are an `AllowedTokens`
+    allowed_words: Int32Array
 
     @property
     def num_samples(self) -> int:
         return len(self.temperature)
+
+    def allowing(self, allowed: AllowedTokens) -> SamplingInput:
+        """The same with other allowed tokens."""
+        return replace(self, allowed_offsets=allowed.offsets, allowed_words=allowed.words)
 
 
 SAMPLING_DTYPES: Final[Mapping[str, type[np.generic]]] = {
@@ -158,6 +176,9 @@ class StepInput:
     scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `Move`, done one after the other before the tokens are computed."""
+    allowed_follow: bool = False
+    """Whether the tokens that its samples may choose are told while it is computed, in place of those of `sampling`:
+    they may depend on what the step before it gives."""
 
     @property
     def num_rows(self) -> int:

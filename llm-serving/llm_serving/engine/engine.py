@@ -281,6 +281,7 @@ class Engine:
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
+            self._allow()
             if schedule.started:
                 self.on_started([request.asked.request_id for request in schedule.started])
         collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
@@ -305,6 +306,7 @@ class Engine:
         output = self._executor.collect()
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
+        self._allow()
         now = self._clock()
         self._step_s, self._step_began = now - self._step_began, now
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
@@ -318,6 +320,14 @@ class Engine:
             self._tell_drafter(self._drafter, schedule, updated, right)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
+
+    def _allow(self) -> None:
+        """Tells the WorkAgent what the oldest step in flight may choose, as all before it have been replied to.
+
+        It computes that step meanwhile, and needs to know at its end only.
+        """
+        if self._executor.awaits_allowed:
+            self._executor.allow(self._builder.allowed(self._in_flight[0]))
 
     def _tell_drafter(
         self, drafter: Drafter, schedule: Schedule, updated: list[Request], right: Mapping[int, int]
@@ -447,6 +457,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         self._auditor.started(request)
         if self._drafter is not None:
+            request.waits_for_reply |= request.constraint is not None  # to get what its form forces, see `Drafter`
             self._drafter.begin(request)
         self._deadlines.add(request)
         receive(request, self._desk)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.step import any_tokens
 from llm_serving.engine.bisection import find_culprits
 from llm_serving.errors import LLMServingError, WorkerError
 from llm_serving.executor.executor import Executor, RestartFailedError, StepFailedError
@@ -59,7 +60,7 @@ class Recovery:
             WorkerDiedError: There is no WorkAgent any more, and there shall be none.
         """
         logger.error("steps are lost: %s", error)
-        failed = isinstance(error, StepFailedError) and self._survives(len(in_flight) - 1)
+        failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
         lost = _requests_of(in_flight[:1] if failed else in_flight)
         for request in lost:
             request.num_lost_steps += 1
@@ -72,9 +73,11 @@ class Recovery:
             [each for each in lost if each.num_lost_steps >= DEATHS_TO_SUSPECT and not each.is_finished]
         )
 
-    def _survives(self, num_further_steps: int) -> bool:
+    def _survives(self, further: Sequence[Schedule]) -> bool:
         """Throws the replies to the steps after a failed one away; False if the WorkAgent is gone meanwhile."""
-        for _ in range(num_further_steps):
+        for schedule in further:
+            if self._executor.awaits_allowed:
+                self._executor.allow(any_tokens(schedule.num_samples))
             try:
                 self._executor.collect()
             except StepFailedError:
@@ -134,6 +137,8 @@ def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor, 
     try:
         while (schedule := trial.schedule(0.0)) is not None:
             executor.submit(builder.build(schedule, executor.next_step))
+            if executor.awaits_allowed:
+                executor.allow(builder.allowed(schedule))
             trial.update(schedule, executor.collect().token_ids.tolist())
     except StepFailedError:
         return False

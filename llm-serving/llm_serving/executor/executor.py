@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -18,8 +20,8 @@ from llm_serving.errors import (
 )
 from llm_serving.executor.away import Away
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.codec import decode_output, step_arrays
-from llm_serving.transport.messages import AgentMessage, RunStep, StepDone, StepEnding, StepFailed
+from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
+from llm_serving.transport.messages import AgentMessage, Allow, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
 
 
@@ -52,6 +54,13 @@ class Executor(Protocol):
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         """Hands a step over; `announce_ending`: `await_ending` will wait for its end to be near."""
+
+    @property
+    def awaits_allowed(self) -> bool:
+        """Whether `allow` is to be called before the oldest submitted step can be collected."""
+
+    def allow(self, allowed: AllowedTokens) -> None:
+        """Tells which tokens the oldest submitted step may choose; that its WorkAgent is gone, `collect` tells."""
 
     def await_ending(self) -> None:
         """Waits until the newest submitted step nears its end: the one after it is best formed then.
@@ -106,6 +115,14 @@ class LocalExecutor:
         self._submitted.append(step)
         self.next_step += 1
 
+    @property
+    def awaits_allowed(self) -> bool:
+        return bool(self._submitted) and self._submitted[0].allowed_follow
+
+    def allow(self, allowed: AllowedTokens) -> None:
+        step = self._submitted[0]
+        self._submitted[0] = replace(step, sampling=step.sampling.allowing(allowed), allowed_follow=False)
+
     def await_ending(self) -> None:
         pass
 
@@ -153,6 +170,8 @@ class RemoteExecutor:
         """The newest step that nears its end."""
         self._waited_s = 0.0
         """Seconds that the oldest step in flight was waited for."""
+        self._allowed = -1
+        """The newest step that was told what it may choose."""
         self.max_steps_in_flight = buffers.num_buffers
         self.away: Away | None = None
         self.used_up = False
@@ -165,13 +184,27 @@ class RemoteExecutor:
         owners = _owners_of(buffer, self._in_flight)
         assert not owners, f"buffer {buffer} still belongs to step {owners}"
         layout = self._buffers.write(buffer, step_arrays(step))
-        message = RunStep(step.step, buffer, layout, announce_ending=announce_ending)
+        message = RunStep(
+            step.step, buffer, layout, announce_ending=announce_ending, allowed_follow=step.allowed_follow
+        )
         try:
             self._channel.send(message)
         except ChannelClosedError as error:
             raise WorkerDiedError(str(error)) from error
         self._in_flight.append(message)
         self.next_step += 1
+
+    @property
+    def awaits_allowed(self) -> bool:
+        oldest = self._in_flight[0] if self._in_flight else None
+        return oldest is not None and oldest.allowed_follow and oldest.step != self._allowed
+
+    def allow(self, allowed: AllowedTokens) -> None:
+        oldest = self._in_flight[0]
+        self._allowed = oldest.step
+        layout = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
+        with contextlib.suppress(ChannelClosedError):
+            self._channel.send(Allow(oldest.step, layout))
 
     def await_ending(self) -> None:
         while self._in_flight and self._in_flight[-1].announce_ending and not self._has_ending():

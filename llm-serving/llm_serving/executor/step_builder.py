@@ -14,6 +14,7 @@ from llm_serving.core.sampling_params import RULES
 from llm_serving.core.step import (
     SAMPLE_FIELDS,
     SAMPLING_DTYPES,
+    AllowedTokens,
     Float32Array,
     Int32Array,
     Move,
@@ -92,9 +93,23 @@ class StepBuilder:
             sampling=self._sampling(sampled, num_computed[sample_rows] + last_tokens),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
+            allowed_follow=self._params.has_walks,
         )
         self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}
         return step
+
+    def allowed(self, schedule: Schedule) -> AllowedTokens:
+        """What the samples of a step with walks may choose, once the replies to all steps before it have come."""
+        parts: list[Int32Array] = []
+        for request, _, _, samples, _ in schedule.rows:
+            walk, output = request.walk, request.output_token_ids
+            if walk is None:
+                parts += [self._params.allowed.get(request, _NO_WORDS)] * samples
+            elif request.is_finished or (output and output[-1] < 0):  # nobody waits for it, or only for its error
+                parts += [_NO_WORDS] * samples
+            elif samples:
+                parts += walk.allowed_behind(output, request.draft_token_ids)
+        return _joined(parts)
 
     def _sampling(self, samples: list[_Sample], positions: Int32Array) -> SamplingInput:
         """`positions`: of the tokens to choose, each right behind the one that gives it."""
@@ -105,9 +120,6 @@ class StepBuilder:
         histories = [self._history(*sample) for sample in samples] if params.has_penalties else []
         biases = [_biases(*sample) for sample in samples] if params.has_biases else []
         none = np.zeros(len(requests) + 1, np.int32)
-        allowed_offsets, allowed_words = params.allowed_offsets, params.allowed_words
-        if params.has_walks:
-            allowed_offsets, allowed_words = _joined(_allowed_words(samples, params.allowed))
         return SamplingInput(
             **params.numbers,
             position=positions,
@@ -118,8 +130,8 @@ class StepBuilder:
             bias_offsets=_offsets([len(bias) for bias in biases]) if biases else none,
             bias_token_ids=np.array([token for bias in biases for token, _ in bias], np.int32) if biases else _NO_IDS,
             bias_values=np.array([value for bias in biases for _, value in bias], np.float32) if biases else _NO_VALUES,
-            allowed_offsets=allowed_offsets,
-            allowed_words=allowed_words,
+            allowed_offsets=params.allowed_tokens.offsets,
+            allowed_words=params.allowed_tokens.words,
         )
 
     def _history(self, request: Request, num_drafts: int) -> list[int]:
@@ -185,25 +197,13 @@ class _SamplingParams:
             if request.sampling.allowed_token_ids is not None
         }
         """Words of the requests whose allowed tokens are always the same."""
-        self.allowed_offsets, self.allowed_words = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
+        self.allowed_tokens = _joined([self.allowed.get(each, _NO_WORDS) for each in requests])
         self.has_walks = any(request.walk is not None for request in requests)
         """Whether those of any request change from step to step."""
 
 
-def _allowed_words(samples: Sequence[_Sample], always: Mapping[Request, Int32Array]) -> list[Int32Array]:
-    """The words of the tokens that may be chosen for each sample; none where any may."""
-    parts: list[Int32Array] = []
-    for request, num_drafts in samples:
-        if request.walk is None:
-            parts.append(always.get(request, _NO_WORDS))
-        elif num_drafts == 0:  # those behind its drafts follow; its output is all of it, as none is in flight
-            parts += request.walk.allowed_behind(request.output_token_ids, request.draft_token_ids)
-    return parts
-
-
-def _joined(parts: Sequence[Int32Array]) -> tuple[Int32Array, Int32Array]:
-    """Offsets and content of a ragged list."""
-    return _offsets([len(each) for each in parts]), np.concatenate([_NO_WORDS, *parts])
+def _joined(parts: Sequence[Int32Array]) -> AllowedTokens:
+    return AllowedTokens(_offsets([len(each) for each in parts]), np.concatenate([_NO_WORDS, *parts]))
 
 
 def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
@@ -223,7 +223,7 @@ def _biases(request: Request, num_drafts: int) -> list[tuple[int, float]]:
 
 
 def _bits(token_ids: Sequence[int]) -> Int32Array:
-    """The words of `SamplingInput.allowed_words` with the bits of these tokens set."""
+    """The words of `AllowedTokens` with the bits of these tokens set."""
     ids = np.array(token_ids, np.int64)
     bits = np.zeros(32 * (int(ids.max()) // 32 + 1), np.uint8)
     bits[ids] = 1

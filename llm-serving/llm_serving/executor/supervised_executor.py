@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from llm_serving.core.clock import Clock, monotonic
-from llm_serving.core.step import StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.away import Away
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
@@ -95,6 +95,13 @@ class SupervisedExecutor:
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
         self._executor.submit(step, announce_ending)
+
+    @property
+    def awaits_allowed(self) -> bool:
+        return self._executor.awaits_allowed
+
+    def allow(self, allowed: AllowedTokens) -> None:
+        self._executor.allow(allowed)
 
     def await_ending(self) -> None:
         self._executor.await_ending()

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import (
+    AllowedTokens,
     Move,
     SamplingInput,
     Scores,
@@ -25,10 +26,13 @@ from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.transport.messages import ScoresDone, StepDone, TopTokensDone
 
-_STEP_ARRAYS = tuple(f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring"))
+_STEP_ARRAYS = tuple(
+    f.name for f in fields(StepInput) if f.name not in ("step", "sampling", "scoring", "allowed_follow")
+)
 _SAMPLING_ARRAYS = tuple(f.name for f in fields(SamplingInput))
 _SCORING_ARRAYS = tuple(f.name for f in fields(ScoringInput))
 _NUM_ARRAYS = 1 + len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS) + len(_SCORING_ARRAYS)
+_NUM_ALLOWED_ARRAYS = 1 + len(AllowedTokens._fields)
 _WANTED_BYTES = len(Wanted._fields) * 4
 _MOVE_BYTES = len(Move._fields) * 4
 
@@ -40,40 +44,60 @@ def step_arrays(step: StepInput) -> list[NDArray[Any]]:
     return arrays + [getattr(step.scoring, name) for name in _SCORING_ARRAYS]
 
 
-def step_from_arrays(step: int, arrays: list[NDArray[Any]]) -> StepInput:
+def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool = False) -> StepInput:
     """The inverse of `step_arrays`; the arrays are used as they are, not copied.
 
     Raises:
         ProtocolError: The number of arrays is not that of a step, or they are those of another one.
     """
-    if len(arrays) != _NUM_ARRAYS:
-        raise ProtocolError(f"a step has {_NUM_ARRAYS} arrays; {len(arrays)} arrived")
-    number, *arrays = arrays
-    if number.tolist() != [step]:
-        raise ProtocolError(f"the arrays announced as those of step {step} say they are of step {number.tolist()}")
-    given = iter(arrays)
+    given = iter(_of_step(step, arrays, _NUM_ARRAYS))
 
     def take(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: next(given) for name in names}
 
     of_step = take(_STEP_ARRAYS)
     sampling = SamplingInput(**take(_SAMPLING_ARRAYS))
-    return StepInput(step=step, sampling=sampling, scoring=ScoringInput(**take(_SCORING_ARRAYS)), **of_step)
+    scoring = ScoringInput(**take(_SCORING_ARRAYS))
+    return StepInput(step=step, sampling=sampling, scoring=scoring, allowed_follow=allowed_follow, **of_step)
+
+
+def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
+    """The tokens that a step may choose, behind its number."""
+    return [np.array([step], np.uint64), *allowed]
+
+
+def allowed_from_arrays(step: int, arrays: list[NDArray[Any]]) -> AllowedTokens:
+    """The inverse of `allowed_arrays`.
+
+    Raises:
+        ProtocolError: As for `step_from_arrays`.
+    """
+    return AllowedTokens(*_of_step(step, arrays, _NUM_ALLOWED_ARRAYS))
+
+
+def _of_step(step: int, arrays: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    """Those behind the number of a step."""
+    if len(arrays) != count:
+        raise ProtocolError(f"a step has {count} arrays; {len(arrays)} arrived")
+    number, *others = arrays
+    if number.tolist() != [step]:
+        raise ProtocolError(f"the arrays announced as those of step {step} say they are of step {number.tolist()}")
+    return others
 
 
 def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_size: int) -> int:
-    """Bytes that the arrays of any step fit in: every row with its whole history, a full bias table and a bit
-    for each token that may be chosen; every token with a result, and each row with one more of each other kind.
+    """Bytes that the arrays of any step fit in: every row with its whole history and a full bias table; every token
+    with a result and a bit for each token that may be chosen, and each row with one more of each other kind.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
     tables. There is room for four, as pages of a buffer are taken when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
-    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + allowed_bytes + 64
+    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
     per_row += 2 * _WANTED_BYTES
-    per_token = 4 + _WANTED_BYTES + 3 * 4
-    return per_token * max_tokens + max_rows * per_row + 64 * _NUM_ARRAYS
+    per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a guess
+    return per_token * max_tokens + max_rows * per_row + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)
 
 
 def encode_output(output: StepOutput, num_compilations: int = 0) -> StepDone:

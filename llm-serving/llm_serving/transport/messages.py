@@ -7,6 +7,7 @@ master                                 WorkAgent
   |  <- Progress(text) ... ------------  |
   |  <- Loaded(num_blocks, ...) -------  |
   |  -- RunStep(step, buffer, layout) ->  |   strictly in order, at most `num_buffers` unanswered
+  |  -- Allow(step, layout) ---------->  |   where RunStep says that it follows; before any later RunStep
   |  <- StepEnding(step) --------------  |   if asked for, and unless the step fails before
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
   |  -- Shutdown ---------------------->  |
@@ -91,6 +92,14 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     buffer: int
     layout: tuple[ArrayLayout, ...]
     announce_ending: bool = False
+    allowed_follow: bool = False
+
+
+class Allow(msgspec.Struct, tag="allow", frozen=True):
+    """The tokens that the samples of a step may choose; they stand behind its arrays in its buffer."""
+
+    step: int
+    layout: tuple[ArrayLayout, ...]
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
@@ -141,5 +150,5 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-MasterMessage = Hello | LoadModel | RunStep | Shutdown
+MasterMessage = Hello | LoadModel | RunStep | Allow | Shutdown
 AgentMessage = Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -45,13 +46,21 @@ class SharedBuffers:
         os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
         return cls(fd, num_buffers, buffer_bytes)
 
-    def write(self, buffer: int, arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
+    def write(
+        self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()
+    ) -> tuple[ArrayLayout, ...]:
         """Copies the arrays into a buffer, one behind the other; the layout is what `read` needs.
+
+        Args:
+            buffer: Its index.
+            arrays: What to copy.
+            behind: Layout of arrays of the same buffer that stay as they are.
 
         Raises:
             ProtocolError: They do not fit.
         """
         start = self._start(buffer)
+        offset = sum([_aligned(math.prod(array.shape) * _DTYPES[array.dtype].itemsize) for array in behind])
         dtypes = [_NAMES.get(array.dtype) for array in arrays]
         if None in dtypes:
             unknown = arrays[dtypes.index(None)].dtype.str
@@ -65,9 +74,9 @@ class SharedBuffers:
                 for part in (array.tobytes(), _PADDING[-size % _ALIGNMENT])
             ]
         )
-        if len(content) > self.buffer_bytes:
+        if offset + len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
-        self._memory[start : start + len(content)] = content
+        self._memory[start + offset : start + offset + len(content)] = content
         return layout
 
     def read(self, buffer: int, layout: Sequence[ArrayLayout]) -> list[AnyArray]:

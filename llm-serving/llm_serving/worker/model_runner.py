@@ -10,7 +10,7 @@ import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
-from llm_serving.core.step import Float32Array, Int32Array, StepInput, StepOutput
+from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
 from llm_serving.lowering.lower import lower
@@ -23,7 +23,7 @@ from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.kv_tensors import CachesOfGraph, KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.networks import Networks, compiled
-from llm_serving.worker.sampler import check_sampling, choose_tokens_for, sample
+from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
 
 
@@ -125,8 +125,12 @@ class ModelRunner:
         """As `Backend.announce_ending`, for the step that comes next."""
         return self._backend.announce_ending(tell)
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None = None) -> StepOutput:
         """Moves the blocks of one step, runs it and gives its results.
+
+        Args:
+            step: What to run.
+            await_allowed: Waits for the tokens that its samples may choose, where they follow.
 
         Raises:
             StepMismatchError: The step is not the one after the latest; nothing was moved or computed.
@@ -149,11 +153,22 @@ class ModelRunner:
         self.kv_tensors.move_blocks(step.block_moves)
         if len(step.wanted) == step.sampling.num_samples:
             logits = self._forward(inputs)[: len(step.wanted)]
+            step = self._allowing(step, await_allowed)
             output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         else:
-            output = self._results(step, self._states_of(inputs), previous)
+            states = self._states_of(inputs)
+            output = self._results(self._allowing(step, await_allowed), states, previous)
         self._previous = output.token_ids
         return output
+
+    def _allowing(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepInput:
+        """The step with the tokens that follow."""
+        if not step.allowed_follow:
+            return step
+        assert await_allowed is not None
+        sampling = step.sampling.allowing(await_allowed())
+        check_allowed(sampling, self._limits.vocab_size)
+        return replace(step, sampling=sampling)
 
     def _results(self, step: StepInput, states: Float32Array, previous: Int32Array) -> StepOutput:
         """The results of a step that wants more than tokens, from the states [R, H] of its `wanted`."""

@@ -66,15 +66,7 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
             )
         if token_ids.size and ((offsets[1:] < offsets[:-1]).any() or token_ids.max() >= vocab_size):
             raise WorkerError(f"{name}_offsets must not fall and {name}_token_ids must be below {vocab_size}")
-    offsets = sampling.allowed_offsets
-    widths = offsets[1:] - offsets[:-1]
-    if len(offsets) != sampling.num_samples + 1 or offsets[0] != 0 or offsets[-1] != len(sampling.allowed_words):
-        raise WorkerError(
-            f"allowed_offsets must cut {len(sampling.allowed_words)} words into {sampling.num_samples} parts. "
-            f"Given: {offsets.tolist()[:8]}"
-        )
-    if widths.size and (widths.min() < 0 or widths.max() > -(-vocab_size // 32)):
-        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
+    check_allowed(sampling, vocab_size)
     if len(sampling.bias_values) != len(sampling.bias_token_ids):
         raise WorkerError(
             f"bias_values must have {len(sampling.bias_token_ids)} entries. Given: {len(sampling.bias_values)}"
@@ -84,6 +76,23 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
     if not (sampling.bias_values <= _BIAS_HIGH).all():  # minus infinity forbids
         raise WorkerError(f"bias_values must be at most {_BIAS_HIGH}. Given: {sampling.bias_values.max()}")
     _check_ranges(sampling)
+
+
+def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
+    """Refuses allowed tokens that are others than those of the logits.
+
+    Raises:
+        WorkerError: Offsets do not cut the words, or these are more than the tokens need.
+    """
+    offsets = sampling.allowed_offsets
+    widths = offsets[1:] - offsets[:-1]
+    if len(offsets) != sampling.num_samples + 1 or offsets[0] != 0 or offsets[-1] != len(sampling.allowed_words):
+        raise WorkerError(
+            f"allowed_offsets must cut {len(sampling.allowed_words)} words into {sampling.num_samples} parts. "
+            f"Given: {offsets.tolist()[:8]}"
+        )
+    if widths.size and (widths.min() < 0 or widths.max() > -(-vocab_size // 32)):
+        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
 
 
 def _check_ranges(sampling: SamplingInput) -> None:
