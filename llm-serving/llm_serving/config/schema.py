@@ -35,7 +35,14 @@ from llm_serving.config.rules import (
     text,
     url,
 )
-from llm_serving.core.choices import ExactnessName, OrderName, PolicyName, QuantizationName, ToolFormatName
+from llm_serving.core.choices import (
+    ExactnessName,
+    JsonWhitespaceName,
+    OrderName,
+    PolicyName,
+    QuantizationName,
+    ToolFormatName,
+)
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HUBS, HubModel
@@ -253,6 +260,10 @@ class ServerConfig:
 
     grammars_kept: int = option(64, integer(1, 10**5))
     """Grammars that are kept compiled, those asked for last."""
+
+    json_whitespace: str = option(JsonWhitespaceName.SPACE, choice(tuple(JsonWhitespaceName)))
+    """What may stand between the parts of JSON that an answer is bound to, where a request does not say. `none`:
+    nothing; `space`: one space; `lines`: up to 32 spaces, tabs and line breaks, which a small model may fill."""
 
     tool_call_parser: str = option("auto", choice(("auto", "none", *ToolFormatName)))
     """How the model writes calls of tools, where requests have `tools`. `auto`: as its chat template shows; `none`:

@@ -39,6 +39,14 @@ class ExactnessName(enum.StrEnum):
     FAST = "fast"
 
 
+class JsonWhitespaceName(enum.StrEnum):
+    """What may stand between the parts of JSON that an answer is bound to: `text.constraints.grammars`."""
+
+    NONE = "none"
+    SPACE = "space"
+    LINES = "lines"
+
+
 class ToolFormatName(enum.StrEnum):
     """How a model writes calls of tools: `text.tools`."""
 

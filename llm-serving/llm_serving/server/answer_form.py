@@ -15,8 +15,8 @@ from llm_serving.core.sampling_params import DEFAULTS, NOT_WITH_A_CONSTRAINT
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import CapacityError, RequestError
 from llm_serving.server.fair_threads import FairThreads
-from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, TokenConstraint
-from llm_serving.text.constraints.grammars import any_grammar, choice_grammar, json_grammar, regex_grammar
+from llm_serving.text.constraints import Grammar, GrammarError, TokenConstraint
+from llm_serving.text.constraints.grammars import WHITESPACES, any_grammar, choice_grammar, json_grammar, regex_grammar
 
 NUM_COMPILERS: Final = 2
 MAX_WAIT_S: Final = 10.0
@@ -33,13 +33,14 @@ class AnswerForm:
 
     Attributes:
         field: That asks for it, as the client wrote it.
-        make: Makes the grammar; may take long, and raises GrammarError or RequestError.
+        make: Makes the grammar, given what may stand between the parts of JSON where the request does not say; may take
+            long, and raises GrammarError or RequestError.
         size: Bytes or characters of what it is made of, at least; may take long, as `make`.
         parts: What other fields ask for in it; the first that cannot be kept to alone is named.
     """
 
     field: str
-    make: Callable[[], Grammar]
+    make: Callable[[str], Grammar]
     parts: Sequence[AnswerForm] = ()
     size: Callable[[], int] = lambda: 0
 
@@ -94,7 +95,7 @@ async def compiled(engine: AsyncEngine, form: AnswerForm | None, source: str) ->
         return None
     if not engine.constraints.can_end:
         raise RequestError(form.field, "is not supported: the model has no token that ends an answer")
-    work = _COMPILING.submit(source, partial(_compile, engine.constraints, form))
+    work = _COMPILING.submit(source, partial(_compile, engine, form))
     try:
         return await asyncio.wait_for(asyncio.wrap_future(work), MAX_WAIT_S)
     except TimeoutError:
@@ -113,14 +114,20 @@ def _asks(value: Any) -> bool:
     return value is not None and value != [] and value != {}
 
 
-def _compile(compiler: ConstraintCompiler, form: AnswerForm) -> TokenConstraint:
+def _compile(engine: AsyncEngine, form: AnswerForm) -> TokenConstraint:
+    compiler = engine.constraints
     try:
         compiler.check_size(form.size())  # before much is made of it
-        return compiler.compiled(form.make())
+        return compiler.compiled(form.make(json_whitespace(engine)))
     except GrammarError as error:
         for part in form.parts:
-            _compile(compiler, part)
+            _compile(engine, part)
         raise RequestError(form.field, str(error)) from None
+
+
+def json_whitespace(engine: AsyncEngine) -> str:
+    """What may stand between the parts of JSON where a request does not say."""
+    return WHITESPACES[engine.config.serving.json_whitespace]
 
 
 # --- what each field holds --------------------------------------------------------------------------------------------
@@ -136,8 +143,12 @@ def _schema(field: str, value: Any, request: object) -> AnswerForm:
     """A JSON schema, as an object or as its text."""
     if not isinstance(value, dict | str):
         raise RequestError(field, "must be a JSON schema, an object", value)
-    whitespace = _whitespace(request)
-    return AnswerForm(field, lambda: json_grammar(_text(field, value), whitespace), size=lambda: _size(value))
+    given = _whitespace(request)
+
+    def make(whitespace: str) -> Grammar:
+        return json_grammar(_text(field, value), whitespace if given is None else given)
+
+    return AnswerForm(field, make, size=lambda: _size(value))
 
 
 def _text(field: str, schema: Any) -> str:
@@ -167,20 +178,19 @@ def _size(schema: Any) -> int:
 def _any_object(field: str, value: Any, request: object) -> AnswerForm | None:
     if not isinstance(value, bool):
         raise RequestError(field, "must be true or false", value)
-    whitespace = _whitespace(request)
-    return AnswerForm(field, lambda: json_grammar(_ANY_OBJECT, whitespace)) if value else None
+    return _schema(field, _ANY_OBJECT, request) if value else None
 
 
 def _regex(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: regex_grammar(text), size=lambda: len(text))
+    return AnswerForm(field, lambda _: regex_grammar(text), size=lambda: len(text))
 
 
 def _grammar(field: str, value: Any, request: object) -> AnswerForm:
     del request
     text = _not_empty(field, value)
-    return AnswerForm(field, lambda: any_grammar(text), size=lambda: len(text))
+    return AnswerForm(field, lambda _: any_grammar(text), size=lambda: len(text))
 
 
 def _choice(field: str, value: Any, request: object) -> AnswerForm:
@@ -189,7 +199,8 @@ def _choice(field: str, value: Any, request: object) -> AnswerForm:
         raise RequestError(field, f"must hold 1 to {MAX_TEXTS_OF_CHOICE} texts")
     if not all(isinstance(each, str) and each for each in value):
         raise RequestError(field, "must hold texts, none of them empty")
-    return AnswerForm(field, lambda: choice_grammar(list(dict.fromkeys(value))), size=lambda: sum(map(len, set(value))))
+    texts = list(dict.fromkeys(value))
+    return AnswerForm(field, lambda _: choice_grammar(texts), size=lambda: sum(map(len, texts)))
 
 
 def _not_empty(field: str, value: Any) -> str:

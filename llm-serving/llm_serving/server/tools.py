@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
-from llm_serving.server.answer_form import AnswerForm
+from llm_serving.server.answer_form import AnswerForm, json_whitespace
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
 from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
 from llm_serving.text.answer_parts import AnswerParser
@@ -97,14 +97,14 @@ def bound_form(
     reasoning = _reasoning_parser(engine, request, prompt)
     thinks_open = None if reasoning is None else reasoning.is_open
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.most)
-    marks = Marks(engine.tokenizer.special_token_id)
+    marks = Marks(engine.tokenizer.special_token_id, json_whitespace(engine))
     parts = [] if form is None else [form]
     if request.tools is not None and offered is not None:
         places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
         parts += [AnswerForm(places[each.name], partial(arguments_grammar, each)) for each in offered.callees]
     return AnswerForm(
         parts[0].field if form is not None or bound_by is None else bound_by,
-        lambda: answer_grammar(None if form is None else form.make(), calls, thinks_open, marks),
+        lambda whitespace: answer_grammar(None if form is None else form.make(whitespace), calls, thinks_open, marks),
         parts,
         (lambda: 0) if form is None else form.size,
     )

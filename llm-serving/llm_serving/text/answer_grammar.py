@@ -50,17 +50,17 @@ def answer_grammar(form: Grammar | None, calls: Calls | None, thinks_open: bool 
         text += marks.up_to("thought", CLOSING)
     if calls is not None:
         text += calls.format.rules(calls.callees, calls.most, marks)
-        named |= {f"args{i}": arguments_grammar(each) for i, each in enumerate(calls.callees)}
+        named |= {f"args{i}": arguments_grammar(each, marks.whitespace) for i, each in enumerate(calls.callees)}
     return lark_grammar(text + COMMON, **{name: each for name, each in named.items() if f"@{name}" in text})
 
 
-def arguments_grammar(callee: Callee) -> Grammar:
+def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
     """The arguments of one call, as JSON; of a tool that is not strict what cannot be kept to is left out of account.
 
     Raises:
         GrammarError: The schema cannot be kept to.
     """
-    return json_grammar(json.dumps({"type": "object", **callee.schema}), lenient=not callee.strict)
+    return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
 
 
 def _thought(thinks_open: bool | None, marks: Marks) -> str:

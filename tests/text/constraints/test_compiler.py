@@ -15,6 +15,7 @@ from fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, GrammarLimits
 from llm_serving.text.constraints.compiler import _with_a_large_stack
 from llm_serving.text.constraints.grammars import (
+    WHITESPACES,
     any_grammar,
     choice_grammar,
     json_grammar,
@@ -50,6 +51,19 @@ def test_properties_come_in_the_order_of_the_schema_and_its_integers_are_kept() 
     [answer] = answers(json_grammar(schema, whitespace=" ?"), 1)
     assert answer is not None
     assert list(json.loads(answer).items()) == [("b", True), ("a", 9007199254740991)]
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "most"),
+    [(WHITESPACES["none"], 0), (WHITESPACES["space"], 1), (WHITESPACES["lines"], 32)],
+)
+def test_white_space_between_the_parts_of_json_ends(whitespace: str, most: int) -> None:
+    walk = DEMO_CONSTRAINTS.compiled(json_grammar('{"type": "array", "items": {"const": 1}}', whitespace)).begin()
+    output, space = [token_of("[")], token_of(" ")
+    while allows(walk.allowed_words(output), space):
+        output.append(space)
+    assert len(output) == 1 + most
+    assert allows(walk.allowed_words(output), token_of("1"))
 
 
 def test_an_answer_may_end_only_where_the_grammar_does() -> None:

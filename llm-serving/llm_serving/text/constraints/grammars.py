@@ -17,15 +17,19 @@ from typing import Any, Final
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from llm_serving.core.choices import JsonWhitespaceName
 from llm_serving.errors import LLMServingError
 
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
-"""What may stand between the parts of a JSON text: bounded, as a model that begins with it may find no end."""
+WHITESPACES: Final[Mapping[str, str]] = {
+    JsonWhitespaceName.NONE: "",
+    JsonWhitespaceName.SPACE: " ",
+    JsonWhitespaceName.LINES: r"[\x20\x0A\x0D\x09]{1,32}",
+}
+"""What may stand between the parts of a JSON text, once at each place: bounded, as a model that begins with it may find
+no end."""
 
 MAX_INT: Final = 2**53
 MAX_INT_CHARS: Final = 20
-JSON_OPTIONS: Final = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-"""Beside a schema that stands within a grammar."""
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
 _BEGINNING: Final = "start: @answer"
 _Part = Mapping[str, Any]
@@ -55,25 +59,32 @@ class Grammar:
         return len(self.text.encode())
 
 
-def json_grammar(schema: str, whitespace: str | None = None, *, lenient: bool = False) -> Grammar:
+def json_options(whitespace: str, **others: Any) -> dict[str, Any]:
+    """What stands beside a schema in a grammar; `whitespace`: as for `json_grammar`."""
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return {"x-guidance": {**spaces, **others}}
+
+
+def json_grammar(
+    schema: str, whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE], *, lenient: bool = False
+) -> Grammar:
     """JSON texts of a schema, whose properties come in the order in which it names them.
 
     Args:
         schema: A JSON object, as text.
-        whitespace: Regular expression of what may stand between the parts of a text; None: `WHITESPACE`.
+        whitespace: Regular expression of what may stand between the parts of a text; empty: nothing.
         lenient: Leave out of account what cannot be kept to.
 
     Raises:
         GrammarError: It is no JSON object, or has integers that would be rounded.
     """
-    options = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace, "lenient": lenient}
     try:
         content = json.loads(schema, parse_int=_exact)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"is no JSON schema: {error}") from None
     if not isinstance(content, dict):
         raise GrammarError("must be a JSON schema, an object")
-    return _begun({"json_schema": {**content, "x-guidance": options}})
+    return _begun({"json_schema": {**content, **json_options(whitespace, lenient=lenient)}})
 
 
 def regex_grammar(regex: str) -> Grammar:

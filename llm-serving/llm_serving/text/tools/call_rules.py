@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from llm_serving.text.constraints.grammars import literal
+from llm_serving.core.choices import JsonWhitespaceName
+from llm_serving.text.constraints.grammars import WHITESPACES, literal
 
 COMMON: Final = r"""
 WS: /[ \n]{1,8}/
@@ -39,9 +40,15 @@ class Marks:
 
     Args:
         special_id: The id of a special token by its text; None: the text is no special token.
+        whitespace: What may stand between the parts of JSON, see `grammars.json_grammar`.
     """
 
-    def __init__(self, special_id: Callable[[str], int | None]) -> None:
+    def __init__(
+        self,
+        special_id: Callable[[str], int | None],
+        whitespace: str = WHITESPACES[JsonWhitespaceName.SPACE],
+    ) -> None:
+        self.whitespace = whitespace
         self._special_id = special_id
 
     def are_special(self, text: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from llm_serving.text.constraints.grammars import JSON_OPTIONS, GrammarError, literal
+from llm_serving.text.constraints.grammars import GrammarError, json_options, literal
 from llm_serving.text.tools.call_rules import Callee, Marks, any_of, repeated
 from llm_serving.text.tools.calls import Call, MarkedCalls, NotACallError, Read, ToolParser
 from llm_serving.text.tools.json_text import arguments_of, is_name, parsed
@@ -75,7 +75,7 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     of what else a schema says only the values that an argument may have are kept to."""
     rest = f"call {marks(CLOSING)}"
     times = "*" if most is None else f"{{0,{most}}}"
-    calls = "".join(_call_rule(f"call{i}", each) for i, each in enumerate(callees))
+    calls = "".join(_call_rule(f"call{i}", each, marks.whitespace) for i, each in enumerate(callees))
     return (
         f"calls: {repeated('whole', 'WS?', most)}\n"
         f"whole: {marks(OPENING)} {rest}\n"
@@ -86,7 +86,7 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     )
 
 
-def _call_rule(rule: str, callee: Callee) -> str:
+def _call_rule(rule: str, callee: Callee, whitespace: str) -> str:
     properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
     if not isinstance(properties, dict):
         argument = '"<arg_key>" RAW "</arg_key>" WS? "<arg_value>" RAW "</arg_value>" WS?'
@@ -94,15 +94,16 @@ def _call_rule(rule: str, callee: Callee) -> str:
     definitions: dict[str, Any] = {
         name: callee.schema[name] for name in ("$defs", "definitions") if name in callee.schema
     }
+    values = {name: _value_rule(each, definitions, callee, whitespace) for name, each in properties.items()}
     parts = [
-        f'({literal(f"<arg_key>{name}</arg_key>")} WS? "<arg_value>" {_value_rule(each, definitions, callee)} '
-        f'"</arg_value>" WS?){"" if name in required else "?"}'
-        for name, each in properties.items()
+        f'({literal(f"<arg_key>{name}</arg_key>")} WS? "<arg_value>" {value} "</arg_value>" WS?)'
+        f"{'' if name in required else '?'}"
+        for name, value in values.items()
     ]
     return f"{rule}: {literal(callee.name)} WS? {' '.join(parts)}\n"
 
 
-def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee) -> str:
+def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str:
     """What a value may be: texts stand as they are, everything else as JSON."""
     about = schema if isinstance(schema, dict) else {}
     texts = about.get("enum", [about["const"]] if "const" in about else ())
@@ -112,4 +113,4 @@ def _value_rule(schema: Any, definitions: dict[str, Any], callee: Callee) -> str
         if callee.strict and (others := sorted(_OF_TEXTS & about.keys())):
             raise GrammarError(f"cannot be kept to in calls of this model: texts with {', '.join(others)}")
         return "RAW"
-    return "%json " + json.dumps({**definitions, **about, **JSON_OPTIONS})
+    return "%json " + json.dumps({**definitions, **about, **json_options(whitespace)})
