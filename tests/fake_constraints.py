@@ -18,7 +18,7 @@ class LetterTokenizer:
     """What a compiler asks of a tokenizer."""
 
     vocab_size = VOCAB_SIZE
-    special_token_ids = frozenset({0, 1, END})
+    special_token_ids = mark_ids = frozenset({0, 1, END})
     bos_token_id = None
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -229,4 +230,41 @@ def test_calls_of_strict_tools_are_bound_where_a_call_may_come(hermes: Tokenizer
 )
 def test_what_does_not_go_with_calls_that_must_come(hermes: Tokenizer, fields: dict[str, Any], param: str) -> None:
     response, engine = ask(hermes, "x", tool_choice="required", **fields)
+    assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"thinking_token_budget": 7}, 7),
+        ({"thinking_budget": 0}, 0),
+        ({"max_thinking_tokens": 3}, 3),
+        ({"reasoning_effort": "none"}, 0),
+        ({"reasoning_effort": "low"}, 1024),
+        ({"reasoning_effort": "high"}, 16384),
+    ],
+)
+def test_a_thought_has_a_budget(hermes: Tokenizer, fields: dict[str, Any], budget: int) -> None:
+    tokenizer = copy.copy(hermes)
+    tokenizer.mark_id = {"<think>": 0, "</think>": 1}.get  # type: ignore[method-assign]
+    _, engine = ask(tokenizer, "x", tools=None, limits={"reasoning_parser": "think"}, **fields)
+    constraint = engine.submitted[0].constraint
+    assert constraint is not None
+    found = re.search(r"thinking\[max_tokens=(\d+)\]", constraint.grammar.text)
+    assert (0 if found is None else int(found[1])) == budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking_token_budget": 7}, "thinking_token_budget"),  # a model without a token that ends thoughts
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": 7, "reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"max_thinking_tokens": 7, "min_tokens": 1}, "min_tokens"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["think", "none"])
+def test_budgets_that_cannot_be_kept_to(hermes: Tokenizer, fields: dict[str, Any], param: str, parser: str) -> None:
+    response, engine = ask(hermes, "x", tools=None, limits={"reasoning_parser": parser}, **fields)
     assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])

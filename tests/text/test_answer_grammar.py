@@ -102,6 +102,31 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
     assert {DEMO_TOKENIZER.token_text(each) for each in allowed_ids(walk.allowed_words([1, *named, 3]))} == {"{"}
 
 
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("form", [None, json_grammar('{"const": 7}')])
+def test_a_thought_ends_behind_its_budget(form: Grammar | None, budget: int) -> None:
+    """Whatever a model thinks, the middle of a letter included; the answer follows in its form."""
+    opening, closing = 0, 1
+    marks = Marks({"<think>": opening, "</think>": closing}.get)
+    for thinks_open in (True, False):
+        constraint = DEMO_CONSTRAINTS.compiled(answer_grammar(form, None, thinks_open, marks, budget))
+        for seed in range(6):
+            output = [] if thinks_open else [opening]
+            walk, choice = constraint.begin(), random.Random(seed).choice
+            for _ in range(budget):
+                allowed = allowed_ids(walk.allowed_words(output))
+                letters = [each for each in allowed if seed % 2 and DEMO_TOKENIZER.token_bytes(each)[-1:] >= b"\x80"]
+                assert closing in allowed or letters  # not in the middle of one
+                output.append(choice([each for each in letters or allowed if each != closing]))
+            assert allowed_ids(walk.allowed_words(output)) == [closing]
+            assert tokens_of("7")[0] in allowed_ids(walk.allowed_words([*output, closing]))
+
+
+def test_a_budget_needs_a_token_that_ends_thoughts() -> None:
+    with pytest.raises(GrammarError, match="the model has no token for </think>"):
+        answer_grammar(None, None, True, TEXT_MARKS, 5)
+
+
 def test_of_a_tool_that_is_not_strict_what_cannot_be_kept_to_is_left_out() -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for strict in (False, True):

@@ -272,6 +272,11 @@ class ServerConfig:
     """`think`: what a chat answer has between `<think>` and `</think>` becomes its `reasoning_content`. `auto`: where
     the chat template knows these marks; `none`: it stays text."""
 
+    low_effort_token_budget: int = option(1024, integer(0, 2**24))
+    medium_effort_token_budget: int = option(4096, integer(0, 2**24))
+    high_effort_token_budget: int = option(16384, integer(0, 2**24))
+    """Tokens that a model may think with `reasoning_effort` low, medium and high."""
+
     join_identical: bool = option(False, boolean())
     """True: completions and conversations that have a seed or are greedy, and are the same as one of the same tenant,
     class and `cache_salt` that is computed at that moment, get its answer. False: each is computed, as those who

@@ -12,6 +12,7 @@ from llm_serving.server.anthropic_schemas import (
     ConversationTurn,
     OutputConfig,
     ResultBlock,
+    Thinking,
     ToolChoice,
 )
 from llm_serving.server.flat_fields import nested_schema
@@ -64,6 +65,21 @@ def choice_of(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice.type not in _CHOICES:
         raise RequestError("tool_choice.type", f"must be one of {', '.join(_CHOICES)}, tool", choice.type)
     return _CHOICES[choice.type]
+
+
+def budget_of(thinking: Thinking | None) -> int | None:
+    """`thinking_token_budget` of chat.
+
+    Raises:
+        RequestError: It is of another make.
+    """
+    if thinking is None or thinking.type == "disabled":
+        return None
+    if thinking.type != "enabled":
+        raise RequestError("thinking.type", "must be enabled or disabled", thinking.type)
+    if thinking.budget_tokens is None:
+        raise RequestError("thinking.budget_tokens", "must be given where thinking is enabled")
+    return thinking.budget_tokens
 
 
 def form_of(config: OutputConfig | None) -> JsonObject | None:

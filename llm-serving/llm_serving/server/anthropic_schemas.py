@@ -60,6 +60,13 @@ class OutputConfig(Struct, kw_only=True):
     """`{"type": "json_schema", "schema": ...}`: what the text of the answer is."""
 
 
+class Thinking(Struct, kw_only=True):
+    type: str
+    """enabled or disabled."""
+    budget_tokens: int | None = None
+    """Of `enabled`: tokens behind which the answer follows."""
+
+
 class CountTokensRequest(Struct, kw_only=True):
     messages: list[ConversationTurn]
     model: str | None = None
@@ -67,6 +74,8 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    """Changes no token of the prompt."""
+    thinking: Thinking | None = None
     """Changes no token of the prompt."""
 
 
@@ -78,6 +87,7 @@ class MessagesRequest(CallerFields, kw_only=True):
     system: str | list[ContentBlock] | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     temperature: float | None = None

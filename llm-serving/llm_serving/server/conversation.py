@@ -26,6 +26,7 @@ from llm_serving.server.prompt_logprobs import check_prompt_logprobs, check_size
 from llm_serving.server.receipts import ReceiptDraft
 from llm_serving.server.sampling import bad_words, sampling_params
 from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage
+from llm_serving.server.thinking import asked_budget
 from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, offered_tools, plain_call
 from llm_serving.text.chat_template import NUM_PROCESSES
 
@@ -78,6 +79,9 @@ async def converse(
         check_others(request, bound_by)
         if form is not None and offered.must_call:
             raise RequestError(form.field, f"must not be given together with `{bound_by}`")
+    budget = asked_budget(request, engine.config.serving)
+    if budget is not None:
+        check_others(request, budget.field)
     if checked.prompt_logprobs is not None:
         check_prompt_logprobs(request, "prompt_logprobs", choices)
     said = await off_loop(_says_much(request), lambda: _said(request))
@@ -104,7 +108,8 @@ async def converse(
     check_size([prompt], checked, "prompt_logprobs", 1)
     remaining = engine.max_model_len - len(prompt)
     max_tokens = _max_tokens(request, min(remaining, engine.sampling_defaults.get("max_tokens", remaining)))
-    constraint = await compiled(engine, bound_form(engine, request, prompt, form, offered), caller.source)
+    bound = bound_form(engine, request, prompt, form, offered, budget)
+    constraint = await compiled(engine, bound, caller.source)
     decided["constraint"] = text_of(constraint)
     sampling = sampling_params(request, max_tokens=max_tokens, **decided)
     generation = await start_generation(

@@ -109,6 +109,11 @@ LIMITS: Final[dict[str, str]] = {
         "What can be compiled, one of these fields at most; not with a beam search, `min_tokens`, `ignore_eos`, "
         "`bad_words` or `allowed_token_ids`.",
     ),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "max_thinking_tokens", "reasoning_effort", "thinking"),
+        "One of these fields at most, and where a token of the model ends its thoughts; not with a beam search, "
+        "`min_tokens`, `ignore_eos`, `bad_words` or `allowed_token_ids`.",
+    ),
     "guided_whitespace_pattern": "A regular expression.",
     "truncate_prompt_tokens": "-1, or 1 and more, within the context of the model.",
     "truncate": "1 and more, within the context of the model.",

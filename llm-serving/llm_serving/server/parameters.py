@@ -29,6 +29,7 @@ from llm_serving.server.anthropic_schemas import (
     MessagesRequest,
     OutputConfig,
     ResultBlock,
+    Thinking,
     ToolChoice,
 )
 from llm_serving.server.batches.objects import BatchRequest
@@ -146,7 +147,6 @@ _LEGACY_IGNORED: Final[Rows] = dict.fromkeys(
     Ignored("never had an effect on these routes"),
 )
 _NOT_COUNTED: Final[Rows] = {
-    "thinking": Refused("is not supported: how long a model thinks is its own matter", ({"type": "disabled"},)),
     "output_format": _named("output_config.format"),
     "mcp_servers": Refused(),
     "container": Refused(),
@@ -180,6 +180,7 @@ _OF_ANTHROPIC: Final = {
     "tools": AnthropicTool,
     "tool_choice": ToolChoice,
     "output_config": OutputConfig,
+    "thinking": Thinking,
 }
 _RESPONSES: Final[Rows] = {
     "max_tool_calls": Refused("is not supported: it bounds tools of a server, and this one has none"),
@@ -258,8 +259,9 @@ BODIES: Final[Mapping[type, BodyFields]] = {
     ResultBlock: BodyFields(_BLOCK),
     AnthropicTool: BodyFields(_ANTHROPIC_TOOL),
     ToolChoice: BodyFields(),
+    Thinking: BodyFields({"display": Ignored("what is thought is always told")}),
     OutputConfig: BodyFields(
-        dict.fromkeys(("effort", "task_budget"), Refused("is not supported: how long a model thinks is its own matter"))
+        dict.fromkeys(("effort", "task_budget"), Refused("is not supported; `thinking.budget_tokens` is"))
     ),
     ResponsesRequest: BodyFields(_RESPONSES, nested={"input": InputItem, "tools": FunctionTool}),
     InputItem: BodyFields(_ITEM, nested=dict.fromkeys(("content", "output", "summary"), InputPart)),

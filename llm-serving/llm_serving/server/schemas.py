@@ -180,6 +180,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """`auto`, `none`, `required`, or the function that must be called."""
     parallel_tool_calls: bool | None = None
     """False: of several calls only the first is told."""
+    thinking_token_budget: int | None = None
+    """Tokens of what is thought, behind which the answer follows. One of this, the two below and `reasoning_effort`."""
+    thinking_budget: int | None = None
+    max_thinking_tokens: int | None = None
+    reasoning_effort: str | None = None
+    """A budget by name: none, minimal, low, medium or high."""
     chat_template_kwargs: JsonObject | None = None
 
 

@@ -14,6 +14,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
 from llm_serving.server.answer_form import AnswerForm, json_whitespace
 from llm_serving.server.schemas import ChatCompletionRequest, Tool, ToolCallOfMessage
+from llm_serving.server.thinking import Budget
 from llm_serving.text.answer_grammar import Calls, answer_grammar, arguments_grammar
 from llm_serving.text.answer_parts import AnswerParser
 from llm_serving.text.reasoning import CLOSING, OPENING, ReasoningParser
@@ -89,22 +90,34 @@ def bound_form(
     prompt: list[int],
     form: AnswerForm | None,
     offered: OfferedTools | None,
+    budget: Budget | None = None,
 ) -> AnswerForm | None:
-    """The form of the whole answer: what is thought, then what is called, or said in the form that is asked for."""
+    """The form of the whole answer: what is thought, then what is called, or said in the form that is asked for.
+
+    Raises:
+        RequestError: A thought has a budget, and none can be told apart.
+    """
     bound_by = None if offered is None else offered.bound_by
-    if form is None and bound_by is None:
+    if form is None and bound_by is None and budget is None:
         return None
     reasoning = _reasoning_parser(engine, request, prompt)
+    if budget is not None and reasoning is None:
+        raise RequestError(budget.field, "is not supported: the model's chat template shows no marks of thoughts")
     thinks_open = None if reasoning is None else reasoning.is_open
     calls = None if offered is None else Calls(offered.format, offered.callees, offered.must_call, offered.most)
-    marks = Marks(engine.tokenizer.special_token_id, json_whitespace(engine))
+    marks = Marks(engine.tokenizer.mark_id, json_whitespace(engine))
+    most = None if budget is None else budget.num_tokens
     parts = [] if form is None else [form]
+    if budget is not None:
+        parts.append(AnswerForm(budget.field, lambda _: answer_grammar(None, None, thinks_open, marks, most)))
     if request.tools is not None and offered is not None:
         places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools)}
         parts += [AnswerForm(places[each.name], partial(arguments_grammar, each)) for each in offered.callees]
     return AnswerForm(
         parts[0].field if form is not None or bound_by is None else bound_by,
-        lambda whitespace: answer_grammar(None if form is None else form.make(whitespace), calls, thinks_open, marks),
+        lambda whitespace: answer_grammar(
+            None if form is None else form.make(whitespace), calls, thinks_open, marks, most
+        ),
         parts,
         (lambda: 0) if form is None else form.size,
     )

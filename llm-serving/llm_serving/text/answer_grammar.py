@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm_serving.text.constraints.grammars import Grammar, json_grammar, lark_grammar
+from llm_serving.text.constraints.grammars import Grammar, GrammarError, json_grammar, lark_grammar
 from llm_serving.text.reasoning import CLOSING, OPENING
 from llm_serving.text.tools import Callee, Marks, ToolFormat
 from llm_serving.text.tools.call_rules import COMMON
@@ -29,7 +29,9 @@ class Calls:
     most: int | None
 
 
-def answer_grammar(form: Grammar | None, calls: Calls | None, thinks_open: bool | None, marks: Marks) -> Grammar:
+def answer_grammar(
+    form: Grammar | None, calls: Calls | None, thinks_open: bool | None, marks: Marks, budget: int | None = None
+) -> Grammar:
     """What an answer may be.
 
     Args:
@@ -37,17 +39,19 @@ def answer_grammar(form: Grammar | None, calls: Calls | None, thinks_open: bool 
         calls: What is called; None: nothing is.
         thinks_open: Whether the prompt has begun a thought, which the answer then ends; None: the model does not think.
         marks: Those of the model.
+        budget: Tokens behind which a thought ends, if it does not end by itself; None: any number.
 
     Raises:
-        GrammarError: The schema of a tool cannot be kept to.
+        GrammarError: The schema of a tool cannot be kept to, or the budget.
     """
     if form is not None and calls is None and thinks_open is None:
         return form
-    body = "@form" if calls is None else "calls" if calls.must else "calls | @form" if form is not None else "free"
+    said = "TEXT?" if form is None else "@form"
+    body = said if calls is None else "calls" if calls.must else "calls | @form" if form is not None else "free"
     text = f"start: {_thought(thinks_open, marks)} body\nbody: {body}\n"
     named = {} if form is None else {"form": form}
     if thinks_open is not None:
-        text += marks.up_to("thought", CLOSING)
+        text += marks.up_to("thought", CLOSING) if budget is None else _bounded_thought(budget, marks)
     if calls is not None:
         text += calls.format.rules(calls.callees, calls.most, marks)
         named |= {f"args{i}": arguments_grammar(each, marks.whitespace) for i, each in enumerate(calls.callees)}
@@ -61,6 +65,14 @@ def arguments_grammar(callee: Callee, whitespace: str) -> Grammar:
         GrammarError: The schema cannot be kept to.
     """
     return json_grammar(json.dumps({"type": "object", **callee.schema}), whitespace, lenient=not callee.strict)
+
+
+def _bounded_thought(budget: int, marks: Marks) -> str:
+    """The rule of a thought that ends behind so many tokens."""
+    if not marks.are_special(CLOSING):
+        raise GrammarError(f"cannot be kept to: the model has no token for {CLOSING}")
+    thinking = f"thinking[max_tokens={budget}]: /(?s:.*)/\n" if budget else ""
+    return f"thought: {'thinking' if budget else ''} {marks(CLOSING)}\n{thinking}"
 
 
 def _thought(thinks_open: bool | None, marks: Marks) -> str:

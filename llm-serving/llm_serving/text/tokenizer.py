@@ -13,6 +13,7 @@ from llm_serving.models.gguf import is_gguf
 from llm_serving.text.conversation import Conversations
 from llm_serving.text.detokenizer import IncrementalDetokenizer
 from llm_serving.text.gguf_tokenizer import read_gguf_tokenizer
+from llm_serving.text.reasoning import CLOSING, OPENING
 from llm_serving.text.template_files import read_templates, templates_of
 from llm_serving.text.tokenizer_config import (
     MORE_SPECIAL,
@@ -182,10 +183,16 @@ class Tokenizer:
         """What the folder calls its class."""
         return self._named_class
 
-    def special_token_id(self, text: str) -> int | None:
-        """The id of a special token by its text; None: it is none."""
+    @cached_property
+    def mark_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text where an answer is bound to a form: special ones, and marks of thoughts."""
+        marks = (self._vocabulary.token_id(text) for text in (OPENING, CLOSING))
+        return self.special_token_ids.union(token_id for token_id in marks if token_id is not None)
+
+    def mark_id(self, text: str) -> int | None:
+        """The id of one of `mark_ids` by its text; None: it is none."""
         token_id = self._vocabulary.token_id(text)
-        return token_id if token_id in self.special_token_ids else None
+        return token_id if token_id in self.mark_ids else None
 
     def _special_id(self, name: str) -> int | None:
         if (text := self._special_texts.get(name)) is None:

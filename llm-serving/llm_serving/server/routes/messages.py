@@ -30,7 +30,7 @@ from llm_serving.errors import (
 )
 from llm_serving.server.answer_blocks import AnswerBlocks, Block, BlockKind
 from llm_serving.server.answered_message import CALLED
-from llm_serving.server.anthropic_conversation import choice_of, form_of, messages_of, tools_of
+from llm_serving.server.anthropic_conversation import budget_of, choice_of, form_of, messages_of, tools_of
 from llm_serving.server.anthropic_schemas import (
     AnsweredBlock,
     ConversationTurn,
@@ -91,6 +91,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         stop=request.stop_sequences,
         seed=request.seed,
         response_format=form_of(request.output_config),
+        thinking_token_budget=budget_of(request.thinking),
         tools=tools_of(request.tools),
         tool_choice=choice_of(request.tool_choice),
         parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
@@ -123,10 +124,13 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     return json_response(CountTokensResponse(len(tokens)))
 
 
+_FIELDS: Final = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
+
+
 def _in_our_words(error: RequestError) -> RequestError:
     """An error of chat, whose fields have other names here."""
-    if error.field == "stop":
-        return error.renamed("stop_sequences")
+    if error.field in _FIELDS:
+        return error.renamed(_FIELDS[error.field])
     if error.field == "continue_final_message":
         return RequestError(
             "messages", f"must not end with the assistant's: {error.rule.removeprefix('must be false, ')}"

@@ -18,7 +18,7 @@ class _Tokens:
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = token_bytes
         # What ends an output is no text of it, whatever its bytes are.
-        special = tokenizer.special_token_ids.union(end_ids)
+        special = tokenizer.mark_ids.union(end_ids)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < len(token_bytes))
 
     def __call__(self, text: str) -> list[int]:

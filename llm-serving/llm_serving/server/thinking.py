@@ -1,0 +1,53 @@
+"""How long a model may think before it answers: budgets in tokens, in the fields of several protocols."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from llm_serving.config.schema import ServerConfig
+from llm_serving.core.parameter_rules import Whole
+from llm_serving.errors import RequestError
+from llm_serving.server.schemas import ChatCompletionRequest
+
+MAX_BUDGET: Final = 2**24
+_BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
+_RULE: Final = Whole(0, MAX_BUDGET)
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
+
+
+class Budget(NamedTuple):
+    """Tokens of a thought, behind which it ends."""
+
+    field: str
+    """That asks for it."""
+    num_tokens: int
+
+
+def asked_budget(request: ChatCompletionRequest, config: ServerConfig) -> Budget | None:
+    """The budget that a request asks for; None: any number of tokens.
+
+    Raises:
+        RequestError: It asks for several, or for none of the right kind.
+    """
+    given = [name for name in (*_BUDGETS, "reasoning_effort") if getattr(request, name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(given[1], f"must not be given together with `{given[0]}`")
+    [field] = given
+    if field == "reasoning_effort":
+        return Budget(field, _of_effort(request.reasoning_effort, config))
+    return Budget(field, _RULE.checked(field, getattr(request, field)))
+
+
+def _of_effort(effort: str | None, config: ServerConfig) -> int:
+    budgets = {
+        "none": 0,
+        "minimal": 0,
+        "low": config.low_effort_token_budget,
+        "medium": config.medium_effort_token_budget,
+        "high": config.high_effort_token_budget,
+    }
+    if effort not in budgets:
+        raise RequestError("reasoning_effort", f"must be one of {', '.join(EFFORTS)}", effort)
+    return budgets[effort]
