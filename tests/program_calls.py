@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 from decoder_calls import EPS, NUM_HEADS, NUM_KV_HEADS, VOCAB, Decoder, Step
-from kernel_calls import Typed, call, empty, integers, packed, typed
+from kernel_calls import Typed, empty, integers, packed, status_of, typed
 from kernels_cache import SCALE, Cache, padded
 from llm_serving.kernels import library
+from llm_serving.kernels.addressed import AddressTable
 from llm_serving.network.description import CacheShape, Network, Weight
 from llm_serving.network.program import Program, program_of
 from llm_serving.network.rotary import Rotary
 
 BLOCK_SIZE = 16
+BY_ADDRESS = {
+    *("token_ids", "positions", "slot_mapping", "block_tables", "query_lens", "context_lens", "sample_indices"),
+    "result",
+}
 _MULTIPLIED = frozenset({"weight", "gate_up", "down"})
 
 
@@ -84,10 +89,27 @@ def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache])
     return given | {"result": empty((len(step.samples), runnable.vocab), "float32")}
 
 
+def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, int], int] = {}) -> int:
+    """Calls `program`, which knows what belongs to a step by address; 0 for success.
+
+    Args:
+        given: From `parameters`.
+        changes: (row, column) -> what stands there in the table of addresses.
+    """
+    by_address = {number: name for number, name in enumerate(given) if name in BY_ADDRESS}
+    table = AddressTable([(number, given[name].dtype) for number, name in by_address.items()])
+    for index, name in enumerate(by_address.values()):
+        (table.take if name == "result" else table.give)(index, given[name].array)
+    for place, value in changes.items():
+        table.memory[place] = value
+    others = [parameter for name, parameter in given.items() if name not in BY_ADDRESS]
+    return status_of("program", *others[:2], Typed(table.memory, "int64"), *others[2:], empty((1,), "float32"))
+
+
 def run(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> Typed:
     """Logits of the rows that sample."""
     given = parameters(runnable, step, caches)
-    call("program", *given.values())
+    assert status_of_program(given) == 0, library.last_error()
     return given["result"]
 
 

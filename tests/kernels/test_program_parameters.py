@@ -1,5 +1,6 @@
 """What the operator `program` refuses: no integers make it fail otherwise."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
 from llm_serving.network.program import KINDS
 from network_reference import parameters as weights_of
-from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of
+from program_calls import Runnable, create_caches, llama_of, parameters, runnable_of, status_of_program
 
 STEP = Step([5, 69], [0, 1], [0, 1], [[0]], [2], [2], [1])
 
@@ -24,12 +25,12 @@ def llama() -> tuple[Runnable, list[Cache]]:
     return llama_of(decoder), [Cache("bfloat16", num_kv_heads=NUM_KV_HEADS, head_dim=16)]
 
 
-def refusal(**changes: Typed) -> str:
+def refusal(of_table: Mapping[tuple[int, int], int] = {}, **changes: Typed) -> str:
     """What `program` says of parameters of which some are changed; it must have written nothing."""
     runnable, caches = llama()
     given = parameters(runnable, STEP, caches) | changes
     before = given["result"].bits.copy()
-    assert status_of("program", *given.values()) != 0
+    assert status_of_program(given, of_table) != 0
     assert not any(cache.key.bits.any() or cache.value.bits.any() for cache in caches)
     assert np.array_equal(given["result"].bits, before)
     return library.last_error().removeprefix("program: ")
@@ -129,6 +130,29 @@ def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: s
     assert refusal(**changes).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({(0, 0): -1}, "there is no place -1 for a parameter by address"),
+        ({(0, 0): 99}, "there is no place 99 for a parameter by address"),
+        ({(1, 0): 2}, "there is no place 2 for a parameter by address"),  # token_ids stand there
+        ({(0, 2): 5}, "parameter 2 is of no known type and shape"),
+        ({(3, 3): 3}, "parameter 5 is of no known type and shape"),
+        ({(3, 4): -1}, "parameter 5 is of no known type and shape"),
+    ],
+)
+def test_addresses_that_do_not_fit_are_refused(changes: dict[tuple[int, int], int], message: str) -> None:
+    assert refusal(changes) == message
+
+
+def test_what_is_no_table_of_addresses_is_refused() -> None:
+    runnable, caches = llama()
+    given = [*parameters(runnable, STEP, caches).values()]
+    for table in (integers(np.zeros((8, 5)), "int64"), integers(np.zeros((8, 6))), integers(np.zeros(6), "int64")):
+        assert status_of("program", *given[:2], table, *given[9:]) != 0
+        assert library.last_error() == "program: parameter 2 must be a table of addresses, int64 [n, 6]"
+
+
 def test_weights_of_another_shape_and_weights_that_are_not_packed_are_refused() -> None:
     row = llama()[0].program.instructions
     number = int(row[1:][row[1:, 0] == KINDS.index("linear")][0, 4])
@@ -160,5 +184,5 @@ def test_no_integer_makes_it_read_or_write_elsewhere(name: str) -> None:
         parts[table] = array
         changed = replace(runnable, program=replace(runnable.program, **parts))
         given: dict[str, Any] = parameters(changed, STEP, create_caches(runnable))
-        refused += status_of("program", *given.values()) != 0
+        refused += status_of_program(given) != 0
     assert 50 < refused < 300

@@ -129,16 +129,16 @@ class Backend(Protocol):
         where there is no such way.
         """
 
-    def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:
-        """(instructions, operands, then the step, weights and caches) -> logits; None where programs are not run.
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+        """(instructions, operands, table, weights, caches) -> float32 [1], no number; None where programs are not run.
 
-        The step is as `lowering.step.STEP_INPUTS`, weights as `network.program.Program` numbers them, each from
+        `table` names the step (as `lowering.step.STEP_INPUTS`) and the result by their addresses
+        (`lowering.addressed.Addressed`). Weights are as `network.program.Program` numbers them, each from
         `linear_weight`, `coded_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
 
         Args:
             kinds: A letter for each weight: "f" of the model dtype, "s" of float32, "b" from `coded_weight`.
             num_layers: Layers with a cache.
-            of_states: The program ends in states, float32 [S, H], and not in logits.
         """
 
     def rounded(self, number: float) -> float:

@@ -82,8 +82,8 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
-    def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:
-        return Program("states" if of_states else "program", self.dtype, kinds, num_layers)
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+        return Program(self.dtype, kinds, num_layers)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -151,30 +151,24 @@ class Logits(nn.Cell):
 
 
 class Program(nn.Cell):
-    """`Backend.program`."""
+    """`Backend.program`: an operator whose shapes are always the same.
 
-    def __init__(self, function: str, dtype: str, kinds: str, num_layers: int) -> None:
+    Around one whose shapes may change MindSpore takes twenty times as long (csrc/addressed.h).
+    """
+
+    def __init__(self, dtype: str, kinds: str, num_layers: int) -> None:
         super().__init__()
-        self.run = _custom(function, "ii" + "iiiiiii" + kinds + "ff" * num_layers, dtype)
+        # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
+        inputs = "iil" + kinds + "ff" * num_layers
+        register = CustomRegOp(f"program_{dtype}_{len(inputs)}_{zlib.crc32(inputs.encode()):08x}")
+        for index in range(len(inputs)):
+            register = register.input(index, f"x{index}")
+        register = register.output(0, "done").target("CPU")
+        types = {"f": _FORMATS[dtype], "s": DataType.F32_Default, "b": DataType.I8_Default}
+        types |= {"i": DataType.I32_Default, "l": DataType.I64_Default}
+        register = register.dtype_format(*(types[letter] for letter in inputs), DataType.F32_Default)
+        path = f"{library.library_path()}:program"
+        self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
 
     def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
         return self.run(*inputs)
-
-
-def _custom(function: str, inputs: str, dtype: str) -> ops.Custom:
-    """A function of the library as an operator with one result of float32, whose shape the library infers.
-
-    Args:
-        function: Its name.
-        inputs: A letter for each input: "f" of the model dtype, "i" of int32, "s" of float32 always, "b" of int8.
-        dtype: The model dtype.
-    """
-    # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
-    register = CustomRegOp(f"{function}_{dtype}_{len(inputs)}_{zlib.crc32(inputs.encode()):08x}")
-    for index in range(len(inputs)):
-        register = register.input(index, f"x{index}")
-    register = register.output(0, "y").target("CPU")
-    types = {"f": _FORMATS[dtype], "i": DataType.I32_Default, "s": DataType.F32_Default, "b": DataType.I8_Default}
-    register = register.dtype_format(*(types[letter] for letter in inputs), DataType.F32_Default)
-    path = f"{library.library_path()}:{function}"
-    return ops.Custom(path, None, ms.float32, "aot", reg_info=register.get_op_info())

@@ -81,7 +81,7 @@ class PlainBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
 
-    def program(self, kinds: str, num_layers: int, *, of_states: bool = False) -> nn.Cell | None:
+    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
         return None
 
     def rounded(self, number: float) -> float:

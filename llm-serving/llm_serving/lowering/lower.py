@@ -11,7 +11,7 @@ from llm_serving.backends.base import Backend
 from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
 from llm_serving.lowering.parameters import Parameters, parameters_of
-from llm_serving.lowering.program import HeadOfProgram, NetworkOfProgram
+from llm_serving.lowering.program import NetworkOfProgram
 from llm_serving.lowering.step import KVCaches, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
@@ -78,31 +78,26 @@ def lower(
         states = NetworkOfCells(*settings, of_states=True)
         of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
         return Lowered(None, states, HeadOfCells(network, backend, parameters), of_prompts)
+    (head,) = parameters[network.head.weights["weight"]]
+    of_head = program_of_head(network, backend.dtype)
     return Lowered(
-        NetworkOfProgram(program, _operator(program, network, backend, parameters), parameters, kv_caches),
-        _states(network, backend, parameters, kv_caches),
-        _head(network, backend, parameters),
+        _network(program, network, backend, parameters, kv_caches, spec.vocab_size),
+        _network(program_of_states(network, backend.dtype), network, backend, parameters, kv_caches, network.hidden),
+        NetworkOfProgram(of_head, _operator(backend, _letter(head), 0), [head], (), spec.vocab_size, rows=True),
     )
 
 
-def _states(network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches) -> nn.Cell:
-    program = program_of_states(network, backend.dtype)
-    operator = _operator(program, network, backend, parameters, of_states=True)
-    return NetworkOfProgram(program, operator, parameters, kv_caches)
-
-
-def _head(network: Network, backend: Backend, parameters: Parameters) -> nn.Cell:
-    (weight,) = parameters[network.head.weights["weight"]]
-    operator = backend.program(_letter(weight) + "f", 0)
-    assert operator is not None
-    return HeadOfProgram(program_of_head(network, backend.dtype), operator, weight, backend)
-
-
-def _operator(
-    program: Program, network: Network, backend: Backend, parameters: Parameters, *, of_states: bool = False
-) -> nn.Cell:
+def _network(
+    program: Program, network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
+) -> NetworkOfProgram:
     kinds = "".join("s" if weight.kind == "float32" else _letter(parameters[weight][0]) for weight in program.weights)
-    operator = backend.program(kinds, len(network.caches), of_states=of_states)
+    operator = _operator(backend, kinds, len(network.caches))
+    weights = [parameter for weight in program.weights for parameter in parameters[weight]]
+    return NetworkOfProgram(program, operator, weights, kv_caches, width)
+
+
+def _operator(backend: Backend, kinds: str, num_layers: int) -> nn.Cell:
+    operator = backend.program(kinds, num_layers)
     assert operator is not None
     return operator
 

@@ -16,6 +16,7 @@ from mindspore import nn
 from numpy.typing import NDArray
 
 from llm_serving.core.step import Float32Array, Int32Array
+from llm_serving.lowering.program import NetworkOfProgram
 from llm_serving.lowering.step import dynamic_inputs
 
 try:
@@ -29,12 +30,13 @@ class CompiledNetwork:
 
     Args:
         network: The arguments of a step first of all, or what `inputs` says.
-        inputs: Its arguments, as for `Cell.set_inputs`.
+        inputs: Its arguments, as for `Cell.set_inputs`; of no meaning for one that runs a program.
     """
 
     def __init__(self, network: nn.Cell, inputs: Sequence[ms.Tensor] | None = None) -> None:
         network.set_train(False)
-        network.set_inputs(*(dynamic_inputs() if inputs is None else inputs))
+        if not isinstance(network, NetworkOfProgram):
+            network.set_inputs(*(dynamic_inputs() if inputs is None else inputs))
         self._network = network
         self._execute: Any = getattr(_cell_graph_executor, "_graph_executor", None)
         self._phase: str | None = None
@@ -50,11 +52,17 @@ class CompiledNetwork:
             arrays: The arguments; not copied, so nobody may write them until this returns.
 
         Returns:
-            The result, over the memory of the device tensor where that is a CPU.
+            The result; of a program it is valid until the next call.
         """
-        tensors = [ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        if isinstance(self._network, NetworkOfProgram):
+            result = self._network.place(arrays)
+            self._run(())
+            return result
+        return self._run(tuple([ms.Tensor.from_numpy(np.ascontiguousarray(array)) for array in arrays]))
+
+    def _run(self, tensors: tuple[ms.Tensor, ...]) -> NDArray[Any]:
         if self._phase is not None:
-            result = self._execute(tuple(tensors), self._phase)
+            result = self._execute(tensors, self._phase)
         else:
             result = self._network(*tensors)
             if self._execute is not None and self.num_compilations == 1:

@@ -12,11 +12,14 @@ class Call {
  public:
   Call(const char* op, int count, void** data, int* ranks, int64_t** shapes, const char** dtypes);
 
+  const char* op() const { return op_; }
   int count() const { return count_; }
   bool present(int i) const { return data_[i] != nullptr && dtype(i) != DType::kNone; }
   DType dtype(int i) const { return parse_dtype(dtypes_[i]); }
   size_t element_bytes(int i) const { return element_size(dtype(i), dtypes_[i]); }
+  const char* dtype_name(int i) const { return dtypes_[i]; }
   int rank(int i) const { return ranks_[i]; }
+  int64_t* shape(int i) const { return shapes_[i]; }
   // Size of axis `axis`; negative axes count from the end.
   size_t dim(int i, int axis) const { return static_cast<size_t>(shapes_[i][axis < 0 ? ranks_[i] + axis : axis]); }
   size_t elements(int i) const;

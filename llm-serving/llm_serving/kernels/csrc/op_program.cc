@@ -1,5 +1,6 @@
 // A whole network as one operator: MindSpore spends more on a step's operators than a small model computes in them, and
 // finds its own data gone from the caches after each layer of a large one.
+#include "addressed.h"
 #include "ending.h"
 #include "program.h"
 
@@ -10,6 +11,8 @@ namespace {
 const Operation* const kOperations[] = {&kGather, &kLinear, &kNorm,    &kRotate, &kStore,  &kAttend, &kActivate,
                                         &kAdd,    &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh,  &kStates};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
+
+constexpr int kTable = 2;  // where the operator is given the addresses
 
 const Operation* operation(const Program& program, size_t i) {
   return kOperations[static_cast<size_t>(*program.instruction(i))];
@@ -56,17 +59,11 @@ int run_program(const Call& call) {
 
 // instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W], query_lens [B],
 // context_lens [B], sample_indices [S]; weights, of which the first is that of the logits [V, H]; key_cache and
-// value_cache of each layer | float32 [S, V] of the rows that give a result. A custom operator; the bits of an
-// operation do not depend on which others are part of it.
-LLM_OPERATOR(program) { return llm::run_program(call); }
-
-LLM_EXPORT std::vector<int64_t> programInferShape(int*, int64_t** shapes, void*) {
-  return {shapes[llm::kSampleIndices][0], shapes[llm::kWeights][0]};
-}
-
-// As `program`, for programs that end in states | float32 [S, H].
-LLM_OPERATOR(states) { return llm::run_program(call); }
-
-LLM_EXPORT std::vector<int64_t> statesInferShape(int*, int64_t** shapes, void*) {
-  return {shapes[llm::kSampleIndices][0], shapes[llm::kWeights][1]};
+// value_cache of each layer | float32 [S, V] of the rows that give a result, or [S, H] of a program that ends in
+// states. Those of the step and the result are given by address, in a table behind `operands`. A custom operator; the
+// bits of an operation do not depend on which others are part of it.
+LLM_OPERATOR(program) {
+  llm::AddressedCall addressed(call, llm::kTable);
+  if (const int status = addressed.read()) return status;
+  return llm::run_program(addressed.call());
 }
