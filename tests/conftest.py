@@ -33,6 +33,16 @@ def lateness(path: Path) -> int:
     return next((place for place, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """MindSpore takes device and operator library before the first operator of the process, in whatever test."""
+    if item.get_closest_marker("mindspore") is not None:
+        import mindspore as ms
+        from llm_serving.backends.cpu import load_plugin
+
+        load_plugin()
+        ms.set_device("CPU", 0)
+
+
 def pytest_runtest_teardown() -> None:
     """The commands configure the package's logger; `caplog` would then have each line twice, or none."""
     logger = logging.getLogger(ROOT)
