@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -126,17 +126,6 @@ def library_path(on_progress: Progress | None = None) -> Path:
         if not path.exists():
             _build(compiler, path, on_progress)
     return path
-
-
-def map_if_built() -> None:
-    """Maps the library into this process if it is there; to be called before MindSpore is imported.
-
-    Whenever it infers the shape of an operator of ours, MindSpore asks the system for the library by its name, which is
-    compared with those of all libraries in the order in which they came, MindSpore's own hundreds included.
-    """
-    with suppress(KernelError, OSError):
-        for path in _built(_cache_folder()):
-            ctypes.CDLL(str(path))
 
 
 def last_error() -> str:
