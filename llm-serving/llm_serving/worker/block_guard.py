@@ -71,13 +71,19 @@ class BlockGuard:
         if self._window is not None:
             seen = first_seen_blocks(step, self._block_size, self._window)[:, None]
             num_read = np.where(first_tokens < seen * self._block_size, np.int32(0), num_read)
-        self._check_read(step, num_read)
+        reads = num_read > 0
+        read, owners = step.block_tables[reads], step.block_epochs[reads]
+        missing = self._cache.num_written[read] < np.minimum(num_read[reads], self._block_size)
+        if missing.any():
+            row = reads.nonzero()[0][missing][0]
+            raise WorkerError(f"row {row} would read more of block {read[missing][0]} than was written")
+        self._check_owners(read, owners, reads)
         writes = (first_tokens < context_lens) & (first_tokens + self._block_size > num_computed)
         blocks = step.block_tables[writes]
         if len(set(blocks.tolist())) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._cache.epochs[blocks] = step.block_epochs[writes]
-        self._check_owner(step, num_read > 0)  # nor may a row write what another one reads in this step
+        self._check_owners(read, owners, reads)  # nor may a row write what another one reads in this step
         self._cache.num_written[blocks] = np.minimum(context_lens - first_tokens, self._block_size)[writes]
 
     def _check_source(self, source: _Tags, move: Move) -> None:
@@ -89,19 +95,9 @@ class BlockGuard:
                 f"{BlockMove(move.kind).name} would take block {block_id}, which somebody else has written"
             )
 
-    def _check_read(self, step: StepInput, num_read: Int32Array) -> None:
-        """`num_read` [B, W]: tokens each row reads of each of its blocks, as far as it is above 0."""
-        reads = num_read > 0
-        blocks = step.block_tables[reads]
-        missing = self._cache.num_written[blocks] < np.minimum(num_read[reads], self._block_size)
-        if np.count_nonzero(missing):
-            row = np.nonzero(reads)[0][missing][0]
-            raise WorkerError(f"row {row} would read more of block {blocks[missing][0]} than was written")
-        self._check_owner(step, reads)
-
-    def _check_owner(self, step: StepInput, reads: NDArray[np.bool_]) -> None:
-        blocks = step.block_tables[reads]
-        foreign = self._cache.epochs[blocks] != step.block_epochs[reads]
-        if np.count_nonzero(foreign):
-            row = np.nonzero(reads)[0][foreign][0]
+    def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
+        """`owners`: epochs that those who read `blocks` name, in the order of `reads` [B, W]."""
+        foreign = self._cache.epochs[blocks] != owners
+        if foreign.any():
+            row = reads.nonzero()[0][foreign][0]
             raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")
