@@ -304,6 +304,13 @@ def test_fields_of_another_length_are_refused(field):
         check_sampling(replace(sampling, **{field: getattr(sampling, field)[:0]}), 4)
 
 
+@pytest.mark.parametrize("name", ["history", "bias"])
+def test_offsets_that_leave_an_empty_list_and_come_back_are_refused(name):
+    sampling = replace(sampling_input(2), **{f"{name}_offsets": np.array([0, 5, 0], np.int32)})
+    with pytest.raises(WorkerError, match=f"{name}_offsets must not fall"):
+        check_sampling(sampling, 4)
+
+
 def test_a_vocabulary_whose_sums_would_round_is_refused():
     with pytest.raises(WorkerError, match=r"vocab_size must be at most 1048576 to sample\. Given: 1048577"):
         check_sampling(sampling_input(1), 2**20 + 1)

@@ -64,7 +64,7 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
                 f"{name}_offsets must cut {len(token_ids)} ids into {sampling.num_samples} parts. "
                 f"Given: {offsets.tolist()[:8]}"
             )
-        if token_ids.size and ((offsets[1:] < offsets[:-1]).any() or token_ids.max() >= vocab_size):
+        if (offsets[1:] < offsets[:-1]).any() or (token_ids.size and token_ids.max() >= vocab_size):
             raise WorkerError(f"{name}_offsets must not fall and {name}_token_ids must be below {vocab_size}")
     check_allowed(sampling, vocab_size)
     if len(sampling.bias_values) != len(sampling.bias_token_ids):
