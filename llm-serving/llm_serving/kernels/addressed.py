@@ -39,7 +39,8 @@ class AddressTable:
         self._rows = list(table)
         for row, (number, dtype) in zip(self._rows, places, strict=True):
             row.number, row.type = number, _TYPES.index(dtype)
-        self.memory: NDArray[np.int64] = np.frombuffer(table, np.int64).reshape(len(places), _WORDS)
+        words = np.frombuffer(memoryview(table).cast("B"), np.int64)
+        self.memory: NDArray[np.int64] = words.reshape(len(places), _WORDS)
 
     def give(self, index: int, array: NDArray[Any]) -> None:
         """Has the parameter read from a copy of an array [n] or [n, m]."""
