@@ -17,7 +17,7 @@ import numpy as np
 from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
 from llm_serving.core.choices import QuantizationName
 from llm_serving.kernels import library
-from llm_serving.network.coded import BITS
+from llm_serving.network.coded import BITS, WIDENED
 from llm_serving.network.elements import ELEMENT_BYTES
 
 UNCACHED_BYTES: Final = 1 << 28
@@ -95,7 +95,7 @@ def _packed_weights(n: int, k: int, dtype: str) -> list[Array]:
 
 def _packed_codes(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
     kernels, name = library.load(), QuantizationName(quantization)
-    widened, bits = name != QuantizationName.W8A8, BITS[name]
+    widened, bits = name in WIDENED, BITS[name]
     rng, group = np.random.default_rng(1), GROUP_SIZE if bits == 4 else k
     codes = rng.integers(0, 16, (n, k), np.uint8) if bits == 4 else rng.integers(-127, 128, (n, k), np.int8)
     scales = np.full((n, k // group), 0.01, np.float32)

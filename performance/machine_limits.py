@@ -26,7 +26,7 @@ READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
 NUM_TRIES: Final = 8
 CACHE_LEVELS: Final = (1, 2)
-MULTIPLIED_AS: Final = {"w8a8": "int8"}
+MULTIPLIED_AS: Final = {"w8a8": "int8", "w4a8": "int8"}
 """Quantisation -> what its products multiply; others multiply numbers of the model dtype."""
 
 

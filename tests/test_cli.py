@@ -132,7 +132,10 @@ def test_flags_that_ask_for_what_is_so_anyhow_are_taken(served, model):
         (["-tp=4"], "-tp 4 is not served: a WorkAgent computes the whole model"),
         (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
-        (["--quantization", "awq"], "`quant_config.quantization` must be one of w8a8, w8a16, w4a16. Given: 'awq'"),
+        (
+            ["--quantization", "awq"],
+            "`quant_config.quantization` must be one of w8a8, w8a16, w4a16, w4a8. Given: 'awq'",
+        ),
         (["--port", "x"], "`serving_config.server_port` must be"),
         (["--max-model-len", "1"], "`model_config.max_generate_length` must be"),
         (["--api-key", "short"], "--api-key: an API key must be 16 to 512"),

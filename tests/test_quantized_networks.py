@@ -15,14 +15,13 @@ SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=30, logp
 PROMPTS = ["Add 17 and 25.", "Count from 1 to 30.", "Sort these words alphabetically: sail rocket beach. " * 8]
 REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
 LOADS = {
-    "together": (),
+    "together, by one thread": ("device_config.num_threads=1",),
     "in chunks": ("scheduler_config.max_prefill_tokens=40", "model_config.decode_batch_size=8"),
     "preempted": (
         "scheduler_config.max_prefill_tokens=64",
         "pa_config.num_blocks=14",
         "model_config.decode_batch_size=6",
     ),
-    "one thread": ("device_config.num_threads=1",),
 }
 
 
@@ -69,4 +68,5 @@ def test_weights_are_read_as_so_many_bytes(kept: str) -> None:
     spec = model.model_spec
     elements = spec.num_multiplied + spec.vocab_size * spec.network.hidden
     read = library.load().llm_num_weight_bytes() - before
-    assert read == (spec.num_multiplied // 2 + spec.vocab_size * spec.network.hidden if kept == "w4a16" else elements)
+    in_4_bits = spec.num_multiplied // 2 + spec.vocab_size * spec.network.hidden
+    assert read == (in_4_bits if kept in ("w4a16", "w4a8") else elements)

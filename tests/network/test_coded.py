@@ -30,14 +30,15 @@ def test_what_is_multiplied_is_kept_in_codes_but_routers(name):
         assert (weight in coded) == ((kind, role) in products or weight == network.head.weights["weight"]), (kind, role)
 
 
-def test_the_head_and_rows_that_groups_do_not_fill_have_8_bits():
+@pytest.mark.parametrize(("name", "in_8_bits"), [("w4a16", "w8a16"), ("w4a8", "w8a8")])
+def test_the_head_and_rows_that_groups_do_not_fill_have_8_bits(name, in_8_bits):
     network = network_of("llama")
     for group_size in (32, 128):
-        coded = coded_weights(network, Quantization(QuantizationName.W4A16, group_size))
+        coded = coded_weights(network, Quantization(QuantizationName(name), group_size))
         head = network.head.weights["weight"]
-        assert coded.pop(head) == "w8a16"
+        assert coded.pop(head) == in_8_bits
         for weight, kept in coded.items():
-            assert kept == ("w8a16" if weight.shape[-1] % group_size else "w4a16")
+            assert kept == (in_8_bits if weight.shape[-1] % group_size else name)
 
 
 def test_without_quantisation_nothing_is_in_codes():
@@ -52,9 +53,11 @@ def test_stored_codes_are_taken_as_they_are():
         ([quantize_w8(each) for each in VALUES], QuantizationName.W8A16),
         ([quantize_w4(each, 32, symmetric=False) for each in VALUES], QuantizationName.W4A16),
         ([quantize_w4(VALUES[0], 32, symmetric=False), quantize_w4(VALUES[1], 32)], QuantizationName.W4A16),
+        ([quantize_w4(each, 32) for each in VALUES], QuantizationName.W4A8),
     ):
         found = codes_of(STACK, parts, kept)
         assert found is not None
+        assert (found.zeros is None) == all(each.zeros is None for each in parts)
         assert np.array_equal(found.codes, np.concatenate([each.codes for each in parts]))
         assert np.array_equal(found.dequantized(), np.concatenate([each.dequantized() for each in parts]))
 

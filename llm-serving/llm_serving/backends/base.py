@@ -163,7 +163,7 @@ class Backend(Protocol):
 
         Args:
             weight: Codes and scales; they are copied.
-            widened: It multiplies rows as they are; otherwise rows brought to 8 bits, by 8 bits without groups.
+            widened: It multiplies rows as they are; otherwise rows brought to 8 bits, where 8 bits have no groups.
             name: Parameter name.
 
         Raises:

@@ -111,7 +111,9 @@ class CpuBackend(AscendBackend):
             *(widened, bits, *arrays, weight.group_size, address, self.dtype.encode(), rows, columns, shown[1])
         )
         if status != 0 or weight.columns is not None:
-            rule = "groups of 32, 64, 128, .. inputs in order" if widened else "8 bits, one group, at most 65536 inputs"
+            rule = "groups of 32, 64, 128, .. inputs in order"
+            if not widened:
+                rule = f"8 bits in one group or 4 in {rule}, at most 65536 inputs"
             told = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
             raise ModelError(f"products take weights of {rule}. Given: {told}")
         parameter = parameter_over(memory[: shown[0] * shown[1]].view(np.int8).reshape(shown), "int8", name)

@@ -535,7 +535,8 @@ class QuantConfig:
     """How weights are kept and multiplied; they are rounded one by one while they are read. `w8a8`: weights of 8 bits
     with a scale for each output, times activations brought to 8 bits with a scale for each token. `w8a16`: the same
     weights, times activations as they are. `w4a16`: weights of 4 bits with a scale for each output and `group_size`
-    inputs, the head in 8 bits. Norms, biases and tables that are only looked up stay in `model_dtype`. On a CPU with
+    inputs, the head in 8 bits. `w4a8`: the same weights, times activations brought to 8 bits, and the head as of
+    `w8a8`. Norms, biases and tables that are only looked up stay in `model_dtype`. On a CPU with
     `kernels: program`. None: in `model_dtype`."""
 
     group_size: int = option(128, one_of((32, 64, 128)))

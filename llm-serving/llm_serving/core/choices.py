@@ -30,6 +30,7 @@ class QuantizationName(enum.StrEnum):
     W8A8 = "w8a8"
     W8A16 = "w8a16"
     W4A16 = "w4a16"
+    W4A8 = "w4a8"
 
 
 class ExactnessName(enum.StrEnum):

@@ -158,6 +158,10 @@ def load() -> ctypes.CDLL:
         *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
     ]
+    library.llm_round_to_codes.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    ]
     library.llm_release_weight.argtypes = [ctypes.c_void_p]
     library.llm_release_weight.restype = None
     library.llm_isa.restype = ctypes.c_char_p

@@ -36,12 +36,12 @@ def linear(x: Floats, codes: Codes, scales: Singles) -> Singles:
     # A float64 holds every sum of 65,536 products of 7 bits and 8 exactly.
     sums = (rows.astype(np.float64) @ codes.astype(np.float64).T).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        return _without_subnormals(_without_subnormals(sums * scales) * row_scales[:, None])
+        return without_subnormals(without_subnormals(sums * scales) * row_scales[:, None])
 
 
 def row_codes(x: Floats) -> tuple[NDArray[np.int8], Singles]:
     """Codes [M, K] of -127..127, and what they are multiplied by to become the rows again, [M]."""
-    values = _without_subnormals(x.astype(np.float32))
+    values = without_subnormals(x.astype(np.float32))
     largest = np.abs(values).max(axis=1, initial=0)
     finite, used = np.isfinite(largest), largest >= LEAST_LARGEST
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -52,5 +52,6 @@ def row_codes(x: Floats) -> tuple[NDArray[np.int8], Singles]:
     return codes, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
 
 
-def _without_subnormals(values: Singles) -> Singles:
+def without_subnormals(values: Singles) -> Singles:
+    """As the kernels compute: numbers below the smallest normal one are zeros of their sign."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)

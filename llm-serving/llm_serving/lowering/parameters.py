@@ -8,10 +8,11 @@ import mindspore as ms
 import numpy as np
 
 from llm_serving.backends.base import Backend
+from llm_serving.backends.rounding import quantize
 from llm_serving.core.choices import QuantizationName
-from llm_serving.formats.quantized import QuantizedTensor, quantize_w4, quantize_w8
+from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.coded import Quantization, coded_weights, codes_of
+from llm_serving.network.coded import BITS, WIDENED, Quantization, coded_weights, codes_of
 from llm_serving.network.description import Network, Operation, Weight
 from llm_serving.network.weights import made_of, parameter
 
@@ -60,7 +61,7 @@ def parameters_of(
         if quantization is not None and weight in coded:
             kept = coded[weight]
             codes = _codes(weight, reader, kept, quantization.group_size)
-            made[weight] = [backend.coded_weight(codes, kept != QuantizationName.W8A8, name)]
+            made[weight] = [backend.coded_weight(codes, kept in WIDENED, name)]
             continue
         values = parameter(weight, reader, max_positions)
         if weight in multiplied:
@@ -84,7 +85,7 @@ def _codes(weight: Weight, reader: WeightReader, kept: QuantizationName, group_s
     if (stored := codes_of(weight, parts, kept)) is not None:
         return stored
     values = made_of(weight, [part.dequantized() if isinstance(part, QuantizedTensor) else part for part in parts])
-    return quantize_w4(values, group_size) if kept == QuantizationName.W4A16 else quantize_w8(values)
+    return quantize(values, BITS[kept], group_size if BITS[kept] == 4 else None)
 
 
 def _experts(operations: Iterable[Operation]) -> dict[Weight, int]:

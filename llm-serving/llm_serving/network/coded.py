@@ -29,11 +29,18 @@ _ROLES: Final[Mapping[str, tuple[str, ...]]] = {
 
 LEAST_GROUP: Final = 32
 """Inputs with one scale, at least; and a power of two."""
-_OF_THE_HEAD: Final = {QuantizationName.W4A16: QuantizationName.W8A16}
+_IN_8_BITS: Final = {
+    QuantizationName.W4A16: QuantizationName.W8A16,
+    QuantizationName.W4A8: QuantizationName.W8A8,
+}
+"""What takes the place of 4 bits in the head, and in weights whose rows groups do not fill."""
+WIDENED: Final = frozenset({QuantizationName.W8A16, QuantizationName.W4A16})
+"""Those that multiply rows as they are; others bring them to 8 bits."""
 BITS: Final[Mapping[QuantizationName, int]] = {
     QuantizationName.W8A8: 8,
     QuantizationName.W8A16: 8,
     QuantizationName.W4A16: 4,
+    QuantizationName.W4A8: 4,
 }
 """Of a weight."""
 
@@ -56,14 +63,13 @@ def coded_weights(network: Network, quantization: Quantization | None) -> dict[W
         return {}
     name = quantization.name
     coded = {each.weights[role]: name for each in network.operations for role in _ROLES.get(each.kind, ())}
-    coded[network.head.weights["weight"]] = _OF_THE_HEAD.get(name, name)
+    coded[network.head.weights["weight"]] = _IN_8_BITS.get(name, name)
     return {weight: _in_groups(weight, kept, quantization.group_size) for weight, kept in coded.items()}
 
 
 def _in_groups(weight: Weight, kept: QuantizationName, group_size: int) -> QuantizationName:
     """Rows that groups do not fill are kept in 8 bits."""
-    fits = kept != QuantizationName.W4A16 or weight.shape[-1] % group_size == 0
-    return kept if fits else QuantizationName.W8A16
+    return kept if weight.shape[-1] % group_size == 0 else _IN_8_BITS.get(kept, kept)
 
 
 def codes_of(
@@ -78,7 +84,8 @@ def codes_of(
     if first.columns is not None or not _can_multiply(kept, first) or weight.shape[-1] != first.shape[1]:
         return None
     codes, scales = (np.concatenate([getattr(each, name) for each in tensors]) for name in ("codes", "scales"))
-    zeros = None if first.bits == 8 else np.concatenate([_zeros(each) for each in tensors])
+    has_zeros = any(each.zeros is not None for each in tensors)
+    zeros = np.concatenate([_zeros(each) for each in tensors]) if has_zeros else None
     if weight.rows is not None:
         at = np.array(weight.rows)
         rows = np.maximum(at, 0)

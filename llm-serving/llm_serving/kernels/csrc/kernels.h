@@ -11,26 +11,30 @@ namespace llm {
 constexpr size_t kPanelWidth = 16;
 
 // Inputs of whole panels of codes: a multiple of these.
-constexpr size_t kFourInputs = 4;        // kW8A8
-constexpr size_t kWidenedMultiple = 32;  // kWidened
+constexpr size_t kFourInputs = 4;      // kW8A8
+constexpr size_t kGroupMultiple = 32;  // others
 
 // How a packed weight is kept that is not elements of the model's type; a file each.
 enum class WeightFormat : uint8_t {
   kMultiples,  // bfloat16 as 16-bit multiples of a unit for each column (fixed_point.h)
   kW8A8,       // 8-bit codes with a scale for each column, times rows brought to 8 bits (w8a8.h)
+  kW4A8,       // 4-bit codes with a scale for each column and group of inputs, times the same (w4a8.h)
   kWidened,    // codes of 8 or 4 bits with a scale for each column and group of inputs, times rows (widened.h)
 };
 
 // What products know of such a weight beside its codes.
 struct WeightCodes {
   WeightFormat format = WeightFormat::kMultiples;
-  const float* scale = nullptr;   // [groups][stride], a number for each column; of multiples, units times 2^14
+  const float* scale = nullptr;   // [panels][groups][16]; of multiples, units times 2^14
   const int32_t* sums = nullptr;  // kW8A8: of each column's codes
   float activation_norm = 0.0f;   // kMultiples: norm of a block of activations, in their units, up to which sums fit
-  const uint8_t* zero = nullptr;  // kWidened, of 4 bits: as scale; null: 8
+  const uint8_t* zero = nullptr;  // of 4 bits: as scale; null: 8
   size_t bits = 8;
   size_t group = 0;   // inputs with one scale
-  size_t stride = 0;  // columns of all panels
+  size_t groups = 1;  // of a row
+
+  // Where the scales, or zeros, of a group of a panel begin.
+  LLM_INLINE size_t number_at(size_t panel, size_t of_group) const { return (panel * groups + of_group) * kPanelWidth; }
 };
 
 // What is made of the first half of a row before it is multiplied by the second: x * sigmoid(x), or x times the normal

@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "routing.h"
 #include "sampling.h"
+#include "w4a8.h"
 #include "w8a8.h"
 #include "widened.h"
 
@@ -84,6 +85,8 @@ void linear_of_format(const LinearArgs& args) {
       return fixed_point_linear(args);
     case WeightFormat::kW8A8:
       return w8a8_linear(args);
+    case WeightFormat::kW4A8:
+      return w4a8_linear(args);
     case WeightFormat::kWidened:
       return widened_linear(args);
   }

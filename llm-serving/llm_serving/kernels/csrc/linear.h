@@ -84,9 +84,8 @@ void for_rows_of_x(const LinearArgs& args, Convert convert) {
 }
 
 template <class Element>
-Activations<Element> prepare_activations(const LinearArgs& args) {
+Activations<Element> prepare_activations(const LinearArgs& args, const ActivationForm<Element>& form) {
   using Activation = ActivationOf<Element>;
-  const ActivationForm<Element> form(args.m, args.k);
   const Passes& passes = form.passes;
   const Passes given = args.x_passes.or_rows(args.m, args.k);
   if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
@@ -334,7 +333,7 @@ void linear_with(const LinearArgs& args, const Prepared& x) {
 inline void linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    linear_with<Element>(args, prepare_activations<Element>(args));
+    linear_with<Element>(args, prepare_activations<Element>(args, ActivationForm<Element>(args.m, args.k)));
   });
 }
 

@@ -8,50 +8,68 @@
 namespace llm {
 namespace {
 
-constexpr size_t kBlockCodes = 64;
+constexpr size_t kBlockBytes = 64;
+
+bool is_a8(WeightFormat format) { return format == WeightFormat::kW8A8 || format == WeightFormat::kW4A8; }
 
 size_t inputs_of(WeightFormat format, size_t k) {
-  return Passes::padded(k, format == WeightFormat::kW8A8 ? kFourInputs : kWidenedMultiple);
+  return Passes::padded(k, format == WeightFormat::kW8A8 ? kFourInputs : kGroupMultiple);
 }
 
-// Where the code of an input stands among those of its panel.
-size_t place_of(WeightFormat format, DType dtype, size_t k, size_t column) {
-  const size_t together = format == WeightFormat::kW8A8 ? kFourInputs : dtype == DType::kBFloat16 ? 2 : 1;
-  return (k / together * kPanelWidth + column) * together + k % together;
+// Codes of 8 bits are kept without sign where they are widened.
+uint8_t flipped_bits(WeightFormat format, size_t bits) {
+  return format == WeightFormat::kWidened && bits == 8 ? 0x80 : 0;
 }
 
-uint8_t code_at(const uint8_t* panel, size_t bits, size_t place) {
-  if (bits == 8) return panel[place];
-  const size_t within = place % kBlockCodes, half = kBlockCodes / 2;
-  const uint8_t both = panel[place / kBlockCodes * half + within % half];
-  return within < half ? both & 15 : both >> 4;
-}
+// Codes of `kTogether` inputs lie together, and so do those that share a unit of so many bytes.
+template <size_t kBitsOfCode, size_t kTogether, size_t kUnit>
+struct Order {
+  static constexpr size_t kBits = kBitsOfCode;
+  static constexpr size_t kCodes = kBlockBytes * 8 / kBits;  // of a block
+  static constexpr size_t kUnits = kBlockBytes / kUnit;
 
-void put_code(uint8_t* panel, size_t bits, size_t place, uint8_t code) {
-  if (bits == 8) {
-    panel[place] = code;
-    return;
+  // Of an input among the codes of its panel.
+  static constexpr size_t index(size_t k, size_t column) {
+    return (k / kTogether * kPanelWidth + column) * kTogether + k % kTogether;
   }
-  const size_t within = place % kBlockCodes, half = kBlockCodes / 2;
-  uint8_t& both = panel[place / kBlockCodes * half + within % half];
-  both = static_cast<uint8_t>(within < half ? (both & 0xf0) | code : (both & 0x0f) | code << 4);
-}
 
-void pack_panel(const CodedWeight& weight, size_t panel, uint8_t* target) {
-  const size_t first = panel * kPanelWidth, inputs = inputs_of(weight.format, weight.k);
-  std::memset(target, 0, panel_bytes(weight.format, weight.bits, weight.k));
-  for (size_t column = 0; column < kPanelWidth; column++) {
-    const size_t row = first + column;
-    for (size_t k = 0; k < inputs; k++) {
-      const bool is_there = row < weight.n && k < weight.k;
-      const size_t group = weight.k == 0 ? 0 : std::min(k, weight.k - 1) / weight.group;
-      const uint8_t zero = weight.bits == 8                            ? 0
-                           : weight.zero == nullptr || row >= weight.n ? 8
-                                                                       : weight.zero[row * weight.groups() + group];
-      put_code(target, weight.bits, place_of(weight.format, weight.dtype, k, column),
-               is_there ? weight.codes[row * weight.k + k] : zero);
+  static uint8_t code_at(const uint8_t* panel, size_t index) {
+    const size_t within = index % kCodes, bit = within / kUnits * kBits;
+    const uint8_t byte = panel[index / kCodes * kBlockBytes + within % kUnits * kUnit + bit / 8];
+    return static_cast<uint8_t>(byte >> bit % 8 & ((1u << kBits) - 1));
+  }
+
+  // `codes` by their index.
+  static void pack_block(const uint8_t* codes, uint8_t* target) {
+    for (size_t i = 0; i < kUnits; i++) {
+      unsigned unit = 0;
+      for (size_t part = 0; part * kUnits < kCodes; part++) unit |= unsigned{codes[part * kUnits + i]} << part * kBits;
+      std::memcpy(target + i * kUnit, &unit, kUnit);
     }
   }
+};
+
+template <class Body>
+void with_order(WeightFormat format, size_t bits, DType dtype, Body body) {
+  if (is_a8(format) && bits == 8) return body(Order<8, kFourInputs, 1>{});
+  if (is_a8(format)) return body(Order<4, kFourInputs, 1>{});
+  if (dtype == DType::kBFloat16 && bits == 8) return body(Order<8, 2, 2>{});
+  if (dtype == DType::kBFloat16) return body(Order<4, 2, 2>{});
+  if (bits == 8) return body(Order<8, 1, 2>{});
+  body(Order<4, 1, 2>{});
+}
+
+template <class Order>
+void pack_panel(const CodedWeight& weight, size_t panel, uint8_t* target, Order order) {
+  const size_t first = panel * kPanelWidth, count = kPanelWidth * inputs_of(weight.format, weight.k);
+  const uint8_t flipped = flipped_bits(weight.format, weight.bits);
+  auto* ordered = static_cast<uint8_t*>(scratch(Scratch::kPanel, count + 1));
+  std::memset(ordered, weight.bits == 4 ? 8 : flipped, count);
+  for (size_t column = 0; column < kPanelWidth && first + column < weight.n; column++) {
+    const uint8_t* codes = weight.codes + (first + column) * weight.k;
+    for (size_t k = 0; k < weight.k; k++) ordered[order.index(k, column)] = codes[k] ^ flipped;
+  }
+  for (size_t at = 0; at < count; at += order.kCodes, target += kBlockBytes) order.pack_block(ordered + at, target);
 }
 
 }  // namespace
@@ -60,30 +78,34 @@ bool can_pack(const CodedWeight& weight) {
   if (weight.format == WeightFormat::kW8A8) {
     return weight.bits == 8 && weight.groups() == 1 && weight.k <= kMostCodedInputs;
   }
+  if (weight.format == WeightFormat::kW4A8 && (weight.bits != 4 || weight.k > kMostCodedInputs)) return false;
   const bool is_grouped = weight.groups() > 1;
-  return !is_grouped || (weight.group >= kWidenedMultiple && (weight.group & (weight.group - 1)) == 0);
+  return !is_grouped || (weight.group >= kGroupMultiple && (weight.group & (weight.group - 1)) == 0);
 }
 
 size_t panel_bytes(WeightFormat format, size_t bits, size_t k) { return kPanelWidth * inputs_of(format, k) * bits / 8; }
 
 void pack_codes(const CodedWeight& weight, void* target) {
-  auto body = [&](size_t panel) {
-    pack_panel(weight, panel,
-               static_cast<uint8_t*>(target) + panel * panel_bytes(weight.format, weight.bits, weight.k));
-  };
-  parallel_for((weight.n + kPanelWidth - 1) / kPanelWidth, body);
+  const size_t bytes = panel_bytes(weight.format, weight.bits, weight.k);
+  with_order(weight.format, weight.bits, weight.dtype, [&](auto order) {
+    auto body = [&](size_t panel) { pack_panel(weight, panel, static_cast<uint8_t*>(target) + panel * bytes, order); };
+    parallel_for((weight.n + kPanelWidth - 1) / kPanelWidth, body);
+  });
 }
 
 void decode_row(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, float* target) {
-  const size_t bytes = panel_bytes(codes.format, codes.bits, k);
+  const size_t bytes = panel_bytes(codes.format, codes.bits, k), column = row % kPanelWidth;
+  const uint8_t flipped = flipped_bits(codes.format, codes.bits);
   const auto* panel = static_cast<const uint8_t*>(packed) + row / kPanelWidth * bytes;
-  for (size_t i = 0; i < k; i++) {
-    const uint8_t code = code_at(panel, codes.bits, place_of(codes.format, dtype, i, row % kPanelWidth));
-    const size_t at = i / codes.group * codes.stride + row;
-    const int zero = codes.bits == 8 ? 0 : codes.zero == nullptr ? 8 : codes.zero[at];
-    const int number = codes.bits == 8 ? static_cast<int8_t>(code) : code - zero;
-    target[i] = static_cast<float>(number) * codes.scale[at];
-  }
+  with_order(codes.format, codes.bits, dtype, [&](auto order) {
+    for (size_t i = 0; i < k; i++) {
+      const auto code = static_cast<uint8_t>(order.code_at(panel, order.index(i, column)) ^ flipped);
+      const size_t at = codes.number_at(row / kPanelWidth, i / codes.group) + column;
+      const int zero = codes.bits == 8 ? 0 : codes.zero == nullptr ? 8 : codes.zero[at];
+      const int number = codes.bits == 8 ? static_cast<int8_t>(code) : code - zero;
+      target[i] = static_cast<float>(number) * codes.scale[at];
+    }
+  });
 }
 
 }  // namespace llm

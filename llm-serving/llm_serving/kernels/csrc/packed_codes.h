@@ -1,8 +1,11 @@
 // Weights of 8 or 4 bits in the order the products read them: panels as of packed_weights.h, all of them whole, filled
-// up with codes of zero.
+// up with codes of zero or, of 4 bits, with 8.
 //
-//   W8A8     [k / 4][16][4]    fours of inputs, as vpdpbusd wants them
-//   widened  the order of elements; of 4 bits, a block of 64 codes is 32 bytes: code i and code i + 32 in byte i
+//   W8A8, W4A8  [k / 4][16][4]: fours of inputs, as vpdpbusd wants them
+//   widened     the order of elements; of 8 bits, code + 128
+// Panels consist of blocks of 64 bytes: bytes or, of codes that are widened, 16-bit words, each of which holds the
+// codes of as many elements as it has room for, one of every part of the block, the first part in the lowest bits. A
+// shift of all words brings the next elements of a block to the place of those before.
 #pragma once
 
 #include "kernels.h"
@@ -23,10 +26,11 @@ struct CodedWeight {
   size_t groups() const { return k == 0 ? 1 : (k + group - 1) / group; }
 };
 
-// Inputs of a W8A8 weight, at most: no sum of products of 8-bit numbers leaves 32 bits.
+// Inputs of weights that are multiplied in integers, at most: no sum of products of 8-bit numbers leaves 32 bits.
 constexpr size_t kMostCodedInputs = 65536;
 
-// Whether products of the format take such codes: W8A8 one group of 8 bits, widened any of 32, 64, 128, .. inputs.
+// Whether products of the format take such codes: W8A8 one group of 8 bits, W4A8 4 bits, both others groups of 32, 64,
+// 128, .. inputs or one.
 bool can_pack(const CodedWeight& weight);
 // Bytes of a panel of the format.
 size_t panel_bytes(WeightFormat format, size_t bits, size_t k);

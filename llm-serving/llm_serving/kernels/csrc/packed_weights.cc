@@ -134,14 +134,15 @@ void register_codes(void* data, const CodedWeight& weight, size_t columns) {
   packed->codes.format = weight.format;
   packed->codes.bits = weight.bits;
   packed->codes.group = std::max(weight.group, size_t{1});
-  packed->codes.stride = stride;
+  packed->codes.groups = groups;
   packed->scale.resize(groups * stride);
   packed->zero.resize(weight.zero == nullptr ? 0 : groups * stride, 8);
   if (weight.format == WeightFormat::kW8A8) packed->sums.resize(stride);
   for (size_t row = 0; row < weight.n; row++) {
     for (size_t group = 0; group < groups; group++) {
-      packed->scale[group * stride + row] = weight.scale[row * groups + group];
-      if (weight.zero != nullptr) packed->zero[group * stride + row] = weight.zero[row * groups + group];
+      const size_t at = packed->codes.number_at(row / kPanelWidth, group) + row % kPanelWidth;
+      packed->scale[at] = weight.scale[row * groups + group];
+      if (weight.zero != nullptr) packed->zero[at] = weight.zero[row * groups + group];
     }
     if (packed->sums.empty()) continue;
     const auto* codes = reinterpret_cast<const int8_t*>(weight.codes) + row * weight.k;

@@ -52,9 +52,10 @@ class Weight {
     Weight result = *this;
     result.data_ = static_cast<const char*>(data_) + first * row_bytes_;
     result.n_ = count;
-    if (has_codes_) result.codes_.scale += first;
+    const size_t numbers = codes_.number_at(first / kPanelWidth, 0);
+    if (has_codes_) result.codes_.scale += numbers;
     if (has_codes_ && codes_.sums != nullptr) result.codes_.sums += first;
-    if (has_codes_ && codes_.zero != nullptr) result.codes_.zero += first;
+    if (has_codes_ && codes_.zero != nullptr) result.codes_.zero += numbers;
     return result;
   }
 

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "packed_weights.h"
 #include "parts.h"
+#include "rounding.h"
 #include "thread_pool.h"
 
 namespace {
@@ -50,10 +51,15 @@ LLM_EXPORT int llm_pack_weight(const void* source, void* target, const char* dty
   return 0;
 }
 
-// Bytes of codes [n, k] when they are packed: `widened` 0 for products of 8 bits with 8 bits.
+// `widened`: times rows as they are; otherwise times rows of 8 bits.
+static llm::WeightFormat format_of(int64_t widened, int64_t bits) {
+  if (widened != 0) return llm::WeightFormat::kWidened;
+  return bits == 4 ? llm::WeightFormat::kW4A8 : llm::WeightFormat::kW8A8;
+}
+
+// Bytes of codes [n, k] when they are packed.
 LLM_EXPORT int64_t llm_packed_codes_bytes(int64_t widened, int64_t bits, int64_t n, int64_t k) {
-  const auto format = widened != 0 ? llm::WeightFormat::kWidened : llm::WeightFormat::kW8A8;
-  const size_t bytes = llm::panel_bytes(format, static_cast<size_t>(bits), static_cast<size_t>(k));
+  const size_t bytes = llm::panel_bytes(format_of(widened, bits), static_cast<size_t>(bits), static_cast<size_t>(k));
   return static_cast<int64_t>(llm::Passes::padded(static_cast<size_t>(n), llm::kPanelWidth) / llm::kPanelWidth * bytes);
 }
 
@@ -65,12 +71,22 @@ LLM_EXPORT int llm_pack_codes(int64_t widened, int64_t bits, const uint8_t* code
   auto size = [](int64_t number) { return static_cast<size_t>(number); };
   const llm::DType type = llm::parse_dtype(dtype);
   if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || (bits != 4 && bits != 8)) return 1;
-  const auto format = widened != 0 ? llm::WeightFormat::kWidened : llm::WeightFormat::kW8A8;
-  const llm::CodedWeight weight = {format, type, size(bits), codes, scale, zero, size(n), size(k), size(group)};
+  const llm::CodedWeight weight = {
+      format_of(widened, bits), type, size(bits), codes, scale, zero, size(n), size(k), size(group)};
   if (!llm::can_pack(weight)) return 1;
   llm::pack_codes(weight, target);
   llm::register_codes(target, weight, size(columns));
   return 0;
+}
+
+// Rounds [n, k] elements to codes [n, k], a byte each, and scales [n, k / group]. Non-zero: an element is not finite,
+// 1, or such codes are made of nothing.
+LLM_EXPORT int llm_round_to_codes(const void* source, const char* dtype, int64_t n, int64_t k, int64_t bits,
+                                  int64_t group, uint8_t* codes, float* scale) {
+  auto size = [](int64_t number) { return static_cast<size_t>(number); };
+  const llm::DType type = llm::parse_dtype(dtype);
+  if (!llm::is_float(type) || n < 0 || k < 0 || group < 1 || k % group != 0 || (bits != 4 && bits != 8)) return 2;
+  return llm::round_to_codes(source, type, size(n), size(k), size(bits), size(group), codes, scale) ? 0 : 1;
 }
 
 // To be called before the memory of a packed weight is freed.

@@ -2,21 +2,24 @@
 //
 //   y = sum over groups, in ascending order, of scale * (sum over the group's inputs of x * (code - zero))
 //
-// Elements of every type hold code - zero exactly. They are widened a few panels and inputs at a time, into the first
-// cache, and multiplied as any weight is, so that a group's sum has the order and the bits of such a product.
+// Elements of every type hold code - zero exactly, so that a group's sum has the order and the bits of a product with
+// elements, however they are made of codes: in registers, by the products themselves (grouped.h), or a few panels and
+// inputs at a time, into the first cache, to be multiplied as any weight is.
 #pragma once
 
-#include "linear.h"
+#include "grouped.h"
 
 namespace llm::LLM_ISA {
 
-// A byte of codes, in the order of the elements they stand for: one of 8 bits, or two of 4: in a block of 64 codes, the
-// low half of byte i is code i, the high half code i + 32.
+// A byte of codes (packed_codes.h).
 struct WideCode {
   uint8_t bits;
 };
 
-constexpr size_t kBlockCodes = 64;
+constexpr size_t kBlockBytes = 64;
+constexpr size_t kBlockWords = 32;
+constexpr size_t kInputsOfWords = 8;  // those of a block, at most
+constexpr int kByteZero = 128;        // a code of 8 bits that stands for 0
 // Inputs that are widened at once: as bfloat16, four panels of them fill 16 KB or, where many rows use them, 128 KB, so
 // that sums are put back and taken less often.
 constexpr size_t widened_inputs(size_t rows) { return rows > (kTilePanels - 1) * kTileRows ? 1024 : 128; }
@@ -28,111 +31,178 @@ struct WideRows : Activations<Element> {
 
 // Panels are whole in memory, and their inputs filled up to blocks of any type.
 inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t, WideCode*) {
-  const size_t codes = kPanelWidth * Passes::padded(args.k, kWidenedMultiple);
-  return static_cast<const WideCode*>(args.weight) + panel * codes * args.codes->bits / 8;
+  const size_t bytes = panel_bytes(WeightFormat::kWidened, args.codes->bits, args.k);
+  return static_cast<const WideCode*>(args.weight) + panel * bytes;
 }
 
-// Zeros of a panel's columns, as the elements of a block of 64 need them: those of columns, or those of pairs.
-template <class Element>
-struct BlockZeros {
-  Floats low, high;  // of elements 0 to 15, and 16 to 31; then again
+// ---- bfloat16 out of codes, in registers ----------------------------------------------------------------------------
 
-  explicit BlockZeros(const uint8_t* zero) {
+#if defined(__AVX512BW__)
+// The numbers that the lowest five bits of a word stand for: 4 bits of a code less 8 or, of a code that was moved by
+// its zero, 5 bits less 15; as bfloat16: sign, eight bits of exponent, seven of fraction.
+template <bool kZeros>
+struct HalfNumbers {
+  uint16_t bits[kBlockWords];
+
+  constexpr HalfNumbers() : bits() {
+    for (int i = 0; i < static_cast<int>(kBlockWords); i++) {
+      const int number = kZeros ? i - 15 : i % 16 - 8, magnitude = number < 0 ? -number : number;
+      int exponent = 0;
+      while (magnitude >> (exponent + 1) > 0) exponent++;
+      const int positive = (exponent + 127) << 7 | (magnitude << (7 - exponent) & 127);
+      bits[i] = static_cast<uint16_t>(magnitude == 0 ? 0 : number < 0 ? positive | 0x8000 : positive);
+    }
+  }
+};
+
+template <bool kZeros>
+alignas(64) constexpr HalfNumbers<kZeros> kHalfNumbers;
+
+// A word of four codes, by that table.
+template <bool kZeros>
+struct Halves {
+  static constexpr size_t kBits = 4;
+  using Zero = __m512i;
+
+  static LLM_INLINE Zero zero_of(const uint8_t* zero) {
+    if constexpr (!kZeros) return _mm512_setzero_si512();
+    const __m512i columns = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zero)));
+    return _mm512_sub_epi16(_mm512_set1_epi16(15), _mm512_or_si512(columns, _mm512_slli_epi32(columns, 16)));
+  }
+
+  static LLM_INLINE __m512i widened(const uint8_t* codes, size_t part, Zero zero) {
+    __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(codes), static_cast<unsigned>(kBits * part));
+    if constexpr (kZeros) words = _mm512_add_epi16(_mm512_and_si512(words, _mm512_set1_epi16(15)), zero);
+    return _mm512_permutexvar_epi16(words, _mm512_load_si512(kHalfNumbers<kZeros>.bits));
+  }
+};
+
+// A word of two codes: float32 of an exponent whose fraction the code is the end of, less that number and 128.
+struct Bytes {
+  static constexpr size_t kBits = 8;
+  using Zero = int;
+
+  static LLM_INLINE Zero zero_of(const uint8_t*) { return 0; }
+
+  static LLM_INLINE __m512 number(__m512i fields, size_t part) {
+    const __m512i mask = _mm512_set1_epi32(part == 0 ? 0xff : 0xff00);
+    const float least = part == 0 ? 0x1p23f : 0x1p15f;
+    const __m512i float_bits = _mm512_ternarylogic_epi32(fields, mask, (__m512i)_mm512_set1_ps(least), 0xea);
+    return _mm512_sub_ps((__m512)float_bits, _mm512_set1_ps(least + kByteZero));
+  }
+
+  static LLM_INLINE __m512i widened(const uint8_t* codes, size_t part, Zero) {
+    const __m512i fields = _mm512_loadu_si512(codes);
+    const __m512i even = (__m512i)number(fields, part), odd = (__m512i)number(_mm512_srli_epi32(fields, 16), part);
+    return _mm512_or_si512(odd, _mm512_srli_epi32(even, 16));  // sixteen bits of each are zeros
+  }
+};
+#endif
+
+#if defined(__AVX512BF16__) && !defined(LLM_AMX)
+#define LLM_WIDENS_IN_REGISTERS
+template <class Codes>
+struct WidenedProduct : Codes {
+  using Activation = BFloat16;
+  using Factor = __m512bh;
+  using Sum = Floats;
+  static constexpr size_t kFactors = 16 / Codes::kBits;
+  static constexpr size_t kInputs = 2 * kFactors;
+
+  static LLM_INLINE Sum begin(const int32_t*) { return zeros(); }
+  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, typename Codes::Zero zero) {
+    return (__m512bh)Codes::widened(codes, factor, zero);
+  }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    return Operand<BFloat16>::load_activation(a + 2 * factor, 0);
+  }
+  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) { return Operand<BFloat16>::accumulate(a, b, sum); }
+  static LLM_INLINE Floats finish(Sum sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
+    return multiply_add(sum, scale, before);
+  }
+};
+
+template <class Codes>
+void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, size_t row, size_t rows,
+                           const UnitPanels<WideCode>& panels, float* sums) {
+  auto product = grouped_product<WidenedProduct<Codes>>(args, panels, rows, sums);
+  product.a = x.at(row, 0);
+  product.a_stride = x.passes.width;
+  product.inputs = x.inputs;
+  multiply_grouped(product);
+}
+#endif
+
+// Rows from which on codes of 8 bits are widened once, in the first cache, rather than by each tile.
+constexpr size_t kMostRowsOfBytes = 2 * kTileRows;
+
+// Whether each tile widens the codes that it multiplies; rows are then read as they lie.
+template <class Element>
+bool widens_in_registers(const LinearArgs& args) {
+#if defined(LLM_WIDENS_IN_REGISTERS)
+  const bool is_quick = args.codes->bits == 4 || args.m <= kMostRowsOfBytes;
+  return std::is_same<Element, BFloat16>::value && is_quick && args.k > 0 && args.k % kInputsOfWords == 0;
+#else
+  return false && args.m > 0;
+#endif
+}
+
+// ---- Elements out of codes, in memory -------------------------------------------------------------------------------
+
+// Codes of 0 of a panel's columns, as 32 elements that lie together need them: those of columns, or those of pairs.
+template <class Element>
+struct WordZeros {
+  Floats low, high;
+
+  WordZeros(size_t bits, const uint8_t* zero) {
     constexpr size_t kInputs = std::is_same<Element, BFloat16>::value ? 2 : 1;
-    float values[2 * kLanes];
-    for (size_t i = 0; i < 2 * kLanes; i++) values[i] = zero == nullptr ? 8.0f : zero[i / kInputs % kPanelWidth];
+    const float usual = bits == 8 ? kByteZero : 8.0f;
+    float values[kBlockWords];
+    for (size_t i = 0; i < kBlockWords; i++) values[i] = zero == nullptr ? usual : zero[i / kInputs % kPanelWidth];
     low = load(values);
     high = load(values + kLanes);
   }
 };
 
-// Sixteen bytes as numbers.
-template <class Byte>
-LLM_INLINE Floats bytes_as_floats(const Byte* bytes) {
+// The first sixteen codes of as many words, as numbers.
+LLM_INLINE Floats codes_as_floats(const uint16_t* words, int mask) {
   Floats result;
   LLM_FOR_PARTS {
-    Byte part[kNative];
-    __builtin_memcpy(part, bytes + i * kNative, sizeof(part));
     NativeInt numbers;
-    for (size_t j = 0; j < kNative; j++) numbers[j] = part[j];
+    for (size_t j = 0; j < kNative; j++) numbers[j] = words[i * kNative + j] & mask;
     result.part[i] = __builtin_convertvector(numbers, NativeFloat);
   }
   return result;
 }
 
-#if defined(__AVX512F__)
-template <>
-LLM_INLINE Floats bytes_as_floats(const int8_t* bytes) {
-  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
-  return {{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))}};
-}
-
-template <>
-LLM_INLINE Floats bytes_as_floats(const uint8_t* bytes) {
-  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
-  return {{_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes))}};
-}
-#endif
-
-// Two vectors of numbers that elements hold exactly.
 template <class Element>
-LLM_INLINE void store_exact(Element* target, Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same<Element, BFloat16>::value) {
-    _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(high.part[0], low.part[0]));
-    return;
-  }
-#endif
-  store(target, low);
-  store(target + kLanes, high);
-}
-
-template <class Element>
-void widen_bytes(const WideCode* codes, size_t blocks, size_t ahead, Element* target) {
-  const auto* from = reinterpret_cast<const int8_t*>(codes);
-  for (size_t i = 0; i < blocks * kBlockCodes; i += 2 * kLanes) {
-    if (i % kBlockCodes == 0) __builtin_prefetch(from + i + ahead);
-    store_exact(target + i, bytes_as_floats(from + i), bytes_as_floats(from + i + kLanes));
-  }
-}
-
-template <class Element>
-void widen_halves(const WideCode* codes, size_t blocks, size_t ahead, const uint8_t* zero, Element* target) {
-  const BlockZeros<Element> zeros(zero);
-  for (size_t block = 0; block < blocks; block++, codes += kBlockCodes / 2, target += kBlockCodes) {
+void widen_blocks(const uint8_t* codes, size_t bits, size_t blocks, size_t ahead, const uint8_t* zero,
+                  Element* target) {
+  const WordZeros<Element> zeros(bits, zero);
+  const int mask = (1 << bits) - 1;
+  for (size_t block = 0; block < blocks; block++, codes += kBlockBytes) {
     __builtin_prefetch(codes + ahead);
-    uint8_t low[kBlockCodes / 2], high[kBlockCodes / 2];
-    for (size_t i = 0; i < kBlockCodes / 2; i++) {
-      low[i] = codes[i].bits & 15;
-      high[i] = codes[i].bits >> 4;
+    uint16_t words[kBlockWords];
+    __builtin_memcpy(words, codes, sizeof(words));
+    for (size_t part = 0; part < 16 / bits; part++, target += kBlockWords) {
+      // Elements of every type hold these exactly.
+      store(target, codes_as_floats(words, mask) - zeros.low);
+      store(target + kLanes, codes_as_floats(words + kLanes, mask) - zeros.high);
+      for (uint16_t& word : words) word = static_cast<uint16_t>(word >> bits);
     }
-    store_exact(target, bytes_as_floats(low) - zeros.low, bytes_as_floats(low + kLanes) - zeros.high);
-    store_exact(target + kBlockCodes / 2, bytes_as_floats(high) - zeros.low,
-                bytes_as_floats(high + kLanes) - zeros.high);
   }
 }
 
 #if defined(__AVX512BW__)
-// By a table of the bfloat16 from -15 to 15.
-template <>
-inline void widen_halves(const WideCode* codes, size_t blocks, size_t ahead, const uint8_t* zero, BFloat16* target) {
-  alignas(64) uint16_t numbers[32], offsets[32];
-  for (size_t i = 0; i < 32; i++) {
-    const float number = static_cast<float>(i) - 15.0f;
-    uint32_t bits;
-    __builtin_memcpy(&bits, &number, sizeof(bits));
-    numbers[i] = static_cast<uint16_t>(bits >> 16);
-    offsets[i] = static_cast<uint16_t>(15 - (zero == nullptr ? 8 : zero[i / 2]));
-  }
-  const __m512i table = _mm512_load_si512(numbers), offset = _mm512_load_si512(offsets);
-  for (size_t block = 0; block < blocks; block++, codes += kBlockCodes / 2, target += kBlockCodes) {
+template <class Codes>
+void widen_blocks(const uint8_t* codes, size_t blocks, size_t ahead, const uint8_t* zero, BFloat16* target) {
+  const typename Codes::Zero zeros = Codes::zero_of(zero);
+  for (size_t block = 0; block < blocks; block++, codes += kBlockBytes) {
     __builtin_prefetch(codes + ahead);
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-    const __m512i both = _mm512_cvtepu8_epi16(bytes);
-    const __m512i low = _mm512_add_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), offset);
-    const __m512i high = _mm512_add_epi16(_mm512_srli_epi16(both, 4), offset);
-    _mm512_storeu_si512(target, _mm512_permutexvar_epi16(low, table));
-    _mm512_storeu_si512(target + kBlockCodes / 2, _mm512_permutexvar_epi16(high, table));
+#pragma GCC unroll 4
+    for (size_t part = 0; part < 16 / Codes::kBits; part++, target += kBlockWords) {
+      _mm512_storeu_si512(target, Codes::widened(codes, part, zeros));
+    }
   }
 }
 #endif
@@ -141,12 +211,19 @@ inline void widen_halves(const WideCode* codes, size_t blocks, size_t ahead, con
 template <class Element>
 void widen_panel(const WeightCodes& codes, const WideCode* panel, size_t k, size_t inputs, const uint8_t* zero,
                  Element* target) {
-  const size_t blocks = (inputs * kPanelWidth + kBlockCodes - 1) / kBlockCodes;
-  const WideCode* from = panel + k * kPanelWidth * codes.bits / 8;
+  const size_t block_codes = kBlockBytes * 8 / codes.bits;
+  const size_t blocks = (inputs * kPanelWidth + block_codes - 1) / block_codes;
+  const auto* from = reinterpret_cast<const uint8_t*>(panel) + k * kPanelWidth * codes.bits / 8;
   // The same panel's next inputs are wanted after those of the other panels.
-  const size_t ahead = blocks * kBlockCodes * codes.bits / 8;
-  if (codes.bits == 8) return widen_bytes(from, blocks, ahead, target);
-  widen_halves(from, blocks, ahead, zero, target);
+  const size_t ahead = blocks * kBlockBytes;
+#if defined(__AVX512BW__)
+  if constexpr (std::is_same<Element, BFloat16>::value) {
+    if (codes.bits == 8) return widen_blocks<Bytes>(from, blocks, ahead, zero, target);
+    if (zero == nullptr) return widen_blocks<Halves<false>>(from, blocks, ahead, zero, target);
+    return widen_blocks<Halves<true>>(from, blocks, ahead, zero, target);
+  }
+#endif
+  widen_blocks<Element>(from, codes.bits, blocks, ahead, zero, target);
 }
 
 // Up to four panels of a unit.
@@ -174,7 +251,7 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
     const size_t group_end = least((group + 1) * group_inputs, x.inputs);
     const size_t end = least(least(k + at_once, group_end), (k / x.pass + 1) * x.pass);
     for (size_t p = 0; p < count; p++) {
-      const size_t at = group * codes.stride + panels.index[first + p] * kPanelWidth;
+      const size_t at = codes.number_at(panels.index[first + p], group);
       const uint8_t* zero = codes.zero == nullptr ? nullptr : codes.zero + at;
       widen_panel(codes, panels.data[first + p], k, end - k, zero, widened + p * panel_elements);
     }
@@ -185,7 +262,7 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
     multiply(product);
     if (end == group_end) {
       for (size_t p = 0; p < count; p++) {
-        const Floats scale = load(codes.scale + group * codes.stride + panels.index[first + p] * kPanelWidth);
+        const Floats scale = load(codes.scale + codes.number_at(panels.index[first + p], group));
         for (size_t r = 0; r < rows; r++) {
           const size_t at = (p * rows + r) * kPanelWidth;
           const Floats before = group == 0 ? zeros() : load(totals + at);
@@ -200,6 +277,15 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
 template <class Element>
 void sum_products(const LinearArgs& args, const WideRows<Element>& x, size_t row, size_t rows,
                   const UnitPanels<WideCode>& panels, float* sums) {
+#if defined(LLM_WIDENS_IN_REGISTERS)
+  if constexpr (std::is_same<Element, BFloat16>::value) {
+    if (widens_in_registers<Element>(args)) {
+      if (args.codes->bits == 8) return multiply_in_registers<Bytes>(args, x, row, rows, panels, sums);
+      if (args.codes->zero == nullptr) return multiply_in_registers<Halves<false>>(args, x, row, rows, panels, sums);
+      return multiply_in_registers<Halves<true>>(args, x, row, rows, panels, sums);
+    }
+  }
+#endif
   for (size_t first = 0; first < panels.count; first += kTilePanels) {
     sum_widened(args, x, row, rows, panels, first, sums + first * rows * kPanelWidth);
   }
@@ -208,7 +294,13 @@ void sum_products(const LinearArgs& args, const WideRows<Element>& x, size_t row
 inline void widened_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    linear_with<Element>(args, WideRows<Element>{prepare_activations<Element>(args)});
+    if (widens_in_registers<Element>(args)) {
+      ActivationForm<Element> form(args.m, args.k);
+      form.pass = form.passes.width = args.k;
+      return linear_with<Element>(args, WideRows<Element>{prepare_activations<Element>(args, form)});
+    }
+    const ActivationForm<Element> form(args.m, args.k);
+    linear_with<Element>(args, WideRows<Element>{prepare_activations<Element>(args, form)});
   });
 }
 

@@ -1,0 +1,111 @@
+// Rows that are brought to 8 bits with a scale each, to be multiplied by weights of codes.
+//
+//   scale = largest magnitude / 127; code = x * (127 / largest), rounded to the nearest even integer
+// A row that holds infinity or NaN has codes of zero and a scale of NaN. The bits are those of `row_codes` in
+// kernels/w8a8.py on every instruction set.
+#pragma once
+
+#include "linear.h"
+
+namespace llm::LLM_ISA {
+
+// Rows without a larger number count as zeros: 127 / largest stays far from overflow.
+constexpr float kLeastLargest = 0x1p-100f;
+
+#if !defined(__AVX512VNNI__)
+typedef int16_t NativeHalves __attribute__((vector_size(kNative * 4)));
+
+// The products of two pairs of 16-bit numbers in each lane, added.
+LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
+#if defined(__AVX512BW__)
+  return (NativeInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (NativeInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (NativeInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const NativeInt x = (NativeInt)a, y = (NativeInt)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+#endif
+
+// Rows as codes and their scales [rows], times a weight of codes of type `Code`: activations are the codes plus
+// Operand<Code>::kOffset.
+template <class Code>
+struct CodedRows : Activations<Code> {
+  float* scale;
+};
+
+// Bits of the largest magnitude among `count` numbers; those of NaN are the largest.
+template <class Element>
+LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
+  NativeInt largest[kParts] = {};
+  for (size_t i = 0; i < count; i += kLanes) {
+    const Floats value = load_first(x + i, count - i);
+    for (size_t p = 0; p < kParts; p++) {
+      const NativeInt magnitude = (NativeInt)value.part[p] & 0x7fffffff;
+      largest[p] = magnitude > largest[p] ? magnitude : largest[p];
+    }
+  }
+  uint32_t result = 0;
+  for (size_t p = 0; p < kParts; p++) {
+    for (size_t j = 0; j < kNative; j++) {
+      const uint32_t bits = static_cast<uint32_t>(largest[p][j]);
+      result = bits > result ? bits : result;
+    }
+  }
+  return result;
+}
+
+// What a row is multiplied by to become codes; sets `scale` to what codes are multiplied by to become the row.
+LLM_INLINE float code_factor(uint32_t largest_bits, float* scale) {
+  constexpr uint32_t kInfinity = 0x7f800000;
+  float largest;
+  __builtin_memcpy(&largest, &largest_bits, sizeof(largest));
+  const bool is_finite = largest_bits < kInfinity;
+  const bool is_zero = is_finite && largest < kLeastLargest;
+  *scale = is_zero ? 0.0f : is_finite ? largest / 127.0f : __builtin_nanf("");
+  return is_zero || !is_finite ? 0.0f : 127.0f / largest;
+}
+
+// Sixteen codes, moved by an offset.
+LLM_INLINE void store_codes(uint8_t* target, Floats value, int32_t offset) {
+  typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
+  // Adding 1.5 * 2^23 rounds to an integer, which the low bits of the sum are then.
+  const Floats rounded = value + broadcast(12582912.0f);
+  LLM_FOR_PARTS {
+    const NativeByte codes = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
+    __builtin_memcpy(target + i * kNative, &codes, sizeof(codes));
+  }
+}
+
+// `form`: how rows are to lie; `then(row, codes)` is called when a row of these is complete.
+template <class Element, class Code, class Then>
+CodedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
+  const size_t stride = args.x_passes.or_rows(args.m, args.k).width;
+  // The last pass takes as much memory as the others.
+  const size_t columns = form.inputs == 0 ? 0 : Passes::padded(form.inputs, form.pass);
+  const size_t bytes = Passes::padded(args.m * columns, sizeof(float));
+  auto* codes = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
+  auto* scale = reinterpret_cast<float*>(codes + bytes);
+  for_rows_of_x(args, [&](size_t row) {
+    const Element* x = static_cast<const Element*>(args.x) + row * stride;
+    const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
+    const bool is_finite = scale[row] == scale[row];
+    for (size_t first = 0; first < form.inputs; first += form.pass) {
+      const size_t last = first + form.pass < form.inputs ? first + form.pass : form.inputs;
+      uint8_t* target = codes + form.passes.at(row, first);
+      for (size_t i = first; i < last; i += kLanes) {
+        alignas(16) uint8_t sixteen[kLanes];
+        store_codes(sixteen, is_finite ? load_first(x + i, args.k - i) * factor : zeros(), Operand<Code>::kOffset);
+        __builtin_memcpy(target + i - first, sixteen, last - i < kLanes ? last - i : kLanes);
+      }
+    }
+    then(row, reinterpret_cast<const ActivationOf<Code>*>(codes));
+  });
+  return {{form, codes}, scale};
+}
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,210 @@
+// Products of rows with codes that have a scale for each column and group of inputs, read straight from memory.
+//
+//   y = sum over groups, in ascending order, of a term made of the sum over the group's inputs and the group's scale
+//
+// `Op` says how codes are multiplied and terms are added:
+//   Activation                 what rows consist of
+//   kInputs                    inputs of the sixteen columns of a panel that lie together
+//   kFactors                   factors they are multiplied as, one after the other
+//   kBits                      of a code
+//   Sum begin(row sum)         the sum of no inputs
+//   Zero zero_of(zero)         what load_panel wants to know of the codes of 0 of a panel's columns
+//   Factor load_panel(codes, factor, Zero), load_activation(a, factor); Sum accumulate(a, panel, Sum)
+//   Floats finish(Sum, scale, before, zero, row sum)
+// The bits of an element depend on its own row and column alone.
+#pragma once
+
+#include "linear.h"
+#include "packed_codes.h"
+
+namespace llm::LLM_ISA {
+
+template <class Op>
+struct GroupedProduct {
+  size_t rows;
+  const typename Op::Activation* a;  // of the first row and input
+  size_t a_stride;                   // from a row to the next
+  size_t inputs;                     // a multiple of Op::kInputs
+  size_t group;                      // inputs with one scale; the last group may have fewer
+  size_t count;                      // of panels
+  const uint8_t* codes[kMostPanels];
+  const float* scale[kMostPanels];   // [groups][16]
+  const uint8_t* zero[kMostPanels];  // likewise; null: none is given
+  const int32_t* row_sums;           // [groups][row_sums_stride] of a, where Op wants them; may be null
+  size_t row_sums_stride;
+  float* totals;  // [count][rows][16]
+  bool add_to_totals;
+  size_t panel_bytes;  // from a panel to the next in memory
+  size_t after;        // inputs that panels have behind these
+
+  const uint8_t* zero_of(size_t panel, size_t of_group) const {
+    return zero[panel] == nullptr ? nullptr : zero[panel] + of_group * kPanelWidth;
+  }
+  // Of rows from `row` on.
+  const int32_t* row_sums_of(size_t row, size_t of_group) const {
+    return row_sums == nullptr ? nullptr : row_sums + of_group * row_sums_stride + row;
+  }
+
+  // Moves panels by a pass: inputs, and their groups.
+  void next_pass(size_t inputs_of_pass, size_t groups) {
+    for (size_t p = 0; p < count; p++) {
+      codes[p] += inputs_of_pass * kPanelWidth * Op::kBits / 8;
+      scale[p] += groups * kPanelWidth;
+      if (zero[p] != nullptr) zero[p] += groups * kPanelWidth;
+    }
+  }
+};
+
+// Inputs between whose codes and the prefetches nothing changes.
+constexpr size_t kPrefetchedInputs = 128;
+constexpr size_t kGroupedBytesAhead = 2048;
+
+template <class Op, size_t kRows, size_t kPanels, bool kPrefetches>
+void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
+  constexpr size_t kInputBytes = kPanelWidth * Op::kBits / 8;
+  static_assert(Op::kInputs * kInputBytes == 64, "a prefetch brings a line");
+  const typename Op::Activation* a = product.a + row * product.a_stride;
+  const uint8_t* codes[kPanels];
+#pragma GCC unroll 8
+  for (size_t p = 0; p < kPanels; p++) codes[p] = product.codes[panel + p];
+  float* totals = product.totals + (panel * product.rows + row) * kPanelWidth;
+  const size_t to_end = (product.inputs + product.after) * kInputBytes;
+  for (size_t first = 0, group = 0; first < product.inputs; group++) {
+    const size_t last = product.inputs - first < product.group ? product.inputs : first + product.group;
+    const int32_t* row_sums = product.row_sums_of(row, group);
+    typename Op::Zero zero[kPanels];
+    typename Op::Sum sum[kRows][kPanels];
+#pragma GCC unroll 8
+    for (size_t p = 0; p < kPanels; p++) zero[p] = Op::zero_of(product.zero_of(panel + p, group));
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) {
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::begin(row_sums + r);
+    }
+    while (first < last) {
+      const size_t until = last - first < kPrefetchedInputs ? last : first + kPrefetchedInputs;
+      // Behind the end of these panels begin the next ones.
+      size_t ahead = kGroupedBytesAhead;
+      if (first * kInputBytes + ahead >= to_end) ahead += (kPanels - 1) * product.panel_bytes;
+      for (; first < until; first += Op::kInputs) {
+        if constexpr (kPrefetches) {
+#pragma GCC unroll 8
+          for (size_t p = 0; p < kPanels; p++) {
+            __builtin_prefetch(codes[p] + first * kInputBytes + ahead, 0, 2);
+          }
+        }
+#pragma GCC unroll 4
+        for (size_t factor = 0; factor < Op::kFactors; factor++) {
+          typename Op::Factor values[kPanels];
+#pragma GCC unroll 8
+          for (size_t p = 0; p < kPanels; p++) {
+            values[p] = Op::load_panel(codes[p] + first * kInputBytes, factor, zero[p]);
+          }
+#pragma GCC unroll 8
+          for (size_t r = 0; r < kRows; r++) {
+            const typename Op::Factor x = Op::load_activation(a + r * product.a_stride + first, factor);
+#pragma GCC unroll 8
+            for (size_t p = 0; p < kPanels; p++) sum[r][p] = Op::accumulate(x, values[p], sum[r][p]);
+          }
+        }
+      }
+    }
+    const bool adds = group > 0 || product.add_to_totals;
+#pragma GCC unroll 8
+    for (size_t p = 0; p < kPanels; p++) {
+      const Floats scale = load(product.scale[panel + p] + group * kPanelWidth);
+      const uint8_t* zero_codes = product.zero_of(panel + p, group);
+#pragma GCC unroll 8
+      for (size_t r = 0; r < kRows; r++) {
+        float* total = totals + (p * product.rows + r) * kPanelWidth;
+        const Floats before = adds ? load(total) : zeros();
+        store(total, Op::finish(sum[r][p], scale, before, zero_codes, row_sums + r));
+      }
+    }
+  }
+}
+
+template <class Op, size_t kPanels, bool kPrefetches>
+void grouped_tile_of(size_t height, const GroupedProduct<Op>& product, size_t row, size_t panel) {
+  switch (height) {
+    case 1:
+      return grouped_tile<Op, 1, kPanels, kPrefetches>(product, row, panel);
+    case 2:
+      return grouped_tile<Op, 2, kPanels, kPrefetches>(product, row, panel);
+    case 3:
+      return grouped_tile<Op, 3, kPanels, kPrefetches>(product, row, panel);
+    case 4:
+      return grouped_tile<Op, 4, kPanels, kPrefetches>(product, row, panel);
+    case 5:
+      return grouped_tile<Op, 5, kPanels, kPrefetches>(product, row, panel);
+    case 6:
+      return grouped_tile<Op, 6, kPanels, kPrefetches>(product, row, panel);
+    default:
+      return;
+  }
+}
+
+// All rows of a few panels, in tiles of nearly equal height; the first of them prefetches what comes next.
+template <class Op, size_t kPanels>
+void grouped_rows(const GroupedProduct<Op>& product, size_t panel) {
+  const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
+  for (size_t i = 0, row = 0; i < tiles; i++) {
+    const size_t height = (product.rows - row + tiles - i - 1) / (tiles - i);
+    if (i == 0) {
+      grouped_tile_of<Op, kPanels, true>(height, product, row, panel);
+    } else {
+      grouped_tile_of<Op, kPanels, false>(height, product, row, panel);
+    }
+    row += height;
+  }
+}
+
+// One or two rows are multiplied by more panels at once, so that no sum waits for the one before.
+constexpr size_t kGroupedPanels = 2 * kTilePanels;
+
+template <class Op>
+void multiply_grouped(const GroupedProduct<Op>& product) {
+  for (size_t panel = 0; panel < product.count;) {
+    const size_t left = product.count - panel;
+#if defined(__AVX512F__)
+    if (product.rows <= 2 && left >= kGroupedPanels) {
+      if (product.rows == 1) grouped_tile<Op, 1, kGroupedPanels, true>(product, 0, panel);
+      if (product.rows == 2) grouped_tile<Op, 2, kGroupedPanels, true>(product, 0, panel);
+      panel += kGroupedPanels;
+      continue;
+    }
+    if (left == 2) grouped_rows<Op, 2>(product, panel);
+    if (left == 3) grouped_rows<Op, 3>(product, panel);
+    if (left >= 4) grouped_rows<Op, 4>(product, panel);
+#endif
+    if (left == 1 || kTilePanels == 1) grouped_rows<Op, 1>(product, panel);
+    panel += left < kTilePanels ? left : kTilePanels;
+  }
+}
+
+// Inputs of a group of a product with `inputs`, those that fill rows up included where it is the only one.
+inline size_t inputs_of_group(const WeightCodes& codes, size_t inputs) {
+  return codes.groups == 1 ? inputs : codes.group;
+}
+
+// What is the same in all passes over the panels of a unit.
+template <class Op, class Packed>
+GroupedProduct<Op> grouped_product(const LinearArgs& args, const UnitPanels<Packed>& panels, size_t rows,
+                                   float* totals) {
+  const WeightCodes& codes = *args.codes;
+  GroupedProduct<Op> product = {};
+  product.rows = rows;
+  product.group = inputs_of_group(codes, panels.inputs);
+  product.count = panels.count;
+  product.totals = totals;
+  product.panel_bytes = panel_bytes(codes.format, codes.bits, args.k);
+  for (size_t p = 0; p < panels.count; p++) {
+    const size_t at = panels.index[p] * codes.groups * kPanelWidth;
+    product.codes[p] = reinterpret_cast<const uint8_t*>(panels.data[p]);
+    product.scale[p] = codes.scale + at;
+    product.zero[p] = codes.zero == nullptr ? nullptr : codes.zero + at;
+  }
+  return product;
+}
+
+}  // namespace llm::LLM_ISA

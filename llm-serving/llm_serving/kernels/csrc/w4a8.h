@@ -1,0 +1,209 @@
+// W4A8: weights of 4 bits with a scale for each column and group of inputs, times rows that are brought to 8 bits with
+// a scale each.
+//
+//   rows     coded_rows.h
+//   sums     of products of codes, of a group's inputs, in 32 bits: exact, so their order is free
+//   results  (sum over groups, in ascending order, of group's sum * scale of the column and group) * scale of the row,
+//            each product and each sum rounded to float32
+// The bits of a row are those of kernels/w4a8.py on every instruction set: nothing is fused.
+//
+// Codes of weights have no sign, as vpdpbusd wants one of its operands: a group's sum is that of their products with
+// the codes of the row less the code of 0 times the sum of the row's codes, which is known beforehand. Elsewhere
+// vpmaddubsw adds pairs of products in 16 bits, which hold twice 15 * 127.
+#pragma once
+
+#include "coded_rows.h"
+#include "grouped.h"
+
+namespace llm::LLM_ISA {
+
+// Two codes of a weight.
+struct Code4 {
+  uint8_t pair;
+};
+
+// How rows are to lie for it.
+template <>
+struct Operand<Code4> {
+  using Activation = int8_t;
+  static constexpr int32_t kOffset = 0;
+  static constexpr size_t kMultiple = 8;
+#if defined(__AVX512VNNI__)
+  static constexpr bool kQuick = true;
+#else
+  static constexpr bool kQuick = false;
+#endif
+};
+
+// `kZeros`: whether codes of 0 are given; otherwise they are 8.
+template <bool kZeros>
+struct NibbleProduct {
+  using Activation = int8_t;
+  static constexpr size_t kInputs = 8;
+  static constexpr size_t kFactors = 2;
+  static constexpr size_t kBits = 4;
+  struct Zero {};
+  static LLM_INLINE Zero zero_of(const uint8_t*) { return {}; }
+
+#if defined(__AVX512VNNI__)
+  using Factor = __m512i;
+  using Sum = __m512;  // integers in all but name: see Operand<Code8>
+
+  static LLM_INLINE Sum begin(const int32_t* row_sum) { return (Sum)_mm512_set1_epi32(kZeros ? 0 : -8 * *row_sum); }
+
+  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, Zero) {
+    const __m512i pairs = _mm512_loadu_si512(codes);
+    return _mm512_and_si512(factor == 0 ? pairs : _mm512_srli_epi16(pairs, 4), _mm512_set1_epi8(15));
+  }
+
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    int32_t four;
+    __builtin_memcpy(&four, a + 4 * factor, sizeof(four));
+    return _mm512_set1_epi32(four);
+  }
+
+  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(b), "v"(a));
+    return sum;
+  }
+#else
+  struct Factor {
+    NativeUint part[kParts];
+  };
+  struct Sum {
+    NativeInt part[kParts];
+  };
+
+  static LLM_INLINE Sum begin(const int32_t* row_sum) {
+    Sum sum;
+    LLM_FOR_PARTS sum.part[i] = NativeInt{} - (kZeros ? 0 : 8 * *row_sum);
+    return sum;
+  }
+
+  static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, Zero) {
+    Factor result;
+    LLM_FOR_PARTS {
+      NativeUint pairs;
+      __builtin_memcpy(&pairs, codes + i * sizeof(pairs), sizeof(pairs));
+      result.part[i] = pairs >> (4 * factor) & 0x0f0f0f0f;
+    }
+    return result;
+  }
+
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    uint32_t four;
+    __builtin_memcpy(&four, a + 4 * factor, sizeof(four));
+    Factor result;
+    LLM_FOR_PARTS result.part[i] = NativeUint{} + four;
+    return result;
+  }
+
+  // Fours of products of codes with and without sign, added.
+  static LLM_INLINE NativeInt multiply_fours(NativeUint unsigned_codes, NativeUint codes) {
+#if defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_codes, (__m512i)codes);
+    return (NativeInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)unsigned_codes, (__m256i)codes);
+    return (NativeInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    const NativeHalves a = (NativeHalves)unsigned_codes, b = (NativeHalves)codes;
+    return multiply_pairs(a & 0xff, b << 8 >> 8) + multiply_pairs(a >> 8, b >> 8);
+#endif
+  }
+
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
+    LLM_FOR_PARTS sum.part[i] += multiply_fours(b.part[i], a.part[i]);
+    return sum;
+  }
+#endif
+
+  static LLM_INLINE Floats finish(const Sum& sum, Floats scale, Floats before, const uint8_t* zero,
+                                  const int32_t* row_sum) {
+    NativeInt sums[kParts];
+    __builtin_memcpy(sums, &sum, sizeof(sums));
+    Floats value;
+    LLM_FOR_PARTS {
+      if constexpr (kZeros) {
+        NativeInt codes;
+        for (size_t j = 0; j < kNative; j++) codes[j] = zero[i * kNative + j];
+        sums[i] -= codes * *row_sum;
+      }
+      value.part[i] = __builtin_convertvector(sums[i], NativeFloat);
+    }
+    return before + value * scale;
+  }
+};
+
+// Sums of the codes of rows, [groups][rows], beside the rows.
+struct SummedRows : CodedRows<Code4> {
+  const int32_t* sums;
+};
+
+template <class Element>
+SummedRows code_and_sum_rows(const LinearArgs& args) {
+  ActivationForm<Code4> form(args.m, args.k);
+  const size_t group = inputs_of_group(*args.codes, form.inputs);
+  // A group is never cut.
+  if (form.pass < group) form.pass = group < form.inputs ? group : form.inputs;
+  if (form.passes.width < form.inputs) form.passes.width = form.pass;
+  const size_t bytes = args.codes->groups * args.m * sizeof(int32_t) + 1;
+  auto* sums = static_cast<int32_t*>(scratch(Scratch::kItems, bytes));
+  auto add_up = [&](size_t row, const int8_t* codes) {
+    for (size_t k = 0; k < form.inputs; k += group) {
+      const size_t count = form.inputs - k < group ? form.inputs - k : group;
+      const int8_t* of_group = codes + form.passes.at(row, k);
+      int32_t sum = 0;
+      for (size_t i = 0; i < count; i++) sum += of_group[i];
+      sums[k / group * args.m + row] = sum;
+    }
+  };
+  return {code_rows<Element>(args, form, add_up), sums};
+}
+
+inline const Code4* whole_panel(const LinearArgs& args, size_t panel, size_t, Code4*) {
+  return static_cast<const Code4*>(args.weight) + panel * panel_bytes(WeightFormat::kW4A8, 4, args.k);
+}
+
+template <bool kZeros>
+void add_groups(const LinearArgs& args, const SummedRows& x, size_t row, size_t rows, const UnitPanels<Code4>& panels,
+                float* totals) {
+  auto product = grouped_product<NibbleProduct<kZeros>>(args, panels, rows, totals);
+  for (size_t k = 0; k < x.inputs; k += x.pass) {
+    product.a = x.at(row, k);
+    product.a_stride = x.passes.width;
+    product.inputs = x.inputs - k < x.pass ? x.inputs - k : x.pass;
+    product.after = x.inputs - k - product.inputs;
+    product.row_sums = x.sums + k / product.group * args.m + row;
+    product.row_sums_stride = args.m;
+    product.add_to_totals = k > 0;
+    multiply_grouped(product);
+    product.next_pass(x.pass, x.pass / product.group);
+  }
+}
+
+inline void sum_products(const LinearArgs& args, const SummedRows& x, size_t row, size_t rows,
+                         const UnitPanels<Code4>& panels, float* sums) {
+  if (x.inputs == 0) {
+    __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
+  } else if (args.codes->zero == nullptr) {
+    add_groups<false>(args, x, row, rows, panels, sums);
+  } else {
+    add_groups<true>(args, x, row, rows, panels, sums);
+  }
+  for (size_t p = 0; p < panels.count; p++) {
+    for (size_t r = 0; r < rows; r++) {
+      float* target = sums + (p * rows + r) * kPanelWidth;
+      store(target, load(target) * broadcast(x.scale[row + r]));
+    }
+  }
+}
+
+inline void w4a8_linear(const LinearArgs& args) {
+  with_element(args.dtype, [&](auto tag) {
+    using Element = typename decltype(tag)::Element;
+    linear_with<Element>(args, code_and_sum_rows<Element>(args));
+  });
+}
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,126 @@
+"""Products of 4-bit weights in groups with rows brought to 8 bits: the bits of the twin, on every instruction set."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instruction_sets import isas, real_isas
+from kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, typed
+from llm_serving.formats.quantized import QuantizedTensor, quantize_w4
+from llm_serving.kernels import library, reference, w4a8
+
+pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
+
+SHAPES = [(1, 16, 32), (2, 1, 64), (3, 50, 160), (5, 33, 96), (7, 200, 96), (19, 100, 2336), (40, 130, 544)]
+BATCHES = (1, 2, 6, 7, 18, 19, 64, 300)
+MOST_INPUTS = 65536
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def random_tensor(rng: np.random.Generator, n: int, k: int, group_size: int, has_zeros: bool) -> QuantizedTensor:
+    groups = max(1, -(-k // group_size))
+    zeros = rng.integers(0, 16, (n, groups), np.uint8) if has_zeros else None
+    scales = np.abs(normal(rng, n, groups)) + np.float32(1e-3)
+    return QuantizedTensor(rng.integers(0, 16, (n, k), np.uint8), scales, zeros, 4, group_size)
+
+
+def placed(tensor: QuantizedTensor, dtype: str) -> Typed:
+    return coded(tensor.codes, tensor.scales, dtype, zeros=tensor.zeros, group_size=tensor.group_size)
+
+
+def expected(x: Typed, tensor: QuantizedTensor) -> Array:
+    return w4a8.linear(x.values, tensor.codes, tensor.scales, tensor.zeros, tensor.group_size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_bits_are_those_of_the_twin(isa: str, has_zeros: bool, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    for m, n, k in SHAPES:
+        tensor = random_tensor(rng, n, k, 32, has_zeros)
+        x = typed(normal(rng, m, k) * (np.arange(m) % 3 > 0)[:, None], dtype)
+        bits = linear(x, placed(tensor, dtype), "float32").bits
+        assert np.array_equal(bits, expected(x, tensor).view(np.uint32)), (m, n, k)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(1, 700),
+    group=st.sampled_from((None, 32, 64, 128, 512)),
+    has_zeros=st.booleans(),
+    spread=st.integers(0, 60),
+    isa=st.sampled_from(isas() or ["plain"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bits_are_those_of_the_twin_whatever_the_groups(
+    m: int, n: int, k: int, group: int | None, has_zeros: bool, spread: int, isa: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    tensor = random_tensor(rng, n, k, group or k, has_zeros)
+    x = typed(np.ldexp(normal(rng, m, k), rng.integers(-spread, spread + 1, (m, k))), "bfloat16")
+    with library.isa_in_use(isa):
+        bits = linear(x, placed(tensor, "bfloat16"), "float32").bits
+    assert np.array_equal(bits, expected(x, tensor).view(np.uint32))
+
+
+@pytest.mark.parametrize("zero", [0, 15])
+def test_the_largest_sums_fit(isa: str, zero: int) -> None:
+    codes = np.full((18, MOST_INPUTS), 15 - zero, np.uint8)
+    tensor = QuantizedTensor(codes, np.ones((18, 1), np.float32), np.full((18, 1), zero, np.uint8), 4, MOST_INPUTS)
+    x = typed(np.where(np.arange(2)[:, None] == 0, 127.0, -127.0) * np.ones((2, MOST_INPUTS)), "float32")
+    y = linear(x, placed(tensor, "float32"))
+    assert np.array_equal(y.array, (x.array.astype(np.float64) @ tensor.dequantized().T).astype(np.float32))
+
+
+def test_more_inputs_and_other_groups_are_refused() -> None:
+    for k, group in ((MOST_INPUTS + 32, MOST_INPUTS + 32), (96, 48), (96, 16)):
+        with pytest.raises(ValueError, match="no product takes"):
+            coded(np.ones((1, k), np.uint8), np.ones((1, -(-k // group))), "float32", group_size=group)
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(200, 512, 128), (72, 1120, 32), (40, 4128, 4096)])
+def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int, group: int) -> None:
+    rng = np.random.default_rng(2)
+    weight = placed(random_tensor(rng, n, k, group, has_zeros=False), "bfloat16")
+    x = typed(normal(rng, 300, k), "bfloat16")
+    with library.threads_in_use(1):
+        alone = np.concatenate([linear(x.rows([i]), weight, "float32").bits for i in range(0, 300, 17)])
+    for threads in (1, 2):
+        with library.threads_in_use(threads):
+            for m in BATCHES:
+                y = linear(x.rows(slice(m)), weight, "float32").bits
+                assert np.array_equal(y[::17], alone[: len(y[::17])]), (threads, m)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float) -> None:
+    rng = np.random.default_rng(5)
+    x, weight = normal(rng, 9, 96), placed(random_tensor(rng, 50, 96, 32, has_zeros=True), "bfloat16")
+    clean = linear(typed(x, "bfloat16"), weight, "float32")
+    x[4, 95] = value
+    y = linear(typed(x, "bfloat16"), weight, "float32")
+    assert np.all(np.isnan(y.array[4]))
+    assert np.array_equal(np.delete(y.bits, 4, axis=0), np.delete(clean.bits, 4, axis=0))
+
+
+def test_product_is_that_of_the_values_up_to_half_a_code_of_the_rows(isa: str) -> None:
+    rng = np.random.default_rng(3)
+    for m, n, k in SHAPES:
+        x, tensor = typed(normal(rng, m, k), "bfloat16"), quantize_w4(normal(rng, n, k), 32)
+        values = tensor.dequantized().astype(np.float64)
+        row_errors = np.abs(x.values).max(axis=1, keepdims=True) / 254 * np.ones((1, k))
+        y = linear(x, placed(tensor, "bfloat16"), "float32")
+        assert_close(y, reference.linear(x.values, values), 1.001 * row_errors @ np.abs(values).T)
+
+
+def test_rows_are_looked_up_as_their_codes_say() -> None:
+    rng = np.random.default_rng(8)
+    tensor = random_tensor(rng, 50, 96, 32, has_zeros=True)
+    rows, y = rng.integers(0, 50, 9), empty((9, 96), "bfloat16")
+    call("Gather", placed(tensor, "bfloat16"), integers(rows), scalar(0, "int64"), scalar(0, "int64"), y)
+    assert np.array_equal(y.bits, typed(tensor.dequantized()[rows], "bfloat16").bits)
