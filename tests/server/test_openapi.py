@@ -29,7 +29,7 @@ def test_the_document_has_the_ranges_of_sampling_parameters():
     assert DOCUMENT["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
 
 
-@pytest.mark.parametrize("name", NOT_WITH_A_CONSTRAINT)
+@pytest.mark.parametrize("name", [*NOT_WITH_A_CONSTRAINT, "min_new_tokens"])
 def test_what_does_not_go_with_a_form_says_so(name):
     assert "Not with a field that asks for a form of answers." in LIMITS[name]
 

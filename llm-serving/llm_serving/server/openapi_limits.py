@@ -65,6 +65,7 @@ LIMITS: Final[dict[str, str]] = {
     "max_completion_tokens": "With the prompt it must fit the context of the model and the cache.",
     "max_new_tokens": "With the prompt it must fit the context of the model and the cache.",
     "min_tokens": f"At most the most tokens to generate; 0 with a beam search. {_UNBOUND}",
+    "min_new_tokens": f"At most the most tokens to generate. {_UNBOUND}",
     "ignore_eos": _UNBOUND,
     "stream_options": "With `stream` only.",
     "stream": "Not with a beam search, and not where the best of several answers are chosen.",
