@@ -197,6 +197,10 @@ class Engine:
         self._executor.give_up()
         os.eventfd_write(self._wake_fd, 1)
 
+    def close(self) -> None:
+        """Gives back the descriptor it is woken by; it is not stepped any more."""
+        os.close(self._wake_fd)
+
     @property
     def away(self) -> Away | None:
         """What is known of its WorkAgent while that is being started again."""
@@ -258,6 +262,14 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests or bool(self._inbox)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds after which there may be something to do although no message comes; None: then there will not."""
+        timeouts_s = [self.scheduler.limits.batch_waiting_time] if len(self.scheduler.waiting) else []
+        if (deadline := self._deadlines.next) is not None:
+            timeouts_s.append(max(0.0, deadline - self._clock()))
+        return min(timeouts_s, default=None)
 
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
@@ -513,10 +525,8 @@ class Engine:
         poll.register(self._wake_fd, select.POLLIN)
         if executor_fd is not None:
             poll.register(executor_fd, select.POLLIN)
-        timeouts_s = [self.scheduler.limits.batch_waiting_time] if len(self.scheduler.waiting) else []
-        if (deadline := self._deadlines.next) is not None:
-            timeouts_s.append(max(0.0, deadline - self._clock()))
-        timeout_ms = math.ceil(1000 * min(timeouts_s)) if timeouts_s else None
+        idle_s = self.idle_s
+        timeout_ms = None if idle_s is None else math.ceil(1000 * idle_s)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)

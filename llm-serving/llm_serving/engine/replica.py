@@ -6,6 +6,7 @@ import weakref
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.choices import OrderName
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
@@ -110,6 +111,7 @@ def build_engine(
     index: int = 0,
     num_swap_blocks: int = 0,
     window: int | None = None,
+    clock: Clock = monotonic,
 ) -> Engine:
     """The engine of replica `index`; its executor's WorkAgent has a cache of `num_blocks` and a host pool.
 
@@ -133,6 +135,7 @@ def build_engine(
         journal=journal,
         restart_wait_s=config.serving.restart_wait_s,
         drafter=_drafter(config),
+        clock=clock,
     )
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from llm_serving.config.schema import ServerConfig
 from llm_serving.core.request_output import RequestOutput
@@ -26,6 +26,12 @@ T = TypeVar("T")
 
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
 """(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
+
+
+class CallsSoon(Protocol):
+    """The part of an event loop that engines need."""
+
+    def call_soon_threadsafe(self, callback: Callable[[T], None], argument: T, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class Replicas:
         self._failures: dict[int, str] = {}
         self._threads: list[threading.Thread] = []
         self._progress = "starting"
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: CallsSoon | None = None
         self._stopping = threading.Event()
 
     def __len__(self) -> int:
@@ -65,6 +71,19 @@ class Replicas:
             thread = threading.Thread(target=self._run, args=(index,), name=f"engine-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def drive(self, index: int, make: Callable[[Publish], Engine], loop: CallsSoon) -> Engine:
+        """Serves with an engine that its maker steps, in place of one with a thread and a WorkAgent of its own.
+
+        Args:
+            index: Of the replica.
+            make: Is given what the engine publishes to.
+            loop: Does what engines ask to be done on the event loop.
+        """
+        self._loop = loop
+        engine = self.engines[index] = make(self._publish)
+        engine.on_started, engine.on_away = self._publish_started, self._publish_away
+        return engine
 
     async def stop(self) -> None:
         """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
