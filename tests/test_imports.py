@@ -5,7 +5,7 @@
 8                    commands < cli; offline            (the terminal starts the master)
 7   master                                 work_agent
 6   server                                 worker
-5   engine                                 lowering
+5   whatif -> engine                       lowering
 4   executor  receipts, admission -> observe, text
 3   recording -> scheduler                 backends -> kernels
 2   kvcache
@@ -60,6 +60,7 @@ PLACES = {
     "speculation": Place(4.1, MASTER),
     "receipts": Place(4.2, MASTER),
     "engine": Place(5, MASTER),
+    "whatif": Place(5.5, MASTER),
     "server": Place(6, MASTER),
     "master": Place(7, MASTER),
     "kernels": Place(3.0, WORKER),

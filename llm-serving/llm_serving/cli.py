@@ -22,6 +22,7 @@ from llm_serving.commands import (
     timeline,
     verify,
     version,
+    whatif,
 )
 from llm_serving.commands.arguments import EXIT_FAILED
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
@@ -38,6 +39,7 @@ COMMANDS: Final = (
     export,
     replay,
     timeline,
+    whatif,
     chat,
     config,
     hash_key,

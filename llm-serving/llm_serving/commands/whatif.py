@@ -1,0 +1,137 @@
+"""`llm-serving whatif`: what configurations would have done to a load."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_serving.commands.arguments import Subcommands, say
+from llm_serving.config import ServingConfig, load_config
+from llm_serving.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llm_serving.whatif.load import Load
+    from llm_serving.whatif.profile import Profile
+    from llm_serving.whatif.simulation import Result
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "whatif",
+        help="simulate configurations on a load: the shipping scheduler under a virtual clock",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "configs",
+        nargs="+",
+        metavar="CONFIG",
+        help="serving YAML; +SECTION.KEY=VALUE behind it changes a key: my.yaml+model_config.decode_batch_size=32",
+    )
+    add_load_arguments(parser)
+    parser.add_argument("--find-rate", action="store_true", help="also the highest rate at which promises are kept")
+    parser.add_argument(
+        "--kept", type=float, default=0.99, metavar="SHARE", help="of requests, for --find-rate; default 0.99"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="all numbers; - is standard output, without the table")
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="a plot; wants matplotlib")
+    parser.set_defaults(run=run)
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that simulates."""
+    parser.add_argument(
+        "--load", type=Path, required=True, metavar="FILE", help="workload (*.yaml) or recording (*.rec, or a folder)"
+    )
+    parser.add_argument(
+        "--profile", type=Path, required=True, metavar="FILE", help="what takes how long, of `llm-serving profile`"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="in place of that of the configurations; none: without one")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the simulation; default 1")
+    parser.add_argument("--load-seed", type=int, metavar="N", help="in place of the workload's own")
+
+
+def read_config(argument: str, model: str | None) -> ServingConfig:
+    """The configuration of `FILE+SECTION.KEY=VALUE+..`.
+
+    Raises:
+        ConfigError: It cannot be read, or breaks a rule.
+    """
+    name, *overrides = argument.split("+")
+    if model == "none":
+        return load_config(Path(name), [*overrides, "model_config.model_path=null"])
+    return load_config(Path(name), overrides, model)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llm_serving.whatif.capacity import highest_rate
+    from llm_serving.whatif.figures import figures_of
+    from llm_serving.whatif.profile import read_profile
+    from llm_serving.whatif.reading import read_load
+    from llm_serving.whatif.report import as_json, mark, number, table
+
+    if not 0 < arguments.kept <= 1:
+        raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
+    profile = read_profile(arguments.profile)
+    load = read_load(arguments.load, arguments.load_seed)
+    configs = [(each, read_config(each, arguments.model)) for each in arguments.configs]
+    say(mark(profile))
+    results = []
+    for name, config in configs:
+        began = time.perf_counter()
+        result = _Simulate(config, profile, arguments.seed, _short(name))(load)
+        seconds, figures = time.perf_counter() - began, figures_of(result)
+        results.append((result, figures))
+        pace = figures["duration_s"] / max(seconds, 1e-9)
+        say(f"{name}: {load.num_requests:,} requests, {figures['duration_s']:.1f} s in {seconds:.1f} s ({pace:,.0f} x)")
+    if str(arguments.json) == "-":
+        print(as_json(results))
+    else:
+        print(table(results))
+        if arguments.json is not None:
+            _write(arguments.json, as_json(results) + "\n")
+    if arguments.svg is not None:
+        from llm_serving.whatif.plots import write_svg
+
+        write_svg(results, arguments.svg)
+    if arguments.find_rate:
+        for name, config in configs:
+            simulate = _Simulate(config, profile, arguments.seed, _short(name))
+            found = highest_rate(load, simulate, arguments.kept)
+            ttft = number("ttft_p99_ms", found.figures["ttft_p99_ms"])
+            print(
+                f"{_short(name)}: {found.requests_per_s:.3g} requests/s ({found.factor:.3g} x the load's) keep the"
+                f" promises of {arguments.kept:.0%}; then TTFT p99 {ttft} ms, {mark(profile)}"
+            )
+    return 0
+
+
+@dataclass(frozen=True)
+class _Simulate:
+    """Plays loads under one configuration."""
+
+    config: ServingConfig
+    profile: Profile
+    seed: int
+    name: str
+
+    def __call__(self, load: Load) -> Result:
+        from llm_serving.whatif.simulation import Simulation
+
+        return Simulation(self.config, load, self.profile, self.seed, self.name).run()
+
+
+def _short(argument: str) -> str:
+    """The name of a configuration without its folder and the sections of its keys."""
+    name, *overrides = argument.split("+")
+    keys = [(key.rpartition(".")[2], value) for key, _, value in (each.partition("=") for each in overrides)]
+    return "+".join([Path(name).stem, *(f"{key}={value}" for key, value in keys)])
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,89 @@
+"""A load as a recording of the scheduler has it: who came when, with what, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from llm_serving.core.request import Request
+from llm_serving.errors import ConfigError, RecordingError
+from llm_serving.recording.records import Reader
+from llm_serving.recording.replay import Replay
+from llm_serving.scheduler.schedule import Schedule
+from llm_serving.whatif.load import Asked, Load, Stream
+
+AUDIT_PREFIX: Final = "audit-"
+"""Of the ids of copies that audits compute."""
+
+
+def recording_files(path: Path) -> list[Path]:
+    """The file, or those of a folder in the order of their names.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    files = sorted(path.glob("*.rec")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigError(f"{path}: must be a recording (*.rec) or a folder of them")
+    return files
+
+
+def read_recorded(path: Path) -> Load:
+    """Reads what was asked during a recording, by replaying it.
+
+    A request whose end is not in the recording is taken to end where the recording does. Copies that audits compute,
+    and the beams of searches beyond the first, are left out: the simulation has its own.
+
+    Raises:
+        ConfigError: There is no such file.
+        RecordingError: One is damaged, of another version, or is not decided again as it was.
+    """
+    requests: dict[tuple[Path, int], Request] = {}
+    for file in recording_files(path):
+
+        def note(schedule: Schedule, now: float, file: Path = file) -> None:
+            for row in schedule.rows:
+                requests.setdefault((file, row.request.sequence), row.request)
+
+        try:
+            with file.open("rb") as stream:
+                replay = Replay(Reader(stream))
+                replay.on_decision = note
+                replay.run()
+        except RecordingError as error:
+            raise RecordingError(f"{file}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from None
+    return _load(path.stem, list(_once(requests).values()))
+
+
+def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
+    """By id; of one that lived in several files, as the last of them has it."""
+    return {
+        each.request_id: each
+        for each in requests.values()
+        if not each.is_beam and not each.request_id.startswith(AUDIT_PREFIX)
+    }
+
+
+def _load(name: str, requests: Sequence[Request]) -> Load:
+    if not requests:
+        raise RecordingError(f"{name} has no requests")
+    ordered = sorted(requests, key=lambda each: each.arrival_time)
+    origin = ordered[0].arrival_time
+    asked = [
+        Asked(
+            stream="recorded",
+            due_s=each.arrival_time - origin,
+            prompt_token_ids=each.prompt_token_ids,
+            num_output_tokens=max(1, len(each.output_token_ids)),
+            max_tokens=max(1, each.sampling.max_tokens),
+            priority=each.priority,
+            tenant=each.tenant,
+            timeout_s=None if each.deadline is None else each.deadline - each.arrival_time,
+        )
+        for each in ordered
+    ]
+    largest = max(max(each.prompt_token_ids) for each in ordered)
+    return Load(name, (Stream("recorded", asked),), vocab_size=max(16, largest + 1))

@@ -1,0 +1,109 @@
+"""Results side by side, as a table, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from llm_serving.errors import shorten
+from llm_serving.whatif.figures import OF_ALL, OF_GROUP, Figures
+from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.simulation import Result
+
+_WHOLE: Final = ("requests", "answered", "refused", "failed", "retries", "preemptions", "bound_violations", "steps")
+_SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
+_OF_CLASS: Final = (
+    "requests",
+    "refused",
+    "goodput_per_s",
+    "goodput_share",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+)
+GAP: Final = 2
+
+
+def table(results: Sequence[tuple[Result, Figures]]) -> str:
+    """A column for each result, a line for each number; then the classes, then what the numbers rest on."""
+    names = [result.name for result, _ in results]
+    lines: list[list[str]] = [_row("", names), *(_line(key, key, results) for key in (*OF_GROUP, *OF_ALL))]
+    for name in _class_names(results):
+        lines += [[], _row(f"class {name}", [""] * len(names))]
+        lines += [_line(f"  {key}", f"{name}.{key}", results) for key in _OF_CLASS]
+    widths = [max(len(row[place]) for row in lines if row) for place in range(len(names) + 1)]
+    text = [
+        "".join(
+            cell.ljust(widths[0]) if place == 0 else cell.rjust(widths[place] + GAP) for place, cell in enumerate(row)
+        ).rstrip()
+        if row
+        else ""
+        for row in lines
+    ]
+    return "\n".join([*text, "", *_footer(results)])
+
+
+def as_json(results: Sequence[tuple[Result, Figures]]) -> str:
+    """All numbers, null where nothing was measured."""
+    document = [
+        {
+            "config": result.name,
+            "load": result.load,
+            "profile": _of_profile(result.profile),
+            "num_blocks": result.num_blocks,
+            "notices": list(result.notices),
+            "figures": {key: None if math.isnan(value) else value for key, value in figures.items()},
+        }
+        for result, figures in results
+    ]
+    return json.dumps(document, indent=1)
+
+
+def mark(profile: Profile) -> str:
+    """What every output says of where its times come from."""
+    if profile.measured:
+        return f"times of {profile.name}: {profile.source}"
+    return f"NOT MEASURED: times of {profile.name} are figures of {profile.source}"
+
+
+def _of_profile(profile: Profile) -> dict[str, Any]:
+    return {"name": profile.name, "source": profile.source, "measured": profile.measured}
+
+
+def _row(title: str, cells: Sequence[str]) -> list[str]:
+    return [title, *cells]
+
+
+def _line(title: str, key: str, results: Sequence[tuple[Result, Figures]]) -> list[str]:
+    return [title, *(number(key, figures.get(key, math.nan)) for _, figures in results)]
+
+
+def number(key: str, value: float) -> str:
+    """A number as people read it, by what it is."""
+    name = key.rpartition(".")[2]
+    if math.isnan(value):
+        return "-"
+    if name in _WHOLE:
+        return f"{value:,.0f}"
+    if name in _SHARES:
+        return f"{value:.3f}" if name == "fairness" else f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _class_names(results: Sequence[tuple[Result, Figures]]) -> list[str]:
+    classes = {each.request_class.name: each.request_class.rank for result, _ in results for each in result.outcomes}
+    return sorted(classes, key=lambda name: classes[name])
+
+
+def _footer(results: Sequence[tuple[Result, Figures]]) -> list[str]:
+    lines = dict.fromkeys(mark(result.profile) for result, _ in results)
+    for result, _ in results:
+        lines |= dict.fromkeys(f"{result.name}: {notice}" for notice in result.notices)
+        reasons = dict.fromkeys(each.error for each in result.outcomes if each.error)
+        if reasons:
+            first = shorten(next(iter(reasons)))
+            lines[f"{result.name}: first of {len(reasons)} reasons why requests were not answered: {first}"] = None
+    return list(lines)

@@ -1,0 +1,282 @@
+"""One load under one configuration: the shipping door, scheduler, blocks and engines; WorkAgents and time are virtual.
+
+Engines of several replicas each have their own time: the one that is farthest behind goes on, and knows of the world
+what has happened up to where the others are. So a request may come to a replica of several up to a step late; with one
+replica nothing is early or late.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.caller import Caller
+from llm_serving.core.request_class import class_of
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
+from llm_serving.models.spec import ModelSpec
+from llm_serving.whatif.load import Asked, Load, Stream
+from llm_serving.whatif.outcome import Outcome
+from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.tally import Tally
+from llm_serving.whatif.timeline import EngineClock, Timeline, VirtualLoop
+from llm_serving.whatif.virtual_agent import END_TOKEN
+from llm_serving.whatif.virtual_replica import NO_TOKENIZER, Parts, VirtualReplica
+
+
+class ContradictionError(LLMServingError):
+    """The simulation breaks a law of the scheduler; the text has the seed that shows it."""
+
+
+@dataclass
+class Result:
+    """What came of a load."""
+
+    name: str
+    """Of the configuration."""
+    load: str
+    profile: Profile
+    outcomes: list[Outcome]
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Computed by all steps, prompts included."""
+    busy_share: float = 0.0
+    """Of the time, in which WorkAgents computed."""
+    preemptions: int = 0
+    bound_violations: int = 0
+    block_use: list[tuple[float, float]] = field(default_factory=list)
+    """(time, share of the blocks of all replicas in use), a sample every few steps."""
+    num_blocks: int = 0
+    """Of each replica."""
+    notices: tuple[str, ...] = ()
+
+
+class Simulation:
+    """A configuration, a load and a profile, played once.
+
+    Args:
+        config: Any that `load_config` reads; its model need not be there.
+        load: What comes.
+        profile: What takes how long.
+        seed: Of what the profile leaves to chance.
+        name: Of the configuration, in what is printed.
+
+    Raises:
+        ConfigError: The load names a class that the configuration has not, or nothing tells how many blocks there are.
+    """
+
+    def __init__(self, config: ServingConfig, load: Load, profile: Profile, seed: int = 1, name: str = "") -> None:
+        notices, window = tuple(_notices(config)), _window(config)
+        self._config = config = _simulated(config)
+        self._load, self._profile, self._seed = load, profile, seed
+        self._timeline = Timeline()
+        self._loop = VirtualLoop(self._timeline)
+        self._loop_free_s = 0.0
+        """When the event loop has time for what comes next."""
+        requests = [request for stream in load.streams for request in stream.requests]
+        _check_classes(config, requests)
+        lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
+        self._numbers = {id(request): number for number, request in enumerate(requests)}
+        self._tally = Tally(config, self._timeline)
+        spec: Any = SimpleNamespace(vocab_size=load.vocab_size, eos_token_ids=(END_TOKEN,))
+        self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
+        self._result = Result(name, load.name, profile, [], notices=notices)
+        parts = Parts(config, profile, lengths.reshape(-1, 2), load.vocab_size, window, seed, self._tally)
+        self._replicas = [VirtualReplica(self, parts, index) for index in range(len(config.serving.agent_ports))]
+        self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
+        self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
+        """By id of a request: what becomes of it, and who is told of its end."""
+
+    def run(self) -> Result:
+        """Plays the load to its end.
+
+        Raises:
+            ContradictionError: A law of the scheduler is broken.
+        """
+        for stream in self._load.streams:
+            self._begin(stream)
+        try:
+            while (replica := self._next()) is not None:
+                replica.step()
+            self._check_end()
+        except AssertionError as error:
+            raise ContradictionError(f"seed {self._seed}: {error or 'blocks or places are not conserved'}") from error
+        return self._finish()
+
+    def _next(self) -> VirtualReplica | None:
+        """The replica that is farthest behind of those with something to do."""
+        while True:
+            replica = min(self._replicas, key=lambda each: each.wakes)
+            if self._timeline.next <= replica.wakes and self._timeline.next < math.inf:
+                self._timeline.run_until(self._timeline.next)
+                continue
+            if replica.wakes == math.inf:
+                return None
+            return replica
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, stream: Stream) -> None:
+        if stream.concurrency is None:
+            for request in stream.requests:
+                self._send(request, request.due_s, _nobody)
+            return
+        rest = iter(stream.requests)
+
+        def ask(now: float) -> None:
+            if (request := next(rest, None)) is not None:
+                self._send(request, now, ask)
+
+        for _ in range(stream.concurrency):
+            ask(stream.requests[0].due_s if stream.requests else 0.0)
+
+    def _send(self, request: Asked, time: float, done: Callable[[float], None]) -> None:
+        request_class = class_of(request.priority_in(self._config.request_classes), self._config.request_classes)
+        num_wanted = min(request.num_output_tokens, request.max_tokens)
+        outcome = Outcome(
+            request.stream, request_class, request.tenant, len(request.prompt_token_ids), num_wanted, time
+        )
+        self._result.outcomes.append(outcome)
+        self._knock(request, outcome, time, done)
+
+    def _knock(self, request: Asked, outcome: Outcome, time: float, done: Callable[[float], None]) -> None:
+        """The request reaches the event loop, and when that has read it, the door."""
+
+        def read() -> None:
+            at = self._take_loop(self._profile.request_s)
+            self._timeline.at(at, lambda: self._ask(request, outcome, done))
+
+        self._timeline.at(time + self._profile.client_s, read)
+
+    def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
+        now, number = self._timeline.now, self._numbers[id(request)]
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens, seed=number, ignore_eos=request.ignore_eos, detokenize=False
+        )
+        caller = Caller(
+            priority=request.priority_in(self._config.request_classes),
+            tenant=request.tenant,
+            deadline=None if request.timeout_s is None else outcome.due_s + request.timeout_s,
+        )
+        try:
+            stream = self._master.generate(request.prompt_token_ids, sampling, caller, request_id=str(number))
+        except CapacityError as error:
+            if outcome.num_retries < self._load.retries and error.retry_after is not None:
+                outcome.num_retries += 1
+                self._knock(request, outcome, now + error.retry_after, done)
+                return
+            self._end(outcome, now, "refused", str(error), done)
+        except RequestError as error:
+            self._end(outcome, now, "refused", str(error), done)
+        else:
+            self._open[stream.request_id] = outcome, done
+            for replica in self._replicas:
+                replica.wake(now)
+
+    def _end(self, outcome: Outcome, time: float, finish: str, error: str, done: Callable[[float], None]) -> None:
+        outcome.end_s, outcome.finish, outcome.error = time + self._profile.client_s, finish, error
+        done(outcome.end_s)
+
+    def _take_loop(self, seconds: float) -> float:
+        """Has the event loop work so long as soon as it can; returns when that is done."""
+        self._loop_free_s = max(self._loop_free_s, self._timeline.now) + seconds
+        return self._loop_free_s
+
+    def _deliver(self, pieces: list[RequestOutput], publish: Publish) -> None:
+        """On the event loop: pieces go to their clients, one after the other."""
+        publish(pieces)
+        for piece in pieces:
+            outcome, done = self._open[piece.request_id]
+            arrives = self._take_loop(self._profile.token_s) + self._profile.client_s
+            outcome.token_times_s += [arrives] * len(piece.token_ids)
+            if piece.finish_reason is not None:
+                del self._open[piece.request_id]
+                finish, error = piece.finish_reason.value, piece.error or ""
+                at = arrives - self._profile.client_s
+                self._timeline.at(arrives, functools.partial(self._end, outcome, at, finish, error, done))
+
+    # --- what replicas need -----------------------------------------------------------------------------------------
+
+    def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
+        return self._master.replicas.drive(index, make, self._loop)
+
+    def now_steps(self, clock: EngineClock) -> None:
+        self._loop.clock = clock
+
+    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish) -> None:
+        self._timeline.at(time, lambda: self._deliver(pieces, publish))
+
+    def let_happen(self, time: float, clock: EngineClock) -> None:
+        others = (each.wakes for each in self._replicas if each.clock is not clock)
+        self._timeline.run_until(min([time, *others]))
+        self._loop.clock = clock
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        assert not self._open, f"{len(self._open)} requests wait for ever"
+        for replica in self._replicas:
+            replica.check_end()
+
+    def _finish(self) -> Result:
+        result, replicas, tally = self._result, self._replicas, self._tally
+        span = max((each.end_s for each in result.outcomes), default=0.0)
+        result.num_steps = sum(each.engine.num_steps for each in replicas)
+        result.num_tokens, result.block_use = tally.num_tokens, tally.block_use
+        spans = [part for each in replicas for part in each.agent.spans if part[0] < span]
+        result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))
+        result.preemptions, result.bound_violations = tally.num_preempted, tally.num_violations
+        for replica in replicas:
+            replica.engine.close()
+        return result
+
+
+def _simulated(config: ServingConfig) -> ServingConfig:
+    """The configuration without what touches files, and without a model's own limits on what is asked."""
+    return replace(
+        config,
+        scheduler=replace(config.scheduler, record_path=None, speculative_method="none"),
+        serving=replace(config.serving, explain_requests=0, request_log="none", batch_path=None),
+        model=replace(config.model, model_path=None, end_token=None),
+    )
+
+
+def _window(config: ServingConfig) -> int | None:
+    path = config.model.model_path
+    return None if path is None else ModelSpec.from_folder(path).window
+
+
+def _notices(config: ServingConfig) -> Iterator[str]:
+    """What of the configuration is not simulated."""
+    if config.scheduler.speculative_method != "none":
+        yield "speculative_method is not simulated: how often guesses are right depends on the texts"
+
+
+def _check_classes(config: ServingConfig, requests: list[Asked]) -> None:
+    known = {each.name for each in config.request_classes}
+    for name in {each.class_name for each in requests if each.class_name is not None} - known:
+        raise ConfigError(f"the load asks for class `{name}`; the configuration has {', '.join(sorted(known))}")
+
+
+def _ends_after(request: Asked) -> int:
+    """Tokens of an answer after which the model ends it, if nothing else does before."""
+    return request.num_output_tokens if request.num_output_tokens < request.max_tokens else request.max_tokens + 1
+
+
+def _never_opened(index: int, publish: Publish, on_progress: Callable[[str], None]) -> AbstractContextManager[Engine]:
+    raise NotImplementedError("replicas of a simulation are driven by it")
+
+
+def _nobody(now: float) -> None:
+    """Nobody waits for the end of a request."""

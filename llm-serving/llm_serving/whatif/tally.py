@@ -1,0 +1,28 @@
+"""What a simulation counts of its steps."""
+
+from __future__ import annotations
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock
+from llm_serving.observe.metrics import Metrics
+
+
+class Tally(Metrics):
+    """Metrics that keep what a result tells of steps, in place of histograms."""
+
+    def __init__(self, config: ServingConfig, clock: Clock) -> None:
+        super().__init__(config.model.model_name, config.request_classes)
+        self.num_tokens = self.num_preempted = self.num_violations = 0
+        self.block_use: list[tuple[float, float]] = []
+        """(time, share of a replica's blocks in use) after each step."""
+        self._clock = clock
+
+    def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
+        self.num_tokens += num_tokens
+        self.block_use.append((self._clock(), kv_usage))
+
+    def preempted(self, n: int = 1) -> None:
+        self.num_preempted += n
+
+    def bound_violated(self, n: int = 1) -> None:
+        self.num_violations += n

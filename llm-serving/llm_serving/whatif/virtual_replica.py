@@ -1,0 +1,140 @@
+"""One replica of a simulation: a shipping engine, a virtual WorkAgent, and the time of its thread."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.step import Int32Array
+from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.replica import build_engine
+from llm_serving.errors import ConfigError
+from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.tally import Tally
+from llm_serving.whatif.timeline import EngineClock
+from llm_serving.whatif.virtual_agent import END_TOKEN, VirtualAgent
+
+CHECK_EVERY: Final = 256
+"""Steps between two looks at all blocks and places; bounds are watched at every one."""
+LEAST_SLEEP_S: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all replicas of a simulation have in common."""
+
+    config: ServingConfig
+    profile: Profile
+    lengths: Int32Array
+    """[requests, 2]: tokens of each prompt and of its answer."""
+    vocab_size: int
+    window: int | None
+    """Tokens that every layer of the model sees at most; None: one sees all."""
+    seed: int
+    tally: Tally
+
+
+class World(Protocol):
+    """What a replica knows of the simulation it is part of."""
+
+    def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
+        """Has the master serve with an engine."""
+
+    def let_happen(self, time: float, clock: EngineClock) -> None:
+        """Lets the world go on to a time, as far as the other engines have come."""
+
+    def now_steps(self, clock: EngineClock) -> None:
+        """Whatever engines ask of the event loop from now on is asked by the one with this clock."""
+
+    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish) -> None:
+        """Has the event loop pass pieces on at a time."""
+
+
+class VirtualReplica:
+    """Steps when it is told to; `wakes` says from when on."""
+
+    def __init__(self, world: World, parts: Parts, index: int) -> None:
+        self.clock = EngineClock()
+        self.wakes = math.inf
+        """When it goes on; infinite while it has nothing to do."""
+        self._world = world
+        config, profile = parts.config, parts.profile
+        self.agent = VirtualAgent(
+            profile,
+            self.clock,
+            lambda time: world.let_happen(time, self.clock),
+            parts.lengths,
+            parts.vocab_size,
+            random.Random(f"{parts.seed} {index}"),
+        )
+        num_blocks = config.pa.num_blocks or profile.num_blocks
+        if num_blocks is None:
+            raise ConfigError("pa_config.num_blocks must be given: the profile does not tell how many blocks there are")
+
+        def make(publish: Publish) -> Engine:
+            return build_engine(
+                config,
+                num_blocks,
+                self.agent,
+                NO_TOKENIZER,
+                parts.tally,
+                lambda pieces: world.publish_at(self.clock.now, pieces, publish),
+                index,
+                config.pa.num_swap_blocks,
+                parts.window,
+                clock=self.clock,
+            )
+
+        self.engine = world.drive(index, make)
+        self._num_since_check = 0
+
+    def wake(self, now: float) -> None:
+        """Something may have come into its inbox."""
+        if self.wakes > now and self.engine.num_waiting:
+            self.clock.reach(now)
+            self.wakes = self.clock.now
+
+    def step(self) -> None:
+        """Lets its engine do what it does until it would sleep or look again.
+
+        Raises:
+            AssertionError: A block or a request is where it cannot be, or nothing moves.
+        """
+        self.clock.reach(self.wakes)
+        self._world.now_steps(self.clock)
+        if self.engine.step():
+            self.wakes = self.clock.now
+            self._num_since_check += 1
+            if self._num_since_check == CHECK_EVERY:
+                self.check()
+            return
+        idle_s = self.engine.idle_s
+        assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
+        self.wakes = math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S)
+
+    def check(self) -> None:
+        """Raises AssertionError when a block or a request is where it cannot be."""
+        self._num_since_check = 0
+        self.engine.scheduler.check_integrity()
+
+    def check_end(self) -> None:
+        """Raises AssertionError unless all have ended and given everything back."""
+        self.check()
+        scheduler = self.engine.scheduler
+        assert not scheduler.has_unfinished_requests, "a request has not ended"
+        pools = scheduler.blocks.pool, scheduler.blocks.host_pool
+        assert not any(pool.num_used_blocks for pool in pools), "blocks are not given back"
+
+
+class _NoTokenizer:
+    """For engines that make no text."""
+
+    eos_token_ids = (END_TOKEN,)
+
+
+NO_TOKENIZER: Any = _NoTokenizer()
