@@ -122,7 +122,7 @@ def _spec(config: ServingConfig) -> ModelSpec:
     return ModelSpec.from_folder(config.model.model_path)
 
 
-def _peak_bytes(pid: int) -> int:
+def _peak_bytes(pid: int | None) -> int:
     """The most that a process had resident at once, pages of mapped files included."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from collections import Counter, deque
@@ -111,7 +110,6 @@ class SimulatedAgent:
             self._write_end.close()
             self._mapping.close()
             self.buffers.close()
-            os.close(self.buffers.fd)
             self._mapping = None
         self._dead = True
 
@@ -159,7 +157,7 @@ class SimulatedAgent:
     def _allowed(self, step: RunStep) -> AllowedTokens:
         message = self._unread.popleft()
         assert isinstance(message, Allow) and message.step == step.step
-        arrays = self._mapping.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+        arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)
 
     def _step(self, message: RunStep, fate: str) -> None:

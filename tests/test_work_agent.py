@@ -14,6 +14,7 @@ import pytest
 from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
 from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
 from llm_serving.executor.supervisor import load_settings
@@ -100,13 +101,13 @@ class Master:
 
     def run(self, step, announce_ending=False):
         buffer = step.step % self.settings.num_buffers
-        layout = self.buffers.write(buffer, step_arrays(step))
+        layout = self.buffers.write(buffer, step_arrays(step)).layout
         self.channel.send(RunStep(step.step, buffer, layout, announce_ending, step.allowed_follow))
         return layout
 
     def allow(self, number, behind, allowed):
         buffer = number % self.settings.num_buffers
-        self.channel.send(Allow(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind)))
+        self.channel.send(Allow(number, self.buffers.write(buffer, allowed_arrays(number, allowed), behind).layout))
 
     def receive(self):
         return self.channel.receive(DEADLINE_S)
@@ -116,7 +117,6 @@ class Master:
         self.end.exception(DEADLINE_S)
         self._agent_channel.close()
         self.buffers.close()
-        os.close(self.buffers.fd)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ class TestSteps:
     def test_a_step_with_a_missing_array_ends_it(self, start):
         master = start()
         master.load()
-        layout = master.buffers.write(0, [np.zeros(3, np.int32)])
+        layout = master.buffers.write(0, [np.zeros(3, np.int32)]).layout
         master.channel.send(RunStep(0, 0, layout))
         with pytest.raises(ProtocolError, match=r"a step has \d+ arrays; 1 arrived"):
             master.end.result(DEADLINE_S)
@@ -338,7 +338,7 @@ class TestSteps:
 class TestHandshake:
     def test_the_master_is_welcomed(self, start):
         master = start()
-        assert master.greet() == Welcome(PROTOCOL_VERSION, os.getpid())
+        assert master.greet() == Welcome(PROTOCOL_VERSION, os.getpid(), package_image())
 
     @pytest.mark.parametrize("first", [Hello(PROTOCOL_VERSION - 1), Hello(PROTOCOL_VERSION + 1), Shutdown()])
     def test_one_of_another_version_is_told_and_ends_it(self, start, first):

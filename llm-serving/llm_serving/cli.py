@@ -10,6 +10,7 @@ from typing import Final
 from llm_serving.commands import (
     background,
     chat,
+    cluster,
     config,
     convert,
     export,
@@ -41,6 +42,7 @@ COMMANDS: Final = (
     timeline,
     whatif,
     chat,
+    cluster,
     config,
     hash_key,
     version,

@@ -12,6 +12,9 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.given_up import GivenUp
+from llm_serving.executor.placement import Placement
+from llm_serving.executor.places import open_placement
+from llm_serving.executor.same_bits import SameBits
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.hub.progress import Progress
@@ -34,7 +37,8 @@ def run(config: ServingConfig) -> int:
         WorkerDiedError: No WorkAgent could be started.
         NoWorkAgentsError: All have used up their restarts, and the configuration has the server end then.
     """
-    return serve(build(config))
+    with open_placement(config) as placement:
+        return serve(build(config, placement))
 
 
 def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCounts:
@@ -49,20 +53,23 @@ def run_batch(config: ServingConfig, source: Path, target: Path) -> RequestCount
             bar.total = counts.total or None
             bar.update(counts.completed + counts.failed - bar.n)
 
-        return asyncio.run(run_file(build(config), source, target, show))
+        with open_placement(config) as placement:
+            return asyncio.run(run_file(build(config, placement), source, target, show))
 
 
-def build(config: ServingConfig) -> AsyncEngine:
+def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     """The engine of a configuration, not started."""
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
     metrics = Metrics(config.model.model_name, config.request_classes)
+    same_bits = SameBits()
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            return start_work_agent(config, index, on_progress, like, timeout_s, given_up)
+            agent = start_work_agent(config, index, on_progress, like, timeout_s, given_up, placement)
+            return same_bits.agreed(agent)
 
         serving, given_up = config.serving, GivenUp()
         executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts, given_up=given_up)

@@ -1,6 +1,6 @@
 """A process that owns one device: loads the model, runs steps strictly in the order they arrive.
 
-Started by the master with `python -m llm_serving.work_agent`.
+Started with `python -m llm_serving.work_agent`: by the master on its own machine, else by an `AgentHost`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,27 @@ import argparse
 import contextlib
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Final
 
+from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens
-from llm_serving.errors import ChannelClosedError, LLMServingError, ProtocolError, TransportError
+from llm_serving.errors import ChannelClosedError, ConfigError, LLMServingError, ProtocolError, TransportError
 from llm_serving.log import configure_logging, get_logger
-from llm_serving.transport.channel import Channel
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
+from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.connections import notice_silence
+from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     Allow,
+    Arrived,
     Failed,
     Hello,
     Loaded,
@@ -40,29 +48,71 @@ from llm_serving.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
+CONNECT_S: Final = 30.0
+"""To reach the master of another machine."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     configure_logging(args.log_level, f"work_agent {args.index}")
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
-    channel: Channel[MasterMessage] = Channel(socket.socket(fileno=args.socket_fd), MasterMessage)  # type: ignore[arg-type]
     try:
-        serve(channel, args.memory_fd)
+        if args.connect is None:
+            serve(_channel(socket.socket(fileno=args.socket_fd)), args.memory_fd)
+        else:
+            serve(connect(args.connect, args.token, args.secret_file))
     except ChannelClosedError:
         logger.info("the master is gone")
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
     except TransportError as error:
         logger.error("the channel broke: %s", error)
         return 1
     return 0
 
 
-def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
-    """Greets the master, loads the model that it names, then answers its steps until it says Shutdown."""
+def connect(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
+    """Comes in at a master on another machine.
+
+    Args:
+        address: HOST:PORT of the master.
+        token: Tells it which start this is.
+        secret_file: With the secret of the cluster.
+
+    Raises:
+        ConfigError: The secret cannot be read, or is not the master's.
+        ChannelClosedError: The master is not there, or expects nobody of this token.
+    """
+    identity = ClusterIdentity(read_secret(secret_file))
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), CONNECT_S)
+        secured = identity.of_work_agent().wrap_socket(connection)
+        notice_silence(secured)
+    except ssl.SSLError as error:
+        raise ConfigError(f"the master at {address} has another secret than {secret_file}: {error}") from error
+    except OSError as error:
+        raise ChannelClosedError(f"no master at {address}: {error}") from error
+    channel = _channel(secured)
+    channel.send(Arrived(token))
+    return channel
+
+
+def _channel(connection: socket.socket) -> Channel[MasterMessage]:
+    return Channel(connection, MasterMessage)  # type: ignore[arg-type]
+
+
+def serve(channel: Channel[MasterMessage], memory_fd: int | None = None) -> None:
+    """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
+
+    The arrays of steps are in the memory file, or, without one, in their frames.
+    """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
         channel.send(Failed(f"expected Hello of version {PROTOCOL_VERSION}, got {str(hello)[:100]}"))
         return
-    channel.send(Welcome(PROTOCOL_VERSION, os.getpid()))
+    channel.send(Welcome(PROTOCOL_VERSION, os.getpid(), package_image()))
     settings = channel.receive()
     if not isinstance(settings, LoadModel):
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
@@ -77,10 +127,15 @@ def serve(channel: Channel[MasterMessage], memory_fd: int) -> None:
         channel.send(Failed(f"the model cannot be loaded: {error}"))
         return
     channel.send(Loaded(runner.kv_tensors.num_blocks, runner.kv_tensors.num_swap_blocks, notice, runner.computed_by))
-    buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
+    buffers: SharedBuffers | InlineArrays
+    if memory_fd is not None:
+        buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
+    else:
+        buffers = InlineArrays(settings.num_buffers)
+        channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
     for message in _steps(channel):
         try:
-            arrays = buffers.read(message.buffer, message.layout)
+            arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
             _announce_ending(runner, channel, message)
             output = runner.execute(step, partial(_allowed, channel, buffers, message))
@@ -109,7 +164,7 @@ def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:
             yield message
 
 
-def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers, step: RunStep) -> AllowedTokens:
+def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep) -> AllowedTokens:
     """Waits until the master tells which tokens the step may choose.
 
     Raises:
@@ -123,7 +178,7 @@ def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers, step: RunS
         raise ChannelClosedError("the master ends")
     if not isinstance(message, Allow) or message.step != step.step:
         raise ProtocolError(f"expected what step {step.step} may choose, got {str(message)[:100]}")
-    arrays = buffers.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+    arrays = buffers.read(step.buffer, message.layout, message.content, behind=step.layout)
     return allowed_from_arrays(step.step, arrays)
 
 
@@ -137,8 +192,11 @@ def _end_with_the_master() -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m llm_serving.work_agent", description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="index of this WorkAgent, for its log lines")
-    parser.add_argument("--socket-fd", type=int, required=True, help="socket to the master, inherited from it")
-    parser.add_argument("--memory-fd", type=int, required=True, help="memory file of the step buffers, inherited too")
+    parser.add_argument("--socket-fd", type=int, help="socket to the master, inherited from it")
+    parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited too")
+    parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")
+    parser.add_argument("--token", help="tells that master which start this is")
+    parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from factories import create_request
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.executor import supervisor
+from llm_serving.executor import placement
 from raising_work_agent import POISON
 from real_replica import RealReplica
 
@@ -31,15 +30,15 @@ def shipping() -> Iterator[RealReplica]:
 
 @pytest.fixture(scope="module")
 def raising() -> Iterator[RealReplica]:
-    popen = subprocess.Popen
+    popen = placement.LocalProcess
 
-    def start_the_other(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
         python, *module, arguments = command[0], *command[1:3], command[3:]
         assert module == ["-m", "llm_serving.work_agent"]
         return popen([python, raising_work_agent.__file__, *arguments], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor.subprocess, "Popen", start_the_other)
+        patch.setattr(placement, "LocalProcess", start_the_other)
         yield from running()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from dataclasses import fields, replace
@@ -58,7 +57,7 @@ class Agent:
         """What the newest step may choose."""
         message, step = self.channel.receive(10.0), self._newest
         assert isinstance(message, Allow)
-        arrays = self._mapping.read(step.buffer, (*step.layout, *message.layout))[len(step.layout) :]
+        arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)
 
     def reply(self, step, *token_ids):
@@ -69,7 +68,6 @@ class Agent:
         self._master_channel.close()
         self._mapping.close()
         self._buffers.close()
-        os.close(self._buffers.fd)
 
 
 @pytest.fixture

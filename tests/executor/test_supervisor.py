@@ -13,50 +13,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+import stand_in_work_agent
 from fake_runner import expected_output
 from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import supervisor
+from llm_serving.executor import placement
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import load_settings, start_work_agent
+from stand_in_work_agent import LOADS_FOR_EVER
 from step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
-LOADS_FOR_EVER = 7
-"""A device."""
-WORK_AGENT = """
-import signal, sys, types
-from fake_runner import FakeRunner
-from llm_serving.errors import ConfigError
-
-def load_runner(settings, on_progress):
-    on_progress(f"compiling for {settings.device_target}")
-    if settings.device_id == 7:
-        signal.pause()
-    if settings.num_blocks == 1:
-        raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
-    runner = FakeRunner(8, 4, settings.num_swap_blocks)
-    runner.num_compilations = 1
-    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks)
-    return runner, ""
-
-loading = types.ModuleType("llm_serving.worker.loading")
-loading.load_runner = load_runner
-model_runner = types.ModuleType("llm_serving.worker.model_runner")
-model_runner.ModelRunner = FakeRunner
-sys.modules |= {module.__name__: module for module in (loading, model_runner)}  # they would import MindSpore
-from llm_serving.work_agent import main
-sys.exit(main(sys.argv[3:]))  # after "-m llm_serving.work_agent"
-"""
 
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
     """Every process that was started; their pipes are closed at last."""
-    processes, spawn = [], supervisor._spawn
-    monkeypatch.setattr(supervisor, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
+    processes, spawn = [], placement._spawn
+    monkeypatch.setattr(placement, "_spawn", lambda *args: processes.append(spawn(*args)) or processes[-1])
     yield processes
     for process in processes:
         process.kill()
@@ -77,12 +53,10 @@ def run_instead(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def run_stand_in(run_instead, monkeypatch, tmp_path):
+def run_stand_in(run_instead, monkeypatch):
     """Makes every WorkAgent process a real one but for its model."""
-    script = tmp_path / "work_agent.py"
-    script.write_text(WORK_AGENT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *filter(None, sys.path)]))
-    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"')
+    run_instead(f'exec {shlex.quote(sys.executable)} {shlex.quote(stand_in_work_agent.__file__)} "$@"')
 
 
 def a_config(num_blocks=None):

@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ def buffers():
     shared = SharedBuffers.create(2, 1024)
     yield shared
     shared.close()
-    os.close(shared.fd)
 
 
 def test_the_other_mapping_sees_what_was_written(buffers) -> None:
     arrays = [np.arange(5, dtype=np.int32), np.ones((2, 3), np.float32), np.array([2**63], np.uint64)]
-    layout = buffers.write(1, arrays)
+    layout = buffers.write(1, arrays).layout
     other = SharedBuffers(buffers.fd, 2, buffers.buffer_bytes)
     for array, view in zip(arrays, other.read(1, layout), strict=True):
         np.testing.assert_array_equal(array, view)
@@ -27,28 +25,29 @@ def test_the_other_mapping_sees_what_was_written(buffers) -> None:
 
 def test_buffers_do_not_overlap(buffers) -> None:
     full = np.arange(256, dtype=np.int32)
-    layout = buffers.write(0, [full])
+    layout = buffers.write(0, [full]).layout
     buffers.write(1, [full + 1000])
     np.testing.assert_array_equal(buffers.read(0, layout)[0], full)
 
 
 def test_arrays_start_at_multiples_of_64_bytes(buffers) -> None:
-    layout = buffers.write(0, [np.zeros(1, np.int32), np.zeros(1, np.int32)])
+    layout = buffers.write(0, [np.zeros(1, np.int32), np.zeros(1, np.int32)]).layout
     first, second = buffers.read(0, layout)
     assert second.ctypes.data - first.ctypes.data == 64
 
 
 def test_arrays_behind_others_leave_these_as_they_are(buffers) -> None:
-    layout = buffers.write(0, [np.arange(17, dtype=np.int32), np.ones(1, np.float32)])
-    more = buffers.write(0, [np.full(3, 7, np.uint64)], behind=layout)
-    first, second, third = buffers.read(0, (*layout, *more))
+    layout = buffers.write(0, [np.arange(17, dtype=np.int32), np.ones(1, np.float32)]).layout
+    more = buffers.write(0, [np.full(3, 7, np.uint64)], behind=layout).layout
+    first, second = buffers.read(0, layout)
+    (third,) = buffers.read(0, more, behind=layout)
     assert (first.tolist(), second.tolist(), third.tolist()) == ([*range(17)], [1.0], [7, 7, 7])
     with pytest.raises(ProtocolError, match="exceed the buffer of 1024 bytes"):
         buffers.write(0, [np.zeros(210, np.int32)], behind=layout)
 
 
 def test_empty_arrays_keep_their_shape(buffers) -> None:
-    layout = buffers.write(0, [np.zeros((0, 7), np.int32)])
+    layout = buffers.write(0, [np.zeros((0, 7), np.int32)]).layout
     assert buffers.read(0, layout)[0].shape == (0, 7)
 
 

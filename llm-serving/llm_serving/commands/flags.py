@@ -59,7 +59,7 @@ FLAGS: Final = (
 
 _ONE_DEVICE: Final = (
     "a WorkAgent computes the whole model on one device; for several replicas beside each other give "
-    "`--set serving_config.agent_ports=[16002,16003]` as many entries"
+    "`--set cluster_config.replicas=N`"
 )
 
 REFUSED: Final = (
@@ -67,7 +67,7 @@ REFUSED: Final = (
     Refused("-tp", _ONE_DEVICE, ("1",)),
     Refused("--pipeline-parallel-size", _ONE_DEVICE, ("1",)),
     Refused("-pp", _ONE_DEVICE, ("1",)),
-    Refused("--data-parallel-size", "give `--set serving_config.agent_ports=[16002,16003]` an entry a replica", ("1",)),
+    Refused("--data-parallel-size", "give `--set cluster_config.replicas=N`", ("1",)),
     Refused("--gpu-memory-utilization", "say how much: `--set device_config.max_device_memory=8GB`"),
     Refused("--kv-cache-memory-bytes", "give blocks: `--set pa_config.num_blocks=N`"),
     Refused("--swap-space", "give blocks: `--set pa_config.num_swap_blocks=N`"),

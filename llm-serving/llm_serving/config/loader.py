@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.checks import check_model, check_sections
+from llm_serving.config.cluster_checks import SECRET_FILE, check_cluster
 from llm_serving.config.device_checks import check_device
 from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
@@ -109,6 +110,7 @@ def load_config(
     check_sections(values, spec)
     check_device(values, spec, mindformers)
     check_graph_engine(values)
+    check_cluster(values)
     check_rows(values, reading.tables)
     return values.build(reading.tables)
 
@@ -232,7 +234,7 @@ def _use_checkpoint(values: Values, file: MindFormersFile) -> None:
 def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     """Make paths absolute, name the model, and read its config.json."""
     graphs = (MINDIR_PATH, MINDIR_INI) if values.is_given(MINDIR_PATH) else ()
-    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE, *graphs):
+    for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE, SECRET_FILE, *graphs):
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
     path = values[MODEL_PATH]

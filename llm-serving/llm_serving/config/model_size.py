@@ -70,10 +70,10 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.device.device_target != "CPU":
             return True, "as the device's memory allows; device_config.max_device_memory is not given"
         free = psutil.virtual_memory().available
-        limit = int(free * SHARE_OF_FREE_MEMORY / len(config.serving.agent_ports))
+        limit = int(free * SHARE_OF_FREE_MEMORY / config.num_replicas)
         source = f"{SHARE_OF_FREE_MEMORY:.0%} of {readable_size(free)} free here"
-        if len(config.serving.agent_ports) > 1:
-            source += f", for each of {len(config.serving.agent_ports)} WorkAgents"
+        if config.num_replicas > 1:
+            source += f", for each of {config.num_replicas} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
     tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token

@@ -36,11 +36,13 @@ from llm_serving.config.rules import (
     url,
 )
 from llm_serving.core.choices import (
+    EngineName,
     ExactnessName,
     JsonWhitespaceName,
     OrderName,
     PolicyName,
     QuantizationName,
+    SpreadName,
     ToolFormatName,
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
@@ -548,6 +550,37 @@ class QuantConfig:
         return None if self.quantization is None else Quantization(QuantizationName(self.quantization), self.group_size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Section `cluster_config`: the machines that WorkAgents run on."""
+
+    engine: str = option(EngineName.LOCAL.value, choice(tuple(EngineName)))
+    """Who starts WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
+    'llm-serving[ray]'`); steps then travel by TCP under TLS."""
+
+    address: str | None = option(None, text())
+    """Of the Ray cluster, as in "10.0.0.1:6379"; `auto` finds one that runs on this machine. None: the master starts
+    Ray on its own machine, for itself."""
+
+    replicas: int | None = option(None, integer(1, 4096))
+    """WorkAgents, a replica of the model each. None: as many as `serving_config.agent_ports` has entries."""
+
+    cpus_per_replica: int | None = option(None, integer(1, 4096))
+    """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:
+    `device_config.num_threads`, or this machine's cores shared between the replicas."""
+
+    placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)))
+    """`spread`: WorkAgents on as many machines as there are. `pack`: on as few as will do."""
+
+    master_host: str | None = option(None, text())
+    """Address of this machine that WorkAgents connect to. None: the one Ray knows it by; where the master started Ray,
+    127.0.0.1."""
+
+    secret_file: Path | None = option(None, path())
+    """File with the cluster's secret, at least 32 characters, at this path on every machine: who has it is let in, and
+    nobody else. Must be given with `address`. None: the master makes one for as long as it lives."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """One row of `api_keys`: a tenant, who shows a key."""
@@ -588,11 +621,17 @@ class ServingConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     api_keys: tuple[ApiKey, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     hub_model: HubModel | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """WorkAgents."""
+        return self.cluster.replicas or len(self.serving.agent_ports)
 
 
 SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
@@ -602,6 +641,7 @@ SECTIONS: Final[Mapping[str, tuple[str, type]]] = {
     "scheduler_config": ("scheduler", SchedulerConfig),
     "device_config": ("device", DeviceConfig),
     "quant_config": ("quant", QuantConfig),
+    "cluster_config": ("cluster", ClusterConfig),
 }
 """YAML section -> attribute of `ServingConfig`, dataclass."""
 

@@ -24,6 +24,20 @@ class OrderName(enum.StrEnum):
     DEADLINE = "deadline"
 
 
+class EngineName(enum.StrEnum):
+    """Who starts WorkAgents: `executor.placement`."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+class SpreadName(enum.StrEnum):
+    """How WorkAgents are put on the machines of a cluster."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
 class QuantizationName(enum.StrEnum):
     """In how many bits weights and the rows they multiply are kept: `network.coded`."""
 

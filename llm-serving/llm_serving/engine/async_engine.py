@@ -90,7 +90,7 @@ class AsyncEngine:
         self.metrics = metrics
         self.clock = clock
         self._requests = OpenRequests()
-        self.replicas = Replicas(config.serving, open_replica, Events(self._dispatch, self._start_requests, self._fail))
+        self.replicas = Replicas(config, open_replica, Events(self._dispatch, self._start_requests, self._fail))
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
         self.shared = SharedAnswers(config.serving.shared_answer_bytes, config.serving.request_log_age_s, clock)

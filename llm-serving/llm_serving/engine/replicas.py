@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
@@ -49,10 +49,11 @@ class Events:
 class Replicas:
     """Replicas of the model by index; each has an engine with a thread and a WorkAgent of its own."""
 
-    def __init__(self, config: ServerConfig, open_replica: OpenReplica, events: Events) -> None:
+    def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
-        self._config = config
+        self._config = config.serving
+        self._num_replicas = config.num_replicas
         self._open_replica = open_replica
         self._events = events
         self._failures: dict[int, str] = {}
@@ -62,7 +63,7 @@ class Replicas:
         self._stopping = threading.Event()
 
     def __len__(self) -> int:
-        return len(self._config.agent_ports)
+        return self._num_replicas
 
     def start(self) -> None:
         """Begins to load all of them; call it on the event loop. `health` tells how far it is."""

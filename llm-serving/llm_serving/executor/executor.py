@@ -21,6 +21,7 @@ from llm_serving.errors import (
 from llm_serving.executor.away import Away
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
+from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, Allow, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
 
@@ -145,7 +146,7 @@ class LocalExecutor:
 
 
 class RemoteExecutor:
-    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer.
+    """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer, or in the frame.
 
     Each buffer belongs to the step written last, until that step's reply has come: with as many buffers as steps in
     flight none is ever rewritten while it is read.
@@ -154,7 +155,7 @@ class RemoteExecutor:
     def __init__(
         self,
         channel: Channel[AgentMessage],
-        buffers: SharedBuffers,
+        buffers: SharedBuffers | InlineArrays,
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -183,10 +184,8 @@ class RemoteExecutor:
         buffer = step.step % self._buffers.num_buffers
         owners = _owners_of(buffer, self._in_flight)
         assert not owners, f"buffer {buffer} still belongs to step {owners}"
-        layout = self._buffers.write(buffer, step_arrays(step))
-        message = RunStep(
-            step.step, buffer, layout, announce_ending=announce_ending, allowed_follow=step.allowed_follow
-        )
+        written = self._buffers.write(buffer, step_arrays(step))
+        message = RunStep(step.step, buffer, written.layout, announce_ending, step.allowed_follow, written.content)
         try:
             self._channel.send(message)
         except ChannelClosedError as error:
@@ -202,9 +201,9 @@ class RemoteExecutor:
     def allow(self, allowed: AllowedTokens) -> None:
         oldest = self._in_flight[0]
         self._allowed = oldest.step
-        layout = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
+        written = self._buffers.write(oldest.buffer, allowed_arrays(oldest.step, allowed), behind=oldest.layout)
         with contextlib.suppress(ChannelClosedError):
-            self._channel.send(Allow(oldest.step, layout))
+            self._channel.send(Allow(oldest.step, written.layout, written.content))
 
     def await_ending(self) -> None:
         while self._in_flight and self._in_flight[-1].announce_ending and not self._has_ending():

@@ -1,20 +1,19 @@
-"""Starts a WorkAgent process, hands it the model, ends it."""
+"""Has a WorkAgent started, hands it the model, ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import monotonic
+from llm_serving.core.image import package_image
 from llm_serving.errors import (
     ChannelClosedError,
     DeadlineExceededError,
@@ -23,9 +22,10 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.log import get_logger
+from llm_serving.executor.placement import AgentProcess, Placement, ThisMachine
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
+from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -39,27 +39,21 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
 
-logger = get_logger(__name__)
-
 NUM_BUFFERS = 2
 """One step computed, one ahead."""
 
 _EXIT_TIMEOUT_S = 5.0
+THIS_MACHINE: Final = ThisMachine()
 
 
 @dataclass(slots=True)
 class WorkAgentProcess:
-    """A WorkAgent that has loaded its model.
-
-    The process has three ties to the master, all inherited and none with a name that others could find: one end of a
-    pair of sockets (steps), the memory file (their arrays) and its standard input, a pipe whose end tells it that the
-    master is gone, however the master ended.
-    """
+    """A WorkAgent that has loaded its model."""
 
     index: int
-    process: subprocess.Popen[bytes]
+    process: AgentProcess
     channel: Channel[AgentMessage]
-    buffers: SharedBuffers
+    buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     _closed: bool = False
 
@@ -68,7 +62,7 @@ class WorkAgentProcess:
         if not self._closed:
             with contextlib.suppress(ChannelClosedError):
                 self.channel.send(Shutdown())
-            _end(self.process, _EXIT_TIMEOUT_S)
+            self.process.end(_EXIT_TIMEOUT_S)
             self._close()
 
     def kill(self) -> None:
@@ -81,7 +75,6 @@ class WorkAgentProcess:
         self._closed = True
         self.channel.close()
         self.buffers.close()
-        os.close(self.buffers.fd)
 
 
 def start_work_agent(
@@ -91,6 +84,7 @@ def start_work_agent(
     like: Loaded | None = None,
     timeout_s: float | None = None,
     given_up: GivenUp | None = None,
+    placement: Placement = THIS_MACHINE,
 ) -> WorkAgentProcess:
     """Starts WorkAgent `index` and returns when its model is loaded.
 
@@ -101,6 +95,7 @@ def start_work_agent(
         like: What a WorkAgent before it had loaded: the new one gets as many blocks.
         timeout_s: Seconds it may take.
         given_up: Ends it before it is ready.
+        placement: Where it runs.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -110,18 +105,11 @@ def start_work_agent(
     settings = load_settings(config, index)
     if like is not None:
         settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
+    settings = placement.settings(settings)
+    process, channel, buffers = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
     with contextlib.ExitStack() as undo:
-        try:
-            buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
-            undo.callback(os.close, buffers.fd)
-            undo.callback(buffers.close)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                channel: Channel[AgentMessage] = Channel(ours, AgentMessage)  # type: ignore[arg-type]
-                undo.callback(channel.close)
-                process = _spawn(index, theirs.fileno(), buffers.fd, config.serving.log_level)
-        except OSError as error:
-            raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
+        undo.callback(buffers.close)
+        undo.callback(channel.close)
         undo.callback(_end_at_once, process)
         try:
             with contextlib.nullcontext() if given_up is None else given_up.breaks_off(process.kill):
@@ -132,7 +120,7 @@ def start_work_agent(
             raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
         except ChannelClosedError as error:
             _end_at_once(process)
-            raise WorkerDiedError(f"WorkAgent {index} ended (code {process.returncode}) before it was ready") from error
+            raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
         undo.pop_all()
     return WorkAgentProcess(index, process, channel, buffers, loaded)
 
@@ -154,6 +142,11 @@ def _load(
     welcome = receive()
     if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
         raise ProtocolError(f"WorkAgent {index} does not speak version {PROTOCOL_VERSION} of the protocol")
+    if welcome.image != package_image():
+        raise ProtocolError(
+            f"WorkAgent {index} runs other code (image {welcome.image[:12]}) than the master (image "
+            f"{package_image()[:12]}): install the same version on every machine, or start the server again"
+        )
     channel.send(settings)
     while isinstance(answer := receive(), Progress):
         on_progress(f"WorkAgent {index}: {answer.text}")
@@ -164,22 +157,13 @@ def _load(
     return answer
 
 
-def _spawn(index: int, socket_fd: int, memory_fd: int, log_level: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
-    command += ["--socket-fd", str(socket_fd), "--memory-fd", str(memory_fd)]
-    # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
-    return subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, pass_fds=(socket_fd, memory_fd), start_new_session=True
-    )
-
-
 def load_settings(config: ServingConfig, index: int) -> LoadModel:
     """What WorkAgent `index` is told to load."""
     max_model_len = config.model.max_generate_length
     max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_threads = config.device.num_threads
     if num_threads is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // len(config.serving.agent_ports))
+        num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_replicas)
     return LoadModel(
         model_path=str(config.model.model_path),
         mindir_path=_text(config.model.mindir_path),
@@ -197,7 +181,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         max_num_seqs=max_rows,
         device_target=config.device.device_target,
         device_id=config.serving.start_device_id + index,
-        num_agents=len(config.serving.agent_ports),
+        num_agents=config.num_replicas,
         num_threads=num_threads,
         max_device_memory=config.device.max_device_memory,
         enable_graph_kernel=config.device.enable_graph_kernel,
@@ -214,17 +198,6 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _end_at_once(process: subprocess.Popen[bytes]) -> None:
+def _end_at_once(process: AgentProcess) -> None:
     process.kill()
-    _end(process, None)
-
-
-def _end(process: subprocess.Popen[bytes], timeout_s: float | None) -> None:
-    """Waits for the end of the process, for `timeout_s` at most; then kills it."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    process.end(None)

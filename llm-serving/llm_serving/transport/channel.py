@@ -27,12 +27,14 @@ class Channel(Generic[Incoming]):
     Args:
         sock: A connected stream socket; the channel owns it.
         incoming: The union of message types that may arrive.
+        max_frame_bytes: Longest frame that is sent or taken.
     """
 
-    def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
+    def __init__(self, sock: socket.socket, incoming: type[Incoming], max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self.max_frame_bytes = max_frame_bytes
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -48,8 +50,8 @@ class Channel(Generic[Incoming]):
             ChannelClosedError: The other side is gone.
         """
         payload = self._encoder.encode(message)
-        if len(payload) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        if len(payload) > self.max_frame_bytes:
+            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {self.max_frame_bytes}")
         frame = _LENGTH.pack(len(payload)) + payload
         try:
             self._socket.settimeout(None)
@@ -71,8 +73,8 @@ class Channel(Generic[Incoming]):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(_LENGTH.size, deadline)
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+        if length > self.max_frame_bytes:
+            raise ProtocolError(f"a frame announces {length} bytes; the limit is {self.max_frame_bytes}")
         self._fill(_LENGTH.size + length, deadline)
         payload = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]

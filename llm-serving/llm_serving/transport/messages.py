@@ -1,8 +1,9 @@
 """Everything that master and WorkAgent say to each other.
 
 master                                 WorkAgent
-  |  -- Hello(version) --------------->  |   the socket was inherited: nobody else can be at the other end
-  |  <- Welcome(version, pid) ---------  |
+  |  <- Arrived(token) ----------------  |   on another machine alone, over TLS: which start it belongs to
+  |  -- Hello(version) --------------->  |   here the socket was inherited: nobody else can be at the other end
+  |  <- Welcome(version, pid, image) --  |
   |  -- LoadModel(settings) ---------->  |
   |  <- Progress(text) ... ------------  |
   |  <- Loaded(num_blocks, ...) -------  |
@@ -19,7 +20,7 @@ import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -33,9 +34,15 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int
 
 
+class Arrived(msgspec.Struct, tag="arrived", frozen=True):
+    token: str
+
+
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     version: int
     pid: int
+    image: str
+    """Hash of the package's files, see `core.image`."""
 
 
 class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
@@ -93,6 +100,8 @@ class RunStep(msgspec.Struct, tag="run_step", frozen=True):
     layout: tuple[ArrayLayout, ...]
     announce_ending: bool = False
     allowed_follow: bool = False
+    content: bytes = b""
+    """The arrays, where they are not in a buffer."""
 
 
 class Allow(msgspec.Struct, tag="allow", frozen=True):
@@ -100,6 +109,8 @@ class Allow(msgspec.Struct, tag="allow", frozen=True):
 
     step: int
     layout: tuple[ArrayLayout, ...]
+    content: bytes = b""
+    """As of `RunStep`."""
 
 
 class StepEnding(msgspec.Struct, tag="step_ending", frozen=True):
@@ -151,4 +162,4 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 MasterMessage = Hello | LoadModel | RunStep | Allow | Shutdown
-AgentMessage = Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed
+AgentMessage = Arrived | Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed

@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,34 @@ from llm_serving.transport.messages import ArrayLayout
 
 _ALIGNMENT = 64
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<u8")}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<u8")}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 AnyArray = NDArray[Any]
+
+
+class Written(NamedTuple):
+    """What the frame of a step tells of its arrays.
+
+    Attributes:
+        layout: Needed to read them.
+        content: The arrays themselves, unless they lie in memory that both sides see.
+    """
+
+    layout: tuple[ArrayLayout, ...]
+    content: bytes = b""
+
+
+def layout_of(arrays: Sequence[AnyArray]) -> tuple[ArrayLayout, ...]:
+    """How the arrays of a step are told of.
+
+    Raises:
+        ProtocolError: One has a type that none of a step has.
+    """
+    dtypes = [_NAMES.get(array.dtype) for array in arrays]
+    if None in dtypes:
+        raise ProtocolError(f"an array of {arrays[dtypes.index(None)].dtype.str} cannot be in a step")
+    return tuple([ArrayLayout(name, array.shape) for name, array in zip(dtypes, arrays, strict=True) if name])
 
 
 class SharedBuffers:
@@ -35,21 +59,26 @@ class SharedBuffers:
     def __init__(self, fd: int, num_buffers: int, buffer_bytes: int) -> None:
         """Maps the file behind `fd`, which stays the caller's; both sides round `buffer_bytes` up to the alignment."""
         self.fd = fd
+        self._owns_fd = False
         self.num_buffers = num_buffers
         self.buffer_bytes = _aligned(buffer_bytes)
         self._memory = mmap.mmap(fd, num_buffers * self.buffer_bytes)
 
     @classmethod
     def create(cls, num_buffers: int, buffer_bytes: int) -> SharedBuffers:
-        """A new file; `close` and then `os.close(buffers.fd)` give it up."""
+        """A new file, which `close` gives up."""
         fd = os.memfd_create("llm_serving_steps", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
-        return cls(fd, num_buffers, buffer_bytes)
+        try:
+            os.ftruncate(fd, num_buffers * _aligned(buffer_bytes))
+            buffers = cls(fd, num_buffers, buffer_bytes)
+        except OSError:
+            os.close(fd)
+            raise
+        buffers._owns_fd = True
+        return buffers
 
-    def write(
-        self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()
-    ) -> tuple[ArrayLayout, ...]:
-        """Copies the arrays into a buffer, one behind the other; the layout is what `read` needs.
+    def write(self, buffer: int, arrays: Sequence[AnyArray], behind: Sequence[ArrayLayout] = ()) -> Written:
+        """Copies the arrays into a buffer, one behind the other; the result is what `read` needs.
 
         Args:
             buffer: Its index.
@@ -60,12 +89,8 @@ class SharedBuffers:
             ProtocolError: They do not fit.
         """
         start = self._start(buffer)
-        offset = sum([_aligned(math.prod(array.shape) * _DTYPES[array.dtype].itemsize) for array in behind])
-        dtypes = [_NAMES.get(array.dtype) for array in arrays]
-        if None in dtypes:
-            unknown = arrays[dtypes.index(None)].dtype.str
-            raise ProtocolError(f"an array of {unknown} cannot be in a buffer")
-        layout = tuple([ArrayLayout(name, array.shape) for name, array in zip(dtypes, arrays, strict=True) if name])
+        offset = _length_of(behind)
+        layout = layout_of(arrays)
         content = b"".join(
             [
                 part
@@ -77,16 +102,20 @@ class SharedBuffers:
         if offset + len(content) > self.buffer_bytes:
             raise ProtocolError(_too_long(self.buffer_bytes))
         self._memory[start + offset : start + offset + len(content)] = content
-        return layout
+        return Written(layout)
 
-    def read(self, buffer: int, layout: Sequence[ArrayLayout]) -> list[AnyArray]:
-        """Views of the arrays of a buffer, valid until its owner writes it again.
+    def read(
+        self, buffer: int, layout: Sequence[ArrayLayout], content: bytes = b"", behind: Sequence[ArrayLayout] = ()
+    ) -> list[AnyArray]:
+        """Views of the arrays of a buffer, valid until its owner writes it again; those `behind` others, as in `write`.
 
         Raises:
-            ProtocolError: The layout names another dtype or leaves the buffer.
+            ProtocolError: The layout names another dtype or leaves the buffer, or the frame has arrays of its own.
         """
-        offset = self._start(buffer)
-        end = offset + self.buffer_bytes
+        if content:
+            raise ProtocolError("the arrays of a step were announced in memory and came in the frame")
+        start = self._start(buffer)
+        offset, end = start + _length_of(behind), start + self.buffer_bytes
         views: list[AnyArray] = []
         for array in layout:
             view = self._view(array, offset)
@@ -98,7 +127,7 @@ class SharedBuffers:
 
     def _view(self, array: ArrayLayout, offset: int) -> AnyArray:
         try:
-            if (dtype := _DTYPES.get(array.dtype)) is not None:
+            if (dtype := DTYPES.get(array.dtype)) is not None:
                 return np.ndarray(array.shape, dtype, self._memory, offset)
         except TypeError:
             raise ProtocolError(_too_long(self.buffer_bytes)) from None
@@ -117,6 +146,13 @@ class SharedBuffers:
             self._memory.close()
         except BufferError:  # a view is still alive: the mapping goes with it
             del self._memory
+        if self._owns_fd:
+            self._owns_fd = False
+            os.close(self.fd)
+
+
+def _length_of(layout: Sequence[ArrayLayout]) -> int:
+    return sum([_aligned(math.prod(array.shape) * DTYPES[array.dtype].itemsize) for array in layout])
 
 
 def _too_long(buffer_bytes: int) -> str:

@@ -1,0 +1,108 @@
+"""WorkAgents on the machines of a cluster; they connect to the master."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.errors import ConfigError, WorkerDiedError
+from llm_serving.executor.given_up import GivenUp
+from llm_serving.executor.listener import AgentChannel, Arrival, Listener
+from llm_serving.executor.placement import AgentProcess, Started
+from llm_serving.transport.channel import MAX_FRAME_BYTES
+from llm_serving.transport.cluster_identity import ClusterIdentity
+from llm_serving.transport.inline_arrays import InlineArrays
+from llm_serving.transport.messages import LoadModel
+
+LOOK_EVERY_S: Final = 0.2
+"""While a WorkAgent is waited for, it is looked whether it lives and is still wanted."""
+
+
+class Starter(Protocol):
+    """Runs programs somewhere in the cluster, and knows what becomes of them."""
+
+    def start(self, index: int, arguments: Sequence[str]) -> AgentProcess:
+        """Begins to run `python -m llm_serving.work_agent ARGUMENTS` where WorkAgent `index` belongs.
+
+        Raises:
+            WorkerDiedError: It cannot.
+        """
+
+    def close(self) -> None:
+        """Gives up what it took."""
+
+
+class ClusterPlacement:
+    """Each WorkAgent has one connection, which lives and ends with it: what comes by it is of this start, no other.
+
+    Args:
+        host: Address of this machine that the others connect to.
+        identity: Of the cluster.
+        starter: Runs the processes.
+        num_threads: Of each WorkAgent's kernels; None: as this machine would have.
+        own_device: Whether a WorkAgent sees the device it was given as its only one.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        identity: ClusterIdentity,
+        starter: Starter,
+        num_threads: int | None = None,
+        own_device: bool = False,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Raises ConfigError: the address cannot be listened at."""
+        try:
+            self._listener = Listener(host, identity, MAX_FRAME_BYTES)
+        except OSError as error:
+            rule = f"cluster_config.master_host must be an address of this machine: {error.strerror or error}"
+            raise ConfigError(f"{rule}. Given: {host}") from None
+        self._starter = starter
+        self._num_threads = num_threads
+        self._own_device = own_device
+        self._clock = clock
+
+    def settings(self, settings: LoadModel) -> LoadModel:
+        device_id = 0 if self._own_device else settings.device_id
+        return msgspec.structs.replace(
+            settings, device_id=device_id, num_threads=self._num_threads or settings.num_threads
+        )
+
+    def start(
+        self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
+    ) -> Started:
+        token = secrets.token_hex(16)
+        host, port = self._listener.address
+        arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}", "--token", token]
+        with self._listener.expecting(token) as arrival:
+            process = self._starter.start(index, arguments)
+            try:
+                channel = self._await(index, arrival, process, timeout_s, given_up)
+            except WorkerDiedError:
+                process.kill()
+                process.end(None)
+                raise
+        channel.max_frame_bytes = max(MAX_FRAME_BYTES, settings.buffer_bytes + MAX_FRAME_BYTES)
+        return Started(process, channel, InlineArrays(settings.num_buffers))
+
+    def close(self) -> None:
+        self._listener.close()
+        self._starter.close()
+
+    def _await(
+        self, index: int, arrival: Arrival, process: AgentProcess, timeout_s: float | None, given_up: GivenUp | None
+    ) -> AgentChannel:
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        while (channel := arrival.wait(LOOK_EVERY_S)) is None:
+            if process.has_ended:
+                raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready")
+            if given_up is not None and given_up.is_set:
+                raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
+            if deadline is not None and self._clock() > deadline:
+                raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s")
+        return channel

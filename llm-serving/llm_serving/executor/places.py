@@ -1,0 +1,61 @@
+"""The placement that a configuration asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.choices import EngineName
+from llm_serving.executor.cluster_placement import ClusterPlacement
+from llm_serving.executor.placement import Placement, ThisMachine
+from llm_serving.executor.ray_starter import RayStarter
+from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
+
+
+@contextmanager
+def open_placement(config: ServingConfig) -> Iterator[Placement]:
+    """Where WorkAgents run; leave it when the last has ended.
+
+    Raises:
+        ConfigError: The cluster cannot be used.
+    """
+    if config.cluster.engine == EngineName.LOCAL:
+        yield ThisMachine()
+        return
+    with _secret_file(config) as path, contextlib.closing(_on_ray(config, path)) as placement:
+        yield placement
+
+
+def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
+    cluster, device = config.cluster, config.device
+    cores = len(os.sched_getaffinity(0))
+    cpus = cluster.cpus_per_replica or device.num_threads or max(1, cores // config.num_replicas)
+    identity = ClusterIdentity(read_secret(secret_file))
+    on_ascend = device.device_target == "Ascend"
+    starter = RayStarter(
+        cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend, str(secret_file.absolute())
+    )
+    try:
+        host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
+        return ClusterPlacement(host, identity, starter, device.num_threads or cpus, own_device=on_ascend)
+    except BaseException:
+        starter.close()
+        raise
+
+
+@contextmanager
+def _secret_file(config: ServingConfig) -> Iterator[Path]:
+    """The operator's, or one of this server alone, which only its user can read."""
+    if config.cluster.secret_file is not None:
+        yield config.cluster.secret_file
+        return
+    with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder:  # its mode is 0700
+        path = Path(folder) / "secret"
+        path.write_text(secrets.token_hex(32))
+        yield path

@@ -1,0 +1,179 @@
+"""WorkAgents that come in by the network. They are processes of this machine, real but for their model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import stand_in_work_agent
+from fake_runner import expected_output
+from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
+from llm_serving.executor import supervisor
+from llm_serving.executor.cluster_placement import ClusterPlacement
+from llm_serving.executor.executor import RemoteExecutor
+from llm_serving.executor.given_up import GivenUp
+from llm_serving.executor.placement import LocalProcess
+from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
+from llm_serving.transport.cluster_identity import ClusterIdentity
+from llm_serving.transport.inline_arrays import InlineArrays
+from llm_serving.transport.messages import Loaded
+from step_factories import sampling_input, step_input
+
+TESTS = Path(__file__).parents[1]
+PROMPT = [5, 6, 7]
+
+
+class ProcessStarter:
+    """The whole cluster is this machine."""
+
+    def __init__(self, secret_file: Path) -> None:
+        self.secret_file = secret_file
+        self.program = stand_in_work_agent.__file__
+        self.processes: list[LocalProcess] = []
+        self.is_closed = False
+
+    def start(self, index: int, arguments: Sequence[str]) -> LocalProcess:
+        path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+        command = [sys.executable, self.program, "-m", "llm_serving.work_agent", *arguments]
+        process = LocalProcess(
+            [*command, "--secret-file", str(self.secret_file)],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> Iterator[ProcessStarter]:
+    secret_file = tmp_path / "secret"
+    secret_file.write_text(secrets.token_hex(32))
+    starter = ProcessStarter(secret_file)
+    yield starter
+    for process in starter.processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def placement(starter: ProcessStarter) -> Iterator[ClusterPlacement]:
+    identity = ClusterIdentity(starter.secret_file.read_text())
+    placement = ClusterPlacement("127.0.0.1", identity, starter, num_threads=3)
+    yield placement
+    placement.close()
+    assert starter.is_closed
+
+
+def a_config(num_blocks: int | None = None) -> ServingConfig:
+    return ServingConfig(
+        model=ModelConfig(max_generate_length=64, decode_batch_size=4),
+        scheduler=SchedulerConfig(max_prefill_tokens=64),
+        pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
+    )
+
+
+def start(placement: ClusterPlacement, num_blocks: int | None = None) -> WorkAgentProcess:
+    return start_work_agent(a_config(num_blocks), 0, lambda text: None, placement=placement)
+
+
+def answer(executor: RemoteExecutor | SupervisedExecutor, step: int) -> list[int]:
+    executor.submit(step_input([(PROMPT, 0, [1])], step=step, sampling=sampling_input(1, position=3)))
+    tokens: list[int] = executor.collect().token_ids.tolist()
+    return tokens
+
+
+def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+    agent = start(placement)
+    assert isinstance(agent.buffers, InlineArrays)
+    executor = RemoteExecutor(agent.channel, agent.buffers)
+    assert [answer(executor, step) for step in range(3)] == [expected_output(PROMPT, 1)] * 3
+    agent.stop()
+    assert starter.processes[0].returncode == 0
+
+
+def test_a_dead_one_is_replaced_by_another_connection(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+    def again(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
+        return start_work_agent(a_config(), 0, lambda text: None, like, timeout_s, placement=placement)
+
+    executor = SupervisedExecutor(again, 30.0, 5, pause=lambda delay_s: False)
+    assert answer(executor, 0) == expected_output(PROMPT, 1)
+    starter.processes[0].kill()
+    with pytest.raises(WorkerDiedError):
+        answer(executor, 1)
+    executor.restart("killed")
+    assert answer(executor, 0) == expected_output(PROMPT, 1)
+    executor.close()
+
+
+def test_what_keeps_a_model_from_loading_is_told(placement: ClusterPlacement) -> None:
+    with pytest.raises(ModelError, match=r"pa_config\.num_blocks: must be at least 2\. Given: 1"):
+        start(placement, num_blocks=1)
+
+
+def test_one_that_ends_before_it_comes_is_told_with_its_code(
+    placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit(3)")
+    starter.program = str(program)
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
+        start(placement)
+
+
+def test_one_with_another_secret_does_not_come_in(
+    placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
+) -> None:
+    starter.secret_file = tmp_path / "other"
+    starter.secret_file.write_text(secrets.token_hex(32))
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 1\) before it was ready"):
+        start(placement)
+
+
+@pytest.mark.parametrize("reason", ["given up", "too late"])
+def test_one_that_does_not_come_is_ended(
+    placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path, reason: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import signal; signal.pause()")
+    starter.program = str(program)
+    given_up = GivenUp()
+    if reason == "given up":
+        given_up.set()
+        said = "is not wanted any more"
+    else:
+        said = r"was not ready within 0\.1 s"
+    with pytest.raises(WorkerDiedError, match=said):
+        start_work_agent(a_config(), 0, lambda text: None, None, 0.1, given_up, placement)
+    assert starter.processes[0].returncode is not None
+
+
+def test_other_code_on_a_machine_is_refused(placement: ClusterPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "package_image", lambda: "0123456789abcdef")
+    with pytest.raises(
+        ProtocolError, match=r"runs other code \(image [0-9a-f]{12}\) than the master \(image 0123456789ab\)"
+    ):
+        start(placement)
+
+
+def test_the_threads_are_those_of_the_place(placement: ClusterPlacement) -> None:
+    settings = supervisor.load_settings(a_config(), 2)
+    assert placement.settings(settings).num_threads == 3
+    assert placement.settings(settings).device_id == 2
+
+
+def test_an_address_of_another_machine_is_refused(starter: ProcessStarter) -> None:
+    identity = ClusterIdentity(starter.secret_file.read_text())
+    with pytest.raises(
+        ConfigError, match=r"cluster_config\.master_host must be an address of this machine.*192\.0\.2\.77"
+    ):
+        ClusterPlacement("192.0.2.77", identity, starter)

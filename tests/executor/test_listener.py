@@ -1,0 +1,142 @@
+"""The port that WorkAgents of other machines come in by."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Iterator
+
+import pytest
+from llm_serving.executor import listener as module
+from llm_serving.executor.listener import Arrival, Listener
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
+from llm_serving.transport.cluster_identity import ClusterIdentity
+from llm_serving.transport.messages import Arrived, Hello, MasterMessage, Welcome
+
+IDENTITY = ClusterIdentity("0123456789abcdef" * 2)
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", IDENTITY, MAX_FRAME_BYTES)
+    yield listener
+    listener.close()
+
+
+def come_in(listener: Listener, token: str) -> Channel[MasterMessage]:
+    connection = IDENTITY.of_work_agent().wrap_socket(socket.create_connection(listener.address, DEADLINE_S))
+    channel: Channel[MasterMessage] = Channel(connection, MasterMessage)  # type: ignore[arg-type]
+    channel.send(Arrived(token))
+    return channel
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(DEADLINE_S)
+    try:
+        return not connection.recv(1)
+    except OSError as error:
+        return not isinstance(error, TimeoutError)
+
+
+def test_each_comes_to_the_start_that_it_names(listener: Listener) -> None:
+    with listener.expecting("a") as first, listener.expecting("b") as second:
+        agents = {token: come_in(listener, token) for token in ("b", "a")}
+        for token, arrival in (("a", first), ("b", second)):
+            channel = arrival.wait(DEADLINE_S)
+            assert channel is not None
+            channel.send(Hello(7))
+            assert agents[token].receive(DEADLINE_S) == Hello(7)
+            agents[token].send(Welcome(7, 1, token))
+            assert channel.receive(DEADLINE_S) == Welcome(7, 1, token)
+            channel.close()
+            agents[token].close()
+
+
+def test_who_comes_with_another_token_twice_or_too_late_is_turned_away(listener: Listener) -> None:
+    with listener.expecting("a") as arrival:
+        strangers = [come_in(listener, "b")]
+        assert is_closed(strangers[0]._socket)
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+        strangers.append(come_in(listener, "a"))
+        assert is_closed(strangers[1]._socket)
+    strangers.append(come_in(listener, "a"))
+    assert is_closed(strangers[2]._socket)
+    for each in (*strangers, agent, channel):
+        each.close()
+
+
+def test_one_that_comes_when_nobody_waits_any_more_is_closed(listener: Listener) -> None:
+    with listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        arrival._queue.put(arrival._queue.get(timeout=DEADLINE_S))  # it is here, and nobody has asked for it
+    assert is_closed(agent._socket)
+    agent.close()
+
+
+def test_the_silent_delay_nobody(listener: Listener) -> None:
+    silent = [socket.create_connection(listener.address) for _ in range(8)]
+    with listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+    for each in (*silent, agent, channel):
+        each.close()
+
+
+def test_more_than_may_shake_hands_at_once_are_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = [socket.create_connection(listener.address) for _ in range(module.MAX_HANDSHAKES + 1)]
+    assert is_closed(silent[-1])
+    for each in silent:
+        each.close()
+    with listener.expecting("a") as arrival:  # their places are given back
+        channel = come_until_taken(listener, arrival)
+        assert channel is not None
+    channel.close()
+
+
+def come_until_taken(listener: Listener, arrival: Arrival) -> module.AgentChannel | None:
+    for _ in range(1000):
+        try:
+            agent = come_in(listener, "a")
+        except OSError:  # turned away still
+            continue
+        with agent._socket:
+            return arrival.wait(DEADLINE_S)
+    return None
+
+
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n\r\n", bytes(64)], ids=["HTTP", "zeros"])
+def test_what_is_no_tls_is_turned_away(listener: Listener, content: bytes) -> None:
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall(content)
+        assert is_closed(stranger)
+
+
+@pytest.mark.parametrize("content", [struct.pack("<I", 2**32 - 1), struct.pack("<I", 3) + b"abc", struct.pack("<I", 0)])
+def test_a_first_frame_that_is_none_is_turned_away(listener: Listener, content: bytes) -> None:
+    with IDENTITY.of_work_agent().wrap_socket(socket.create_connection(listener.address)) as stranger:
+        stranger.sendall(content)
+        assert is_closed(stranger)
+    with listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+    agent.close()
+    channel.close()
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    with pytest.raises(OSError):
+        Listener("192.0.2.77", IDENTITY, MAX_FRAME_BYTES)
+
+
+def test_without_a_secret_there_is_no_conversation(listener: Listener) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection(listener.address)) as stranger:
+        assert is_closed(stranger)
