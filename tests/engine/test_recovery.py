@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from factories import create_request
@@ -105,6 +106,28 @@ def test_poison_in_a_late_chunk_of_a_prompt_is_found_too() -> None:
     assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
     assert "poison" in (harness.last(poison.request_id).error or "")
     harness.assert_exact(other)
+
+
+def test_chunks_of_another_length_before_the_poison_are_no_progress() -> None:
+    """Who was computed beside it would end instead: what is lost that often without a culprit ends with it."""
+    harness = FragileHarness(max_num_batched_tokens=8)
+    poison = create_request(20, max_tokens=6)
+    poison.prompt_token_ids[18] = 666
+    num_lost: list[int] = []
+
+    def spoil(step: StepInput) -> None:
+        if poisoned(step):
+            num_lost.append(poison.num_lost_steps)
+            scheduler = harness.scheduler
+            scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=17)  # beyond what is confirmed now
+            raise WorkerDiedError("poison")
+
+    harness.executor.spoil = spoil
+    harness.submit(poison)
+    harness.run()
+    assert num_lost[:2] == [0, 1]
+    assert harness.executor.num_restarts <= 3
+    assert harness.last(poison.request_id).finish_reason is FinishReason.ERROR
 
 
 def test_a_request_that_gets_further_between_deaths_is_not_suspected() -> None:

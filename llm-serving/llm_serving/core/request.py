@@ -126,7 +126,7 @@ class Request:
     num_lost_steps: int = 0
     """Steps that computed it and were never replied to with a result, since it last got further than ever before."""
     num_tokens_when_lost: int = 0
-    """Most tokens that were confirmed when such a step was lost: beyond them it gets further."""
+    """Where it has got further: when more of its tokens are computed than these, one less than such a step reached."""
     arrival_clock: int = 0
     """What the clock of its class showed when it came; that clock counts the steps its class could take part in."""
     wait_bound: int | None = None

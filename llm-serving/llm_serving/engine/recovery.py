@@ -61,10 +61,15 @@ class Recovery:
         """
         logger.error("steps are lost: %s", error)
         failed = isinstance(error, StepFailedError) and self._survives(in_flight[1:])
-        lost = _requests_of(in_flight[:1] if failed else in_flight)
+        steps = in_flight[:1] if failed else in_flight
+        lost = _requests_of(steps)
         for request in lost:
             request.num_lost_steps += 1
-            request.num_tokens_when_lost = max(request.num_tokens_when_lost, request.num_confirmed_tokens)
+        for row in [row for schedule in steps for row in schedule.rows]:
+            # Only what reaches the end of the lost step has passed it: what is at fault may stand anywhere in a prompt,
+            # of which the next attempt may compute another part at first.
+            reached = row.end - row.num_drafts - 1
+            row.request.num_tokens_when_lost = max(row.request.num_tokens_when_lost, reached)
         self._scheduler.lose_cache()
         if failed:
             return self._guilty(lost)
