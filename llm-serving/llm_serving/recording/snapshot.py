@@ -64,17 +64,19 @@ class _Writer:
     def __init__(self) -> None:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
-        self._indices: dict[int, int] = {}
-        """By identity: the graph holds the objects while it is written."""
+        self._indices: dict[object, int] = {}
+        """By identity: the graph holds the objects while it is written. Frozen sets, of which Python makes as many equal
+        ones as it likes, by value."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
         if type(value) in _SCALARS:
             return value
-        index = self._indices.get(id(value))
+        key = value if type(value) is frozenset else id(value)
+        index = self._indices.get(key)
         if index is None:
             node = self._node(value)  # what it refers to comes before it
-            index = self._indices[id(value)] = len(self.nodes)
+            index = self._indices[key] = len(self.nodes)
             self.nodes.append(node)
         return [index]
 
