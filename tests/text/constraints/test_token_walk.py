@@ -9,6 +9,7 @@ from constraint_runs import END, allowed_ids
 from fakes import DEMO_CONSTRAINTS, DEMO_TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llm_serving.text.constraints.compiler import ConstraintCompiler, GrammarLimits
 from llm_serving.text.constraints.grammars import json_grammar, regex_grammar
 
 SCHEMA = json_grammar('{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}')
@@ -80,3 +81,25 @@ def test_a_wrong_guess_is_followed_by_what_must_come_in_its_place() -> None:
 def test_where_an_answer_may_end_nothing_is_forced() -> None:
     walk = DEMO_CONSTRAINTS.compiled(regex_grammar("a(b)?")).begin()
     assert walk.possible(tokens_of("a"), [], 4) == []
+
+
+def test_what_other_answers_took_of_the_limits_is_not_missed() -> None:
+    """The automaton of a compiled grammar grows with every answer that is bound to it."""
+    grammar = regex_grammar("[a-z]{1,8}(-[a-z0-9]{1,8}){0,40}")
+    compiler = ConstraintCompiler(
+        DEMO_TOKENIZER, frozenset({END}), DEMO_TOKENIZER.vocab_size, GrammarLimits(max_states=60)
+    )
+    constraint = compiler.compiled(grammar)
+    texts = ["a" * count + "-" + "b1" * 4 + "-c" * rest for count in range(1, 9) for rest in range(1, 5)]
+    matchers = []
+    for text in texts:  # each of them alone stays below
+        output = tokens_of(text)
+        alone = DEMO_CONSTRAINTS.compiled(grammar).begin().allowed_words(output)
+        assert alone.any()
+        walk = constraint.begin()
+        for end in range(len(output)):
+            walk.allowed_behind(output[:end], output[end : end + 2])
+        told = walk.allowed_words(output)
+        matchers.append(constraint._matcher)
+        np.testing.assert_array_equal(told, alone)
+    assert len({id(each) for each in matchers}) > 1, "the limit was not met"

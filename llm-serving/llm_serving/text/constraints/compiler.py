@@ -56,18 +56,40 @@ class CostlyGrammarError(GrammarError):
 
 
 class TokenConstraint:
-    """A grammar over the tokens of one tokenizer."""
+    """A grammar over the tokens of one tokenizer.
+
+    Args:
+        grammar: The grammar.
+        compiled: Makes a matcher at its beginning.
+        token_bytes: Text of each token that can be chosen.
+        end_ids: Ids that end an output.
+    """
 
     def __init__(
-        self, grammar: Grammar, matcher: LLMatcher, token_bytes: Sequence[bytes], end_ids: frozenset[int]
+        self,
+        grammar: Grammar,
+        compiled: Callable[[], LLMatcher],
+        token_bytes: Sequence[bytes],
+        end_ids: frozenset[int],
     ) -> None:
         self.grammar = grammar
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher = compiled()
         self._token_bytes = token_bytes
         self._end_ids = end_ids
 
+    @property
+    def error(self) -> str:
+        """Why it could not be compiled; empty if it could."""
+        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+
     def begin(self) -> Walk:
-        return TokenWalk(self._matcher, self._token_bytes, self._end_ids)
+        return TokenWalk(self._matcher, self._token_bytes, self._end_ids, self._anew)
+
+    def _anew(self) -> LLMatcher:
+        """A matcher whose automaton has no state of any output; those that begin from now on get it too."""
+        self._matcher = self._compiled()
+        return self._matcher
 
     @property
     def ignored(self) -> list[str]:
@@ -140,10 +162,14 @@ class ConstraintCompiler:
 
     def _compile(self, grammar: Grammar) -> TokenConstraint:
         self._try(grammar)
-        matcher = _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
-        if matcher.is_error():
-            raise GrammarError(f"cannot be compiled: {_shortened(matcher.get_error())}")
-        return TokenConstraint(grammar, matcher, self._token_bytes, self._end_ids)
+
+        def compiled() -> LLMatcher:
+            return _with_a_large_stack(lambda: matcher_of(grammar, self._table, self.limits.max_states))
+
+        constraint = TokenConstraint(grammar, compiled, self._token_bytes, self._end_ids)
+        if constraint.error:
+            raise GrammarError(f"cannot be compiled: {_shortened(constraint.error)}")
+        return constraint
 
     def _try(self, grammar: Grammar) -> None:
         """Has a process of its own compile it first."""

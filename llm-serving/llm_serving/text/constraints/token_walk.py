@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -49,10 +49,19 @@ class TokenWalk:
         beginning: At the beginning of the grammar; stays there.
         token_bytes: Text of each token that can be chosen.
         end_ids: Ids that end an output.
+        begin_anew: Another matcher at the beginning. Copies of one count the states of their automaton together, so
+            that one that cannot go on may only have met what other outputs took.
     """
 
-    def __init__(self, beginning: LLMatcher, token_bytes: Sequence[bytes], end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        beginning: LLMatcher,
+        token_bytes: Sequence[bytes],
+        end_ids: frozenset[int],
+        begin_anew: Callable[[], LLMatcher],
+    ) -> None:
         self._beginning = beginning
+        self._begin_anew = begin_anew
         self._token_bytes = token_bytes
         self._end_ids = end_ids
         self._matcher = beginning.deep_copy()
@@ -67,12 +76,25 @@ class TokenWalk:
         return self.allowed_behind(output_token_ids, ())[0]
 
     def allowed_behind(self, output_token_ids: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
-        parts = [self._words_behind(output_token_ids)]
+        parts = self._parts(output_token_ids, guesses)
+        if self._matcher.is_error():
+            self._renew()
+            parts = self._parts(output_token_ids, guesses)
+            if self._matcher.is_error():
+                logger.error("a constraint cannot be kept to any further: %s", self._matcher.get_error())
+        return parts
+
+    def _parts(self, output: Sequence[int], guesses: Sequence[int]) -> list[Int32Array]:
+        parts = [self._words_behind(output)]
         keeps = True
         for guess in guesses:
             keeps = keeps and self._take([guess])
             parts.append(self._mask() if keeps else self._no_words())
         return parts
+
+    def _renew(self) -> None:
+        self._beginning = self._begin_anew()
+        self._matcher, self._taken, self._num_asked, self._words = self._beginning.deep_copy(), [], 0, None
 
     def possible(self, output_token_ids: Sequence[int], guesses: Sequence[int], count: int) -> list[int]:
         words = self._words_behind(output_token_ids)
@@ -93,8 +115,6 @@ class TokenWalk:
         keeps = self._go_to(output)
         if self._words is None:
             self._words = self._mask() if keeps else self._no_words()
-            if self._matcher.is_error():
-                logger.error("a constraint cannot be kept to any further: %s", self._matcher.get_error())
         return self._words
 
     def _go_to(self, output: Sequence[int]) -> bool:
