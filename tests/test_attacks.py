@@ -55,19 +55,20 @@ def test_an_attack_ends_as_it_should(url, name, ends):
 
 
 @pytest.mark.parametrize(
-    ("name", "end"),
+    ("name", "ends"),
     [
-        ("TLS: 1,000 handshakes not gone on with", "left open"),
-        ("TLS: handshakes without end", "left open"),
-        ("TLS: no handshake", "ended"),
+        ("TLS: 1,000 handshakes not gone on with", {"left open"}),
+        ("TLS: handshakes without end", {"left open", "ended"}),  # where too many are open at once some make room
+        ("TLS: no handshake", {"ended"}),
     ],
 )
-def test_an_attack_on_tls_ends_as_it_should(secure_url, name, end):
+def test_an_attack_on_tls_ends_as_it_should(secure_url, name, ends):
     attack = smaller(ATTACKS[name])
-    if end == "ended":
+    if ends == {"ended"}:
         attack = replace(attack, seconds=30.0)
     outcome = run(attack, int(secure_url.rsplit(":", 1)[1]))
-    assert set(outcome.ends) == {end}
+    assert outcome.ends
+    assert outcome.ends.keys() <= ends
 
 
 @pytest.mark.parametrize(

@@ -187,11 +187,3 @@ def test_environment_chooses_instruction_set_and_threads(isa: str) -> None:
         env={"LLM_SERVING_ISA": isa, "LLM_SERVING_THREADS": "3", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
     )
     assert finished.stdout.split() == [str(isa.encode()), "3"], finished.stderr
-
-
-def test_a_worker_has_the_library_before_mindspore() -> None:
-    program = (
-        "import sys, llm_serving.worker; from llm_serving.kernels import library; "
-        "assert 'mindspore' not in sys.modules; assert str(library.library_path()) in open('/proc/self/maps').read()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

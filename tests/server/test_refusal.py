@@ -86,7 +86,7 @@ def test_who_knocks_and_who_comes_in_is_the_same_visitor(path, body) -> None:
     engine = FakeEngine()
     knocked = []
     let_in = engine.knock
-    engine.knock = lambda *given, visitor, **kwargs: knocked.append(visitor) or let_in(*given, **kwargs)
+    engine.knock = lambda num_tokens, caller, visitor: knocked.append(visitor) or let_in(num_tokens, caller, visitor)
     post(engine, path, body)
     assert knocked and knocked[0].key
     assert {each.visitor for each in engine.submitted} == {knocked[0]}

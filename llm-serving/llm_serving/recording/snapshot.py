@@ -65,8 +65,8 @@ class _Writer:
         self.layouts: Layouts = {}
         self.nodes: list[Any] = []
         self._indices: dict[object, int] = {}
-        """By identity: the graph holds the objects while it is written. Frozen sets, of which Python makes as many equal
-        ones as it likes, by value."""
+        """By identity: the graph holds the objects while it is written. Frozen sets by value, as Python makes as many
+        equal ones as it likes."""
         self._names: dict[type, str] = {}
 
     def cell(self, value: Any) -> Any:
