@@ -1,6 +1,6 @@
 """Rules that span several keys, files or the model."""
 
-from typing import Any, Final
+from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
@@ -49,7 +49,7 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
     for name in ("model_config.end_token", "model_config.pad_token_id"):
         vocab_size = values["model_config.vocab_size"]
         if vocab_size is not None and values[name] is not None and values[name] >= vocab_size:
-            raise _error(values, name, f"must be < model_config.vocab_size {vocab_size}", values[name])
+            raise values.error(name, f"must be < model_config.vocab_size {vocab_size}", values[name])
 
 
 def check_sections(values: Values, spec: ModelSpec | None) -> None:
@@ -63,57 +63,54 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:
-        _notice(values, "model_config.seq_length", f"{longest_input} is limited to max_generate_length {length}")
+        values.notice("model_config.seq_length", f"{longest_input} is limited to max_generate_length {length}")
     decode_length = values["pa_config.decode_seq_length"]
     if decode_length is not None and decode_length < length:
-        _notice(
-            values,
+        values.notice(
             "pa_config.decode_seq_length",
             f"{decode_length} is less than max_generate_length {length}, which counts",
         )
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     if budget < seqs:
         rule = f"must be at least model_config.decode_batch_size {seqs}: a step has room for every running request"
-        raise _error(values, "scheduler_config.max_prefill_tokens", rule, budget)
+        raise values.error("scheduler_config.max_prefill_tokens", rule, budget)
     order = values["scheduler_config.order"]
     if order not in (None, OrderName.ARRIVAL) and values["scheduler_config.policy"] == PolicyName.FCFS:
-        raise _error(values, "scheduler_config.order", "must be arrival, or be left out, with policy fcfs", order)
+        raise values.error("scheduler_config.order", "must be arrival, or be left out, with policy fcfs", order)
     if order == OrderName.FAIR and not values["scheduler_config.tenant_fairness"]:
         rule = "must not be fair while scheduler_config.tenant_fairness is False; leave one of them out"
-        raise _error(values, "scheduler_config.order", rule, order)
+        raise values.error("scheduler_config.order", rule, order)
     long_prefill = values["scheduler_config.max_long_prefill_tokens"]
     if long_prefill is not None and long_prefill > budget:
         rule = f"must be <= scheduler_config.max_prefill_tokens {budget}, the tokens of a whole step"
-        raise _error(values, "scheduler_config.max_long_prefill_tokens", rule, long_prefill)
+        raise values.error("scheduler_config.max_long_prefill_tokens", rule, long_prefill)
     waiting_tokens, longest_prompt = values["scheduler_config.max_waiting_tokens"], min(longest_input, length)
     if waiting_tokens is not None and waiting_tokens < longest_prompt:
         rule = f"must be >= {longest_prompt}, the longest prompt: it would be refused for ever"
-        raise _error(values, "scheduler_config.max_waiting_tokens", rule, waiting_tokens)
+        raise values.error("scheduler_config.max_waiting_tokens", rule, waiting_tokens)
     num_blocks, block_size = values["pa_config.num_blocks"], values["pa_config.block_size"]
     if num_blocks is not None and _longest_in_cache(values, length, None if spec is None else spec.window) < length:
-        _notice(
-            values,
+        values.notice(
             "pa_config.num_blocks",
             f"the KV cache holds {num_blocks} x {block_size} = {num_blocks * block_size} tokens; "
             f"a longer request is refused, although max_generate_length is {length}",
         )
     if values["model_config.prefill_batch_size"] == 1:
-        _notice(
-            values,
+        values.notice(
             "model_config.prefill_batch_size",
             "1 lets only one prompt into a step; leave the key out to pack prompts up to max_prefill_tokens",
         )
     if not values["model_config.page_attention"]:
-        _notice(values, "model_config.page_attention", "False has no meaning here: the KV cache is always paged")
+        values.notice("model_config.page_attention", "False has no meaning here: the KV cache is always paged")
 
 
 def _check_request_log(values: Values) -> None:
     place, path = values["serving_config.request_log"], values["serving_config.request_log_path"]
     if place == "disk" and path is None:
-        raise _error(values, "serving_config.request_log_path", "must be given with request_log: disk", path)
+        raise values.error("serving_config.request_log_path", "must be given with request_log: disk", path)
     if place == "none" and values["serving_config.resume_streams"]:
         rule = "must be False with request_log: none, which has nothing to resume from"
-        raise _error(values, "serving_config.resume_streams", rule, True)
+        raise values.error("serving_config.resume_streams", rule, True)
 
 
 def _check_door(values: Values) -> None:
@@ -121,13 +118,13 @@ def _check_door(values: Values) -> None:
     if values[name] < 2 * body:
         if values.is_given(name):
             rule = f"must be at least twice max_request_body_bytes {body}, or the first bodies would end the others"
-            raise _error(values, name, rule, values[name])
+            raise values.error(name, rule, values[name])
         values.set(name, 2 * body, "twice max_request_body_bytes")
     _check_tls(values)
     url, headers = values["serving_config.max_url_bytes"], values["serving_config.max_header_bytes"]
     if url >= headers:
         rule = f"must be less than max_header_bytes {headers}, of which the URL is part"
-        raise _error(values, "serving_config.max_url_bytes", rule, url)
+        raise values.error("serving_config.max_url_bytes", rule, url)
 
 
 def _check_tls(values: Values) -> None:
@@ -135,21 +132,13 @@ def _check_tls(values: Values) -> None:
     if certfile is None:
         for name, given in ((KEYFILE, keyfile), (PASSWORD_FILE, password_file)):
             if given is not None:
-                raise _error(values, name, "must be that of a certificate, ssl_certfile", given)
+                raise values.error(name, "must be that of a certificate, ssl_certfile", given)
         return
     try:
         tls_context(certfile, keyfile, password_file)
     except ConfigError as error:
         name = str(error).partition(": ")[0]
         raise ConfigError(f"{values.source(name)}: {error}") from None
-
-
-def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
-    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
-
-
-def _notice(values: Values, name: str, text: str) -> None:
-    values.notices.append(f"{values.source(name)}: {name}: {text}")
 
 
 def _fit_longest_prompt(values: Values) -> None:
@@ -175,7 +164,7 @@ def _agree(values: Values, name: str, own: int, config: str) -> None:
     if not values.is_given(name):
         values.set(name, own, MODEL_SOURCE)
     elif values[name] != own:
-        raise _error(values, name, f"must be {own} as in {config}, or be left out", values[name])
+        raise values.error(name, f"must be {own} as in {config}, or be left out", values[name])
 
 
 def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
@@ -183,7 +172,7 @@ def _agree_end_token(values: Values, spec: ModelSpec, config: str) -> None:
     if values.is_given(name):
         if spec.eos_token_ids and values[name] not in spec.eos_token_ids:
             own = " or ".join(map(str, spec.eos_token_ids))
-            raise _error(values, name, f"must be {own} as in {config}, or be left out", values[name])
+            raise values.error(name, f"must be {own} as in {config}, or be left out", values[name])
     elif len(spec.eos_token_ids) == 1:
         values.set(name, spec.eos_token_ids[0], MODEL_SOURCE)
 
@@ -196,7 +185,7 @@ def _agree_pad_token(values: Values, spec: ModelSpec, config: str) -> None:
     if not values.is_given(name):
         values.set(name, spec.pad_token_id, MODEL_SOURCE)
     elif values[name] != spec.pad_token_id:
-        _notice(values, name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
+        values.notice(name, f"{values[name]} differs from {spec.pad_token_id} in {config}; nothing is padded with it")
 
 
 def _longest_in_cache(values: Values, length: int, window: int | None) -> int:
@@ -221,4 +210,4 @@ def _limit_length(values: Values, longest: Positions, source: str, window: int |
             values.set(name, positions, source)
         _fit_longest_prompt(values)
     elif values[name] > positions:
-        raise _error(values, name, f"must be <= {positions}, the positions of the model ({source})", values[name])
+        raise values.error(name, f"must be <= {positions}, the positions of the model ({source})", values[name])

@@ -6,7 +6,6 @@ from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
 from llm_serving.core.choices import EngineName
-from llm_serving.errors import ConfigError
 
 SECTION: Final = "cluster_config"
 SECRET_FILE: Final = f"{SECTION}.secret_file"
@@ -23,12 +22,9 @@ def check_cluster(values: Values) -> None:
         for key in _OF_RAY:
             name = f"{SECTION}.{key}"
             if values[name] != DEFAULTS[name]:
-                raise ConfigError(
-                    f"{values.source(name)}: `{name}` must come with `{SECTION}.engine: ray`. Given: {values[name]}"
-                )
+                raise values.error(name, f"must come with `{SECTION}.engine: ray`", values[name])
     elif values[f"{SECTION}.address"] is not None and values[SECRET_FILE] is None:
         name = f"{SECTION}.address"
-        raise ConfigError(
-            f"{values.source(name)}: `{name}` must come with `{SECTION}.secret_file`, whose content all machines have. "
-            f"Given: {values[name]}"
+        raise values.error(
+            name, f"must come with `{SECTION}.secret_file`, whose content all machines have", values[name]
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
 from llm_serving.core.choices import ExactnessName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
-from llm_serving.errors import ConfigError
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.coded import Quantization
@@ -54,11 +53,11 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
     for name in (NUM_BLOCKS, NUM_SWAP_BLOCKS):
         if (values[name] or 0) * values[BLOCK_SIZE] > MAX_SLOTS:
             rule = f"times pa_config.block_size {values[BLOCK_SIZE]} must be at most {MAX_SLOTS} tokens"
-            raise _error(values, name, rule, values[name])
+            raise values.error(name, rule, values[name])
     if spec is not None:
         if spec.vocab_size > MAX_VOCAB_SIZE:
             rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
-            raise _error(values, MODEL_PATH, rule, spec.vocab_size)
+            raise values.error(MODEL_PATH, rule, spec.vocab_size)
         _check_memory(values, spec)
         _check_primitives(values, spec)
     _check_exactness(values)
@@ -68,26 +67,26 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
 
 def _check_multiple(values: Values, spec: ModelSpec | None, head_multiple: int, hint: str) -> None:
     if values[BLOCK_SIZE] % MULTIPLE:
-        raise _error(values, BLOCK_SIZE, f"must be a multiple of {MULTIPLE} {hint}", values[BLOCK_SIZE])
+        raise values.error(BLOCK_SIZE, f"must be a multiple of {MULTIPLE} {hint}", values[BLOCK_SIZE])
     for head_dim in spec.head_dims if spec is not None else ():
         if head_dim % head_multiple:
             rule = f"must name a model whose head_dim is a multiple of {head_multiple} {hint}"
-            raise _error(values, MODEL_PATH, rule, head_dim)
+            raise values.error(MODEL_PATH, rule, head_dim)
 
 
 def _check_ascend(values: Values, spec: ModelSpec | None) -> None:
     if values[DTYPE] not in ASCEND_DTYPES:
-        raise _error(values, DTYPE, f"must be one of {', '.join(ASCEND_DTYPES)} on Ascend", values[DTYPE])
+        raise values.error(DTYPE, f"must be one of {', '.join(ASCEND_DTYPES)} on Ascend", values[DTYPE])
     _check_multiple(values, spec, ASCEND_HEAD_MULTIPLE, "on Ascend")
     if spec is None:
         return
     head_dim = max(spec.head_dims)
     if head_dim > ASCEND_LARGEST_HEAD:
         rule = f"must name a model whose head_dim is at most {ASCEND_LARGEST_HEAD} on Ascend"
-        raise _error(values, MODEL_PATH, rule, head_dim)
+        raise values.error(MODEL_PATH, rule, head_dim)
     if head_dim * values[BLOCK_SIZE] > ASCEND_LARGEST_BLOCK:
         rule = f"times the model's head_dim {head_dim} must be at most {ASCEND_LARGEST_BLOCK} on Ascend"
-        raise _error(values, BLOCK_SIZE, rule, values[BLOCK_SIZE])
+        raise values.error(BLOCK_SIZE, rule, values[BLOCK_SIZE])
 
 
 def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> None:
@@ -104,8 +103,8 @@ def _check_infer_boost(values: Values, mindformers: MindFormersFile | None) -> N
                 f"must be {needed} with device_config.device_target: Ascend ({values.source(TARGET)}): PagedAttention "
                 "has a kernel with infer boost only, which takes level O0 alone"
             )
-            raise _error(values, name, rule, given)
-        _notice(values, name, f"{given} is read as {needed}: Ascend serves with infer boost at level O0")
+            raise values.error(name, rule, given)
+        values.notice(name, f"{given} is read as {needed}: Ascend serves with infer boost at level O0")
         values.set(name, needed, source)
 
 
@@ -120,10 +119,10 @@ def _check_primitives(values: Values, spec: ModelSpec) -> None:
     if lacks is not None:
         have = "program has" if in_cells else "program and plain have"
         where = "on Ascend" if on_ascend else f"with device_config.kernels: {values[KERNELS]} ({have} it)"
-        raise _error(values, MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
+        raise values.error(MODEL_PATH, f"must name a model without {lacks} {where}", spec.architecture)
     if values[DTYPE] not in ASCEND_DTYPES and not on_ascend:
         rule = f"must be {' or '.join(ASCEND_DTYPES)} with device_config.kernels: primitives"
-        raise _error(values, DTYPE, rule, values[DTYPE])
+        raise values.error(DTYPE, rule, values[DTYPE])
 
 
 def _check_exactness(values: Values) -> None:
@@ -131,9 +130,9 @@ def _check_exactness(values: Values) -> None:
         return
     if values[TARGET] != "Ascend" and values[KERNELS] != "primitives":
         rule = f"must be exact with {KERNELS}: {values[KERNELS]} on a CPU: only the primitives have another attention"
-        raise _error(values, EXACTNESS, rule, values[EXACTNESS])
+        raise values.error(EXACTNESS, rule, values[EXACTNESS])
     if values[COMPOSITION] == "mixed":
-        _notice(values, EXACTNESS, f"fast is for steps of whole prompts; {COMPOSITION}: separate makes more")
+        values.notice(EXACTNESS, f"fast is for steps of whole prompts; {COMPOSITION}: separate makes more")
 
 
 def _quantization(values: Values) -> Quantization | None:
@@ -145,7 +144,7 @@ def _check_quantization(values: Values) -> None:
     served = values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
     if values[QUANTIZATION] is not None and not served:
         rule = f"must be null with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}: program on a CPU has it"
-        raise _error(values, QUANTIZATION, rule, values[QUANTIZATION])
+        raise values.error(QUANTIZATION, rule, values[QUANTIZATION])
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:
@@ -166,22 +165,14 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
             f"must be at least {least} bytes: {PROCESS_BYTES} for the process, {weights} for the weights, {working} "
             f"for the largest step and {block} for one block of the KV cache"
         )
-        raise _error(values, MAX_MEMORY, rule, limit)
+        raise values.error(MAX_MEMORY, rule, limit)
 
 
 def _notice_what_is_not_served(values: Values) -> None:
     if values["model_config.batching_strategy"] == "static":
-        _notice(values, "model_config.batching_strategy", "static: requests with use_beam_search are refused with 400")
+        values.notice("model_config.batching_strategy", "static: requests with use_beam_search are refused with 400")
     swaps, num_blocks = values[PREEMPTION] != "recompute", values[NUM_SWAP_BLOCKS]
     if swaps and num_blocks == 0:
-        _notice(values, PREEMPTION, f"{values[PREEMPTION]} moves nothing out: {NUM_SWAP_BLOCKS} is 0")
+        values.notice(PREEMPTION, f"{values[PREEMPTION]} moves nothing out: {NUM_SWAP_BLOCKS} is 0")
     if not swaps and num_blocks > 0:
-        _notice(values, NUM_SWAP_BLOCKS, f"{num_blocks} blocks are never used: {PREEMPTION} is recompute")
-
-
-def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
-    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
-
-
-def _notice(values: Values, name: str, text: str) -> None:
-    values.notices.append(f"{values.source(name)}: {name}: {text}")
+        values.notice(NUM_SWAP_BLOCKS, f"{num_blocks} blocks are never used: {PREEMPTION} is recompute")

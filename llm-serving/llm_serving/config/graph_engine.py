@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from llm_serving.config.values import Values
 from llm_serving.core.choices import ExactnessName
-from llm_serving.errors import ConfigError
 
 BACKEND: Final = "model_config.backend"
 MINDIR_PATH: Final = "model_config.mindir_path"
@@ -30,26 +29,18 @@ def check_graph_engine(values: Values) -> None:
     """
     if not values.is_given(MINDIR_PATH):
         if values[BACKEND] == "ge":
-            _notice(values, BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")
+            values.notice(BACKEND, f"ge is served as kbk: {MINDIR_PATH} names no graphs of `llm-serving export`")
         if values.is_given(MINDIR_INI):
             source = values.source(MINDIR_INI)
-            _notice(values, MINDIR_INI, f"{values[MINDIR_INI]} has no meaning without {MINDIR_PATH}")
+            values.notice(MINDIR_INI, f"{values[MINDIR_INI]} has no meaning without {MINDIR_PATH}")
             values.set(MINDIR_INI, None, source)
         return
     if values[BACKEND] != "ge":
-        raise _error(values, MINDIR_PATH, f"must be left out with {BACKEND}: {values[BACKEND]}", values[MINDIR_PATH])
+        raise values.error(MINDIR_PATH, f"must be left out with {BACKEND}: {values[BACKEND]}", values[MINDIR_PATH])
     for name, needed, why in _NEEDED:
         if values[name] != needed:
-            raise _error(values, name, f"must be {needed} with {BACKEND}: ge: {why}", values[name])
+            raise values.error(name, f"must be {needed} with {BACKEND}: ge: {why}", values[name])
     if values["pa_config.num_blocks"] is None:
         rule = f"must be given with {BACKEND}: ge: the graph has a cache of so many"
-        raise _error(values, "pa_config.num_blocks", rule, None)
-    _notice(values, BACKEND, "ge copies no blocks: requests with n, best_of or beams end with an error")
-
-
-def _error(values: Values, name: str, rule: str, value: Any) -> ConfigError:
-    return ConfigError(f"{values.source(name)}: `{name}` {rule}. Given: {value}")
-
-
-def _notice(values: Values, name: str, text: str) -> None:
-    values.notices.append(f"{values.source(name)}: {name}: {text}")
+        raise values.error("pa_config.num_blocks", rule, None)
+    values.notice(BACKEND, "ge copies no blocks: requests with n, best_of or beams end with an error")

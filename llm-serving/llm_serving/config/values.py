@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.config.tables import TableReader
+from llm_serving.errors import ConfigError
 from llm_serving.hub import HubModel
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -36,6 +37,14 @@ class Values:
 
     def source(self, name: str) -> str:
         return self._set[name][1] if name in self._set else "default"
+
+    def error(self, name: str, rule: str, value: Any) -> ConfigError:
+        """For a key whose value breaks a rule that begins with a verb."""
+        return ConfigError(f"{self.source(name)}: `{name}` {rule}. Given: {value}")
+
+    def notice(self, name: str, text: str) -> None:
+        """Tells the operator of something about a key."""
+        self.notices.append(f"{self.source(name)}: {name}: {text}")
 
     def build(self, tables: Mapping[str, TableReader]) -> ServingConfig:
         sections = {
