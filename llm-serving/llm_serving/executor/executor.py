@@ -100,12 +100,23 @@ class Runner(Protocol):
     def execute(self, step: StepInput) -> StepOutput: ...
 
 
-class LocalExecutor:
+class Unsupervised:
+    """The part of an executor that starts no WorkAgent again: one that dies is gone for good."""
+
+    away: Away | None = None
+    used_up = False
+
+    def restart(self, reason: str) -> None:
+        raise WorkerDiedError(reason)
+
+    def give_up(self) -> None:
+        pass
+
+
+class LocalExecutor(Unsupervised):
     """Runs each step in this process, when it is collected."""
 
     max_steps_in_flight = 1
-    away: Away | None = None
-    used_up = False
 
     def __init__(self, runner: Runner) -> None:
         self.next_step = 0
@@ -138,14 +149,8 @@ class LocalExecutor:
     def fileno(self) -> int | None:
         return None
 
-    def restart(self, reason: str) -> None:
-        raise WorkerDiedError(reason)
 
-    def give_up(self) -> None:
-        pass
-
-
-class RemoteExecutor:
+class RemoteExecutor(Unsupervised):
     """Sends steps to a WorkAgent: a small frame on the socket, the arrays in a shared buffer, or in the frame.
 
     Each buffer belongs to the step written last, until that step's reply has come: with as many buffers as steps in
@@ -174,8 +179,6 @@ class RemoteExecutor:
         self._allowed = -1
         """The newest step that was told what it may choose."""
         self.max_steps_in_flight = buffers.num_buffers
-        self.away: Away | None = None
-        self.used_up = False
         self.next_step = 0
         self.num_compilations = 0
         """Graphs the WorkAgent had compiled by its latest step."""
@@ -249,12 +252,6 @@ class RemoteExecutor:
 
     def fileno(self) -> int | None:
         return self._channel.fileno()
-
-    def restart(self, reason: str) -> None:
-        raise WorkerDiedError(reason)
-
-    def give_up(self) -> None:
-        pass
 
 
 def _owners_of(buffer: int, in_flight: Iterable[RunStep]) -> list[int]:

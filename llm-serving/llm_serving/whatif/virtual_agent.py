@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_serving.core.step import AllowedTokens, Int32Array, StepInput, StepOutput, no_top_tokens
-from llm_serving.errors import WorkerDiedError
-from llm_serving.executor.away import Away
+from llm_serving.executor.executor import Unsupervised
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.step_shape import StepShape, shape_of
 from llm_serving.whatif.timeline import EngineClock
@@ -32,7 +31,7 @@ class _Computed(NamedTuple):
     """Whether its end is announced."""
 
 
-class VirtualAgent:
+class VirtualAgent(Unsupervised):
     """The executor of one replica; the seed of a request's sampling is its number in `lengths`.
 
     Args:
@@ -45,8 +44,6 @@ class VirtualAgent:
     """
 
     max_steps_in_flight = 2
-    away: Away | None = None
-    used_up = False
     awaits_allowed = False
 
     def __init__(
@@ -113,9 +110,3 @@ class VirtualAgent:
 
     def fileno(self) -> int | None:
         return None
-
-    def restart(self, reason: str) -> None:
-        raise WorkerDiedError(reason)
-
-    def give_up(self) -> None:
-        pass
