@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 from llm_serving.executor import listener as module
 from llm_serving.executor.listener import Arrival, Listener
-from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
+from llm_serving.executor.placement import AgentChannel
+from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.messages import Arrived, Hello, MasterMessage, Welcome
 
@@ -20,7 +21,7 @@ DEADLINE_S = 10.0
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", IDENTITY, MAX_FRAME_BYTES)
+    listener = Listener("127.0.0.1", IDENTITY)
     yield listener
     listener.close()
 
@@ -98,7 +99,7 @@ def test_more_than_may_shake_hands_at_once_are_turned_away(listener: Listener, m
     channel.close()
 
 
-def come_until_taken(listener: Listener, arrival: Arrival) -> module.AgentChannel | None:
+def come_until_taken(listener: Listener, arrival: Arrival) -> AgentChannel | None:
     for _ in range(1000):
         try:
             agent = come_in(listener, "a")
@@ -131,7 +132,7 @@ def test_a_first_frame_that_is_none_is_turned_away(listener: Listener, content: 
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
     with pytest.raises(OSError):
-        Listener("192.0.2.77", IDENTITY, MAX_FRAME_BYTES)
+        Listener("192.0.2.77", IDENTITY)
 
 
 def test_without_a_secret_there_is_no_conversation(listener: Listener) -> None:

@@ -11,8 +11,8 @@ import msgspec
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.listener import AgentChannel, Arrival, Listener
-from llm_serving.executor.placement import AgentProcess, Started
+from llm_serving.executor.listener import Arrival, Listener
+from llm_serving.executor.placement import AgentChannel, AgentProcess, Started
 from llm_serving.transport.channel import MAX_FRAME_BYTES
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
@@ -58,7 +58,7 @@ class ClusterPlacement:
     ) -> None:
         """Raises ConfigError: the address cannot be listened at."""
         try:
-            self._listener = Listener(host, identity, MAX_FRAME_BYTES)
+            self._listener = Listener(host, identity)
         except OSError as error:
             rule = f"cluster_config.master_host must be an address of this machine: {error.strerror or error}"
             raise ConfigError(f"{rule}. Given: {host}") from None
@@ -87,7 +87,7 @@ class ClusterPlacement:
                 process.kill()
                 process.end(None)
                 raise
-        channel.max_frame_bytes = max(MAX_FRAME_BYTES, settings.buffer_bytes + MAX_FRAME_BYTES)
+        channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
         return Started(process, channel, InlineArrays(settings.num_buffers))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from llm_serving.errors import LLMServingError
+from llm_serving.executor.placement import AgentChannel
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
@@ -24,8 +25,6 @@ HANDSHAKE_S: Final = 10.0
 MAX_HANDSHAKES: Final = 64
 """At once; whoever comes beyond is turned away, as it may well come again."""
 
-AgentChannel = Channel[AgentMessage]
-
 
 class Listener:
     """Takes connections of who has the cluster's secret, and gives each to the start that it names.
@@ -36,13 +35,11 @@ class Listener:
     Args:
         host: Address of this machine that the others reach.
         identity: Of the cluster.
-        max_frame_bytes: Longest frame.
     """
 
-    def __init__(self, host: str, identity: ClusterIdentity, max_frame_bytes: int) -> None:
+    def __init__(self, host: str, identity: ClusterIdentity) -> None:
         """Raises OSError: the address cannot be listened at."""
         self._context = identity.of_master()
-        self._max_frame_bytes = max_frame_bytes
         self._expected: dict[str, SimpleQueue[AgentChannel]] = {}
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(MAX_HANDSHAKES)
@@ -95,7 +92,7 @@ class Listener:
             secured = self._context.wrap_socket(connection, server_side=True)  # takes the connection with it
             connection = secured
             notice_silence(secured)
-            channel: AgentChannel = Channel(secured, AgentMessage, self._max_frame_bytes)  # type: ignore[arg-type]
+            channel: AgentChannel = Channel(secured, AgentMessage)  # type: ignore[arg-type]
             arrived = channel.receive(HANDSHAKE_S)
             with self._lock:
                 queue = self._expected.pop(arrived.token, None) if isinstance(arrived, Arrived) else None

@@ -27,14 +27,14 @@ class Channel(Generic[Incoming]):
     Args:
         sock: A connected stream socket; the channel owns it.
         incoming: The union of message types that may arrive.
-        max_frame_bytes: Longest frame that is sent or taken.
     """
 
-    def __init__(self, sock: socket.socket, incoming: type[Incoming], max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, sock: socket.socket, incoming: type[Incoming]) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
-        self.max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = MAX_FRAME_BYTES
+        """Longest frame that is sent or taken."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
