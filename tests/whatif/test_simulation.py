@@ -63,12 +63,13 @@ def test_a_closed_loop_asks_again_when_it_has_been_answered():
 
 def test_replicas_share_a_load():
     load = create_load(*[0.0] * 16, num_output_tokens=16, max_tokens=16)
-    one, two = (simulate(load, serving_config__agent_ports=ports) for ports in ("[1]", "[1,2]"))
     slots = {"model_config__decode_batch_size": 4}
     one, two = (simulate(load, serving_config__agent_ports=ports, **slots) for ports in ("[1]", "[1,2]"))
     assert max(each.end_s for each in two.outcomes) == pytest.approx(
         max(each.end_s for each in one.outcomes) / 2, rel=0.1
     )
+    counted = simulate(load, cluster_config__replicas=2, **slots)
+    assert [each.end_s for each in counted.outcomes] == [each.end_s for each in two.outcomes]
 
 
 def test_a_full_queue_refuses_and_who_comes_again_is_served():

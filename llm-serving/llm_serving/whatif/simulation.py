@@ -93,7 +93,7 @@ class Simulation:
         self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
         self._result = Result(name, load.name, profile, [], notices=notices)
         parts = Parts(config, profile, lengths.reshape(-1, 2), load.vocab_size, window, seed, self._tally)
-        self._replicas = [VirtualReplica(self, parts, index) for index in range(len(config.serving.agent_ports))]
+        self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
         """By id of a request: what becomes of it, and who is told of its end."""
