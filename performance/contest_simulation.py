@@ -1,74 +1,67 @@
-"""The older servers' contest in simulation: 1,500 alpaca-like prompts on a step-time model of the NPU they had.
+"""The older servers' contest in simulation: 1,500 alpaca-like prompts on a profile of the NPU they had.
 
-    python contest_simulation.py [--num-prompts 1500] [--rate 10] [--seed 1]
+    python contest_simulation.py [--num-prompts 1500] [--rate 10] [--seed 1] [--profile profiles/contest_npu.yaml]
 
-Nothing runs on a device. The shipping scheduler forms every step under a virtual clock; how long a step takes follows
-from figures that were published of the older server (Llama-2-7B in float16, one NPU, prompts padded to 4,096 tokens):
-
-- a prompt of 128 tokens took 35, 21, 17, 13 and 11 ms in batches of 1, 2, 4, 8 and 16 (`PREFILL_MS`);
-- one request after the other took 3,000 to 3,500 s for all of them, which leaves what decoding one request costs;
-- with 128 requests at a time it took 674 s, 76 % of it for prompts and 22 % for decoding, which leaves what each
-  further request in a step costs.
-
-So the first two rows of the table say how well the model fits, and the others what it predicts.
+Nothing runs on a device. The shipping scheduler forms every step under a virtual clock; how long a step takes is in the
+profile, which says what was published and how it was fitted. The first two rows of the table, whose prompts are padded
+to 4,096 tokens as they were, say how well it fits, and the others what it predicts.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import random
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import alpaca_like
+import numpy as np
 from arrivals import poisson
 from llm_serving.config import load_config
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.replica import build_scheduler
 from llm_serving.scheduler import Schedule
+from llm_serving.whatif.cost_model import CostModel
+from llm_serving.whatif.profile import read_profile
+from llm_serving.whatif.report import mark
+from llm_serving.whatif.step_shape import shape_of_rows
 
-PREFILL_MS = ((128, 35.0), (256, 42.0), (512, 68.0), (1024, 104.0), (2048, 176.0))
-"""Tokens of a step, and its published time: batches of prompts of 128 tokens."""
+PROFILE = Path(__file__).parent / "profiles" / "contest_npu.yaml"
 PADDED = 4096
-SERIAL_S = (3000.0, 3500.0)
-FORK_S, FORK_DECODE_SHARE = 674.0, 0.22
-BEST_FOUND_S = 437.0
+"""Tokens that every prompt was filled up to."""
+FORK_S, BEST_FOUND_S = 674.0, 437.0
 TOKENS_PER_WORD = 1.3
 NUM_BLOCKS, SLOTS = 1024, 128
-
-
-def prefill_ms(num_tokens: int) -> float:
-    """Of a step: along the published points, and beyond them on the line of the last two; never less than the first."""
-    at = min(len(PREFILL_MS) - 2, max(0, bisect.bisect([tokens for tokens, _ in PREFILL_MS], num_tokens) - 1))
-    (x, y), (x1, y1) = PREFILL_MS[at : at + 2]
-    return max(PREFILL_MS[0][1], y + (num_tokens - x) * (y1 - y) / (x1 - x))
 
 
 @dataclass(frozen=True)
 class StepTime:
     """
     Attributes:
-        decode_ms: Of a step with one request.
-        per_request_ms: What each further one adds.
+        model: Seconds of a step by its shape.
         padded: Tokens that every prompt is filled up to; 0: none.
     """
 
-    decode_ms: float
-    per_request_ms: float
+    model: CostModel
     padded: int = 0
 
-    def decode(self, num_requests: int) -> float:
-        """Milliseconds."""
-        return self.decode_ms + self.per_request_ms * (num_requests - 1) if num_requests else 0.0
+    def parts(self, step: Schedule) -> tuple[float, float]:
+        """Seconds that a step takes for its prompts, and for what decodes: what that would take alone."""
+        prompts = [row for row in step.rows if row.num_computed < row.request.num_prompt_tokens]
+        lengths = [(max(row.query_len, self.padded), row.num_computed) for row in prompts]
+        decoding = [(1, row.num_computed) for row in step.rows if row.num_computed >= row.request.num_prompt_tokens]
+        decode = self._seconds(decoding)
+        return self._seconds(lengths + decoding) - decode, decode
 
-    def prefill(self, lengths: Sequence[int]) -> float:
-        """Milliseconds of the prompts, or parts of them, in one step."""
-        return prefill_ms(sum(max(length, self.padded) for length in lengths)) if lengths else 0.0
+    def _seconds(self, rows: Sequence[tuple[int, int]]) -> float:
+        if not rows:
+            return 0.0
+        query_lens, num_computed = (np.array(each, np.int32) for each in zip(*rows, strict=True))
+        return self.model.seconds(shape_of_rows(query_lens, num_computed, len(rows), 0))
 
 
 class Load(NamedTuple):
@@ -85,9 +78,6 @@ class Result(NamedTuple):
     makespan: float
     prefill: float
     decode: float
-    num_decode_steps: int
-    num_further: int
-    """Requests in decode steps beside the first of each."""
     first_tokens: list[float]
     """Of each request, from its arrival."""
 
@@ -105,8 +95,6 @@ def _num_tokens(text: str) -> int:
 def simulate(given: Load, time: StepTime, settings: Sequence[str]) -> Result:
     """Every request through the shipping scheduler.
 
-    Prompts and decoding in one step take the sum of both: how much less they take together is not known.
-
     Args:
         given: The requests.
         time: Of a step.
@@ -117,7 +105,7 @@ def simulate(given: Load, time: StepTime, settings: Sequence[str]) -> Result:
     )
     scheduler = build_scheduler(config, NUM_BLOCKS, 0, 0, None)
     coming = sorted(((arrival, index) for index, arrival in enumerate(given.arrivals)), reverse=True)
-    now, prefill_s, decode_s, num_decode_steps, num_further = 0.0, 0.0, 0.0, 0, 0
+    now, prefill_s, decode_s = 0.0, 0.0, 0.0
     first: dict[str, float] = {}
     while coming or scheduler.has_unfinished_requests:
         if not scheduler.has_unfinished_requests:
@@ -128,16 +116,13 @@ def simulate(given: Load, time: StepTime, settings: Sequence[str]) -> Result:
         step = scheduler.schedule(now)
         if step is None:
             raise RuntimeError("requests wait and no step can be formed")
-        prompts, num_decoding = _parts(step)
-        prefill, decode = time.prefill(prompts) / 1e3, time.decode(num_decoding) / 1e3
+        prefill, decode = time.parts(step)
         now, prefill_s, decode_s = now + prefill + decode, prefill_s + prefill, decode_s + decode
-        num_decode_steps += num_decoding > 0
-        num_further += max(0, num_decoding - 1)
         for row in step.rows:
             if row.samples:
                 first.setdefault(row.request.request_id, now - row.request.arrival_time)
         scheduler.update(step, [7] * step.num_samples)
-    return Result(now, prefill_s, decode_s, num_decode_steps, num_further, list(first.values()))
+    return Result(now, prefill_s, decode_s, list(first.values()))
 
 
 def _request(index: int, given: Load, arrival: float) -> Request:
@@ -151,12 +136,6 @@ def _request(index: int, given: Load, arrival: float) -> Request:
     )
 
 
-def _parts(step: Schedule) -> tuple[list[int], int]:
-    """Tokens of each prompt, or part of one, and how many requests decode."""
-    prompts = [row.query_len for row in step.rows if row.num_computed < row.request.num_prompt_tokens]
-    return prompts, len(step.rows) - len(prompts)
-
-
 UNCACHED = "scheduler_config.prefix_caching=False"
 OLDER = (UNCACHED, "model_config.prefill_batch_size=1", "scheduler_config.composition=separate")
 """A prompt alone in a step."""
@@ -167,32 +146,18 @@ OURS = (UNCACHED, f"model_config.decode_batch_size={SLOTS}", "device_config.devi
 POLICIES = ("prefill_first", "decode_first", "mixed", "throughput")
 
 
-def fitted(given: Load) -> StepTime:
-    """What decoding costs, from the two totals that were published."""
-    num_tokens = sum(given.answers) - len(given.answers)  # a prompt's step gives the first token
-    left_ms = 1e3 * statistics.mean(SERIAL_S) - len(given.prompts) * prefill_ms(PADDED)
-    decode_ms = left_ms / num_tokens
-    time = StepTime(decode_ms, 0.0, PADDED)
-    wanted_ms = 1e3 * FORK_S * FORK_DECODE_SHARE
-    for _ in range(2):  # the steps of the fork hardly depend on it
-        fork = simulate(given, time, FORK)
-        per_request_ms = (wanted_ms - fork.num_decode_steps * decode_ms) / fork.num_further
-        time = replace(time, per_request_ms=per_request_ms)
-    return time
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=1500)
     parser.add_argument("--rate", type=float, default=10.0, help="arrivals a second, Poisson")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile", type=Path, default=PROFILE, help="what a step takes; default: the contest's NPU")
     arguments = parser.parse_args(argv)
-    given = load(arguments.num_prompts, arguments.rate, arguments.seed)
-    time = fitted(given)
+    given, profile = load(arguments.num_prompts, arguments.rate, arguments.seed), read_profile(arguments.profile)
+    time = StepTime(profile.step, PADDED)
     out = sys.stdout
     out.write(
-        f"{sum(given.prompts)} tokens of prompts, {sum(given.answers)} of answers; a decode step takes "
-        f"{time.decode_ms:.1f} ms, and {time.per_request_ms:.2f} ms more for each further request\n\n"
+        f"{sum(given.prompts)} tokens of prompts, {sum(given.answers)} of answers; {mark(profile)}\n\n"
         "| served by | published, s | simulated, s | of it prompts, s | decoding, s | first token p50 / p99, s |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
     )

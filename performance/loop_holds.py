@@ -22,6 +22,7 @@ from pathlib import Path
 from figures import FIRST_PLAIN_TOKEN
 from http_client import HttpClient
 from llm_serving.config import load_config
+from llm_serving.core.allocator import give_back_large_blocks, giving_back
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
@@ -168,9 +169,10 @@ def main() -> None:
         yield build_engine(config, NUM_BLOCKS, executor, tokenizer, metrics, publish, index)
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
+    give_back_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
-    with bind("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0) as listener, giving_back():
         server = HttpServer(create_app(engine), listener, config.serving)
         port = listener.getsockname()[1]
 

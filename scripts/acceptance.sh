@@ -2,10 +2,22 @@
 # Runs real clients against a real server of the shipped model and prints what came of each.
 #
 #   scripts/acceptance.sh [--golden] [--envs FOLDER] [CLIENT ...]
+#   scripts/acceptance.sh --mindformers             MindFormers' own networks in place of clients
 #
 # Each client has an environment of its own, made from the package index the first time and kept in FOLDER (.acceptance).
 set -e
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = --mindformers ]; then
+    export LLM_SERVING_VENV=${LLM_SERVING_VENV:-$PWD/.acceptance/mindformers}
+    bash scripts/install_mindformers.sh dev
+    python=$LLM_SERVING_VENV/bin/python
+    "$python" -m pytest -c llm-serving/pyproject.toml --rootdir . tests/test_mindformers_networks.py
+    for dtype in bfloat16 float16; do
+        PYTHONPATH=tests "$python" -m families.exactness --kernels mindformers --dtype $dtype \
+            llama2 llama3.1 llama3.2 llama-yarn-told qwen3 qwen3-tied qwen3-yarn
+    done
+    exit
+fi
 python=.venv/bin/python
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 run_dir=$(mktemp -d)

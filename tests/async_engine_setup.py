@@ -11,7 +11,13 @@ from typing import Any
 
 from factories import create_scheduler
 from fake_runner import VOCAB_SIZE, FakeRunner
-from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.choices import RoutingName
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
@@ -47,6 +53,8 @@ class Setup:
         max_num_seqs: int = 8,
         api_keys: tuple[ApiKey, ...] = (),
         exit_without_work_agents: bool = False,
+        clock: Clock = monotonic,
+        routing: str = RoutingName.PREDICTED_TTFT,
         **scheduler: Any,
     ) -> None:
         self.runners: dict[int, GatedRunner] = {}
@@ -57,7 +65,9 @@ class Setup:
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(
-                agent_ports=tuple(range(16002, 16002 + num_replicas)), exit_without_work_agents=exit_without_work_agents
+                agent_ports=tuple(range(16002, 16002 + num_replicas)),
+                exit_without_work_agents=exit_without_work_agents,
+                routing=routing,
             ),
             scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
             api_keys=api_keys,
@@ -65,7 +75,7 @@ class Setup:
         spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
         tokenizer: Any = WordTokenizer()
         self.metrics = Metrics()
-        self.engine = AsyncEngine(config, spec, tokenizer, self.metrics, self._open_replica)
+        self.engine = AsyncEngine(config, spec, tokenizer, self.metrics, self._open_replica, clock=clock)
 
     @contextmanager
     def _open_replica(self, index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
@@ -73,7 +83,7 @@ class Setup:
         self.may_load.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs)
+        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True)
         runner = self.runners[index] = GatedRunner(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
         tokenizer: Any = WordTokenizer()
         yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import uvicorn
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door import Connection, Guests, Turns
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams

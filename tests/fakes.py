@@ -11,7 +11,11 @@ from typing import Any
 import llm_serving.demo_model
 import numpy as np
 from llm_serving.admission.appointments import Visitor
-from llm_serving.config.schema import ApiKey, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.caller import ANYBODY, Caller
 from llm_serving.core.computed_by import ComputedBy
@@ -21,9 +25,10 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.request_output import FAILURES, PromptLogprobs, RequestOutput, TokenLogprobs
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
+from llm_serving.engine.control import ReplicaRow
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.shared_answers import SharedAnswers, Sharing
-from llm_serving.errors import CapacityError, LLMServingError
+from llm_serving.errors import CapacityError, LLMServingError, RequestError
 from llm_serving.models.pooling import Pooling
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.explanation import Explanation
@@ -258,6 +263,16 @@ class FakeEngine:
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
         self.asked.append((request_id, tenant))
         return [each.request_id for each in self.submitted if each.request_id == request_id]
+
+    def replica_rows(self) -> list[ReplicaRow]:
+        return [ReplicaRow(0, "serving", self.num_running + self.num_waiting)]
+
+    def drain(self, replica: int) -> None:
+        raise RequestError("replica", "must not be the only one that serves", replica)
+
+    def join(self, replica: int) -> None:
+        if replica:
+            raise RequestError("replica", "must be an integer from 0 to 0", replica)
 
     async def scheduler_states(self) -> dict[int, None]:
         """No replica answers in time."""

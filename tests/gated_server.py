@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -12,7 +13,12 @@ from typing import Any
 import httpx
 from fake_runner import FakeRunner
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER
-from llm_serving.config.schema import ApiKey, CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
@@ -33,9 +39,12 @@ class GatedRunner(FakeRunner):
         super().__init__(NUM_BLOCKS, 16)
         self.gate = Event()
         self.gate.set()
+        self.step_s = 0.0
+        """Seconds that a step takes at least, for those who watch requests that are not to end meanwhile."""
 
     def execute(self, step: StepInput) -> StepOutput:
         self.gate.wait()
+        time.sleep(self.step_s)
         return super().execute(step)
 
 

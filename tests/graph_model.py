@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
-from llm_serving.config.schema import DeviceConfig
+from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
@@ -51,13 +51,14 @@ class GraphModel:
         num_swap_blocks: int = 0,
         as_program: bool = True,
         quantization: Quantization | None = None,
+        by_mindformers: bool = False,
     ) -> None:
         kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
         self.kv_tensors = kv_tensors
         poison(kv_tensors, range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder, spec.scheme)
-        ways = {"as_program": as_program, "quantization": quantization}
+        ways = {"as_program": as_program, "quantization": quantization, "by_mindformers": by_mindformers}
         lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, **ways)
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)

@@ -362,10 +362,10 @@ class Verdict:
 
 @cache
 def crowded_seeds() -> list[int]:
-    """Seeds in which requests lose their places."""
+    """Seeds in which requests lose their places; on the master's machine, where steps are handed over in memory."""
     seeds: list[int] = []
     for seed in count():
-        one = Simulation(seed)
+        one = Simulation(seed, on_machines=False)
         for replica in one.replicas:
             replica.faults.rate = 0.0
         one.run()
@@ -389,7 +389,7 @@ def play(mutation: Mutation, *, guarded: bool, until: Callable[[Verdict], bool] 
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
-                one = Simulation(seed)
+                one = Simulation(seed, on_machines=False)
                 if mutation.of_prompts:
                     ask_of_prompts(one.clients)
                 _play_seed(one, verdict, bad_luck=mutation.bad_luck)

@@ -92,7 +92,8 @@ def awq(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
 
 
 def int_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
-    return {"weight": tensor.codes, "weight_scale": tensor.scales}, tensor.dequantized()
+    codes = tensor.codes if tensor.bits == 8 else tensor.codes.astype(np.int8) - np.int8(8)
+    return {"weight": codes, "weight_scale": tensor.scales}, tensor.dequantized()
 
 
 def pack_quantized(tensor: QuantizedTensor) -> tuple[Arrays, np.ndarray]:
@@ -162,6 +163,10 @@ LAYOUTS: dict[str, Layout] = {
     "compressed-tensors, W4A16, act-order": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group"),
         lambda w: pack_quantized(act_order(quantize_w4(w, 32))),
+    ),
+    "compressed-tensors, W4A8": Layout(
+        compressed("int-quantized", num_bits=4, strategy="group", group_size=32),
+        lambda w: int_quantized(quantize_w4(w, 32)),
     ),
     "compressed-tensors, FP8": Layout(
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),

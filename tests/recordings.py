@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from factories import create_scheduler
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.recording.records import MAGIC, Chain, Entry, Reader, encode
 from llm_serving.recording.replay import Replay
@@ -29,9 +30,11 @@ class MemoryFiles:
         return True
 
 
-def create_recorded(files: MemoryFiles, max_file_bytes: int = 2**24, **options: Any) -> RecordedScheduler:
+def create_recorded(
+    files: MemoryFiles, max_file_bytes: int = 2**24, clock: Clock = monotonic, **options: Any
+) -> RecordedScheduler:
     plain = create_scheduler(**options)
-    recorder = Recorder(files, "scheduler", max_file_bytes)
+    recorder = Recorder(files, "scheduler", max_file_bytes, clock)
     return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder)
 
 

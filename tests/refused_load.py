@@ -31,7 +31,9 @@ if __name__ == "__main__":
 import numpy as np
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER
 from llm_serving.admission.appointments import Visitor
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.caller import ANYBODY, Caller
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
@@ -41,7 +43,7 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.errors import CapacityError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observe.metrics import Metrics
-from simulated_agent import Clock
+from simulated_clock import Clock
 from word_tokenizer import WordTokenizer
 
 MODEL: Any = SimpleNamespace(vocab_size=1000, eos_token_ids=())

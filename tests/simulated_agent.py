@@ -21,8 +21,11 @@ from llm_serving.errors import (
 )
 from llm_serving.kvcache import BlockManager
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
+from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, Allow, Loaded, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
+from simulated_clock import Clock
+from simulated_network import Place
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 1 << 17
@@ -32,16 +35,6 @@ WITHOUT_ALLOWED = ("hang", "die before")
 BAD_ROW = "no token can be chosen: all logits are NaN"
 POISON = VOCAB_SIZE
 """A token that no step survives."""
-
-
-class Clock:
-    """Seconds that pass only when the simulation says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Faults:
@@ -75,6 +68,7 @@ class SimulatedAgent:
         faults: What happens to each step.
         blocks: Of the master, as its own caches have as many.
         meanwhile: Called while the master waits for a reply.
+        place: On a machine of a cluster; None: the master's own.
     """
 
     def __init__(
@@ -84,14 +78,22 @@ class SimulatedAgent:
         faults: Faults,
         blocks: BlockManager,
         meanwhile: Callable[[], None],
+        place: Place | None = None,
     ) -> None:
         self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
         self.channel: Any = self
-        self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
+        self._place = place
+        self.buffers: SharedBuffers | InlineArrays
+        if place is None:
+            self.buffers = SharedBuffers.create(NUM_BUFFERS, BUFFER_BYTES)
+        else:
+            self.buffers = InlineArrays(NUM_BUFFERS)
         self.block_moves: Counter[int] = Counter()
         """By kind, a `BlockMove`."""
         self._rng, self._clock, self._faults, self._meanwhile = rng, clock, faults, meanwhile
-        self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
+        self._mapping: SharedBuffers | InlineArrays | None = self.buffers
+        if isinstance(self.buffers, SharedBuffers):
+            self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens)
         self._reads_at_once = rng.random() < 0.5
@@ -124,13 +126,18 @@ class SimulatedAgent:
         if self._dead:
             raise ChannelClosedError("the other side is gone")
         self._unread.append(message)
+        if self._place is not None and isinstance(message, RunStep):
+            self._place.happen()
         if self._reads_at_once:
             self._work()
 
     def receive(self, timeout_s: float | None = None) -> AgentMessage:
+        assert self._mapping is not None, "a frame of an earlier start is read"
         self._meanwhile()
         if not self._replies:
             self._work()
+        if self._place is not None:
+            self._cross(self._place, timeout_s)
         if self._replies:
             return self._replies.popleft()
         if self._hangs:
@@ -138,10 +145,20 @@ class SimulatedAgent:
             raise DeadlineExceededError("no complete frame arrived in time")
         raise ChannelClosedError("the other side closed the connection")
 
+    def _cross(self, place: Place, timeout_s: float | None) -> None:
+        """Waits for the link, unless what has been sent before it was cut is here already."""
+        while not place.is_reached and not (self._replies and place.passes("from")):
+            place.wait(timeout_s)
+            if not self._replies:
+                self._work()
+        place.take_time()
+
     # --- as a WorkAgent ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._unread and not self._dead and not self._hangs:
+        if self._place is not None and self._place.is_lost:
+            self._dead = True
+        while self._unread and not self._dead and not self._hangs and (self._place is None or self._place.passes("to")):
             message = self._unread[0]
             if isinstance(message, Allow):  # of a step that failed
                 self._unread.popleft()
@@ -157,7 +174,8 @@ class SimulatedAgent:
     def _allowed(self, step: RunStep) -> AllowedTokens:
         message = self._unread.popleft()
         assert isinstance(message, Allow) and message.step == step.step
-        arrays = self._mapping.read(step.buffer, message.layout, behind=step.layout)
+        assert self._mapping is not None
+        arrays = self._mapping.read(step.buffer, message.layout, message.content, behind=step.layout)
         return allowed_from_arrays(step.step, arrays)
 
     def _step(self, message: RunStep, fate: str) -> None:
@@ -173,7 +191,8 @@ class SimulatedAgent:
             self._dead = True
             return
         try:
-            arrays = self._mapping.read(message.buffer, message.layout)
+            assert self._mapping is not None
+            arrays = self._mapping.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
         except TransportError:  # ends a WorkAgent
             self._dead = True

@@ -3,9 +3,10 @@
 The door, the scheduler, the blocks, the engine, the executors and the frames of the protocol are the shipping ones;
 threads, event loop, the processes of the WorkAgents, their sockets and their model are simulated. A simulated WorkAgent
 may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
-it may read a step as soon as it is sent or only when the master waits. Clients come together, are refused, leave in any
-state of their request. After every step the laws that hold at every moment are checked; at the end, that every request
-has ended and that what it got is what it would have got alone.
+it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
+link to the master is slow or cut, in one direction or in both (`simulated_network.py`). Clients come together, are
+refused, leave in any state of their request. After every step the laws that hold at every moment are checked; at the
+end, that every request has ended and that what it got is what it would have got alone.
 
     python tests/simulation.py --seeds 100000 --processes 2
 """
@@ -33,7 +34,9 @@ if __name__ == "__main__":
 
 from factories import create_classes, create_scheduler
 from guessing_drafter import GuessingDrafter
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import MAX_PRIORITY, class_of
@@ -47,8 +50,10 @@ from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.transport.messages import Loaded
-from simulated_agent import BAD_ROW, POISON, Clock, Faults, SimulatedAgent
+from simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
+from simulated_clock import Clock
+from simulated_network import SimulatedNetwork
 from word_tokenizer import WordTokenizer
 
 STEP_TIMEOUT_S = 1.0
@@ -118,8 +123,9 @@ class Replica:
                 simulation.clock.now += simulation.rng.uniform(0.0, 1.0)
                 self.num_failed_starts += 1
                 raise WorkerDiedError("it ended before it was ready")
+        place = None if simulation.network is None or like is None else simulation.network.place()
         agent = SimulatedAgent(
-            simulation.rng, simulation.clock, self.faults, self.scheduler.blocks, simulation.let_clients_act
+            *(simulation.rng, simulation.clock, self.faults, self.scheduler.blocks, simulation.let_clients_act), place
         )
         self.agents.append(agent)
         return agent
@@ -149,8 +155,10 @@ class Replica:
 
     def is_unlucky(self, poisoned: bool) -> bool:
         """Whether an innocent request may have ended with an error here."""
-        suspicious = poisoned or self.faults.distance == 0
-        return self.engine.dead is not None or (bool(self.faults.counts) and suspicious)
+        network = self._simulation.network
+        lost_steps = network is not None and bool(network.counts)
+        suspicious = poisoned or self.faults.distance == 0 or lost_steps
+        return self.engine.dead is not None or (bool(self.faults.counts or (lost_steps and poisoned)) and suspicious)
 
     def close(self) -> None:
         self.executor.close()
@@ -160,8 +168,8 @@ class Replica:
 class Simulation:
     """One seed: a configuration, a load and a fate for every step."""
 
-    def __init__(self, seed: int) -> None:
-        """Draws everything in a fixed order."""
+    def __init__(self, seed: int, *, on_machines: bool = True) -> None:
+        """Draws everything in a fixed order; `on_machines`: WorkAgents may run on other machines than the master's."""
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
         self.totals = Totals()
@@ -169,6 +177,7 @@ class Simulation:
         scheduler = _draw_scheduler(rng)
         self._config = config = _draw_config(rng, scheduler)
         self.metrics = Metrics(classes=config.request_classes)
+        self.network = _draw_network(random.Random(f"network {seed}"), self.clock) if on_machines else None
         self._loop = EventLoop()
         self._master = AsyncEngine(
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
@@ -355,6 +364,8 @@ class Simulation:
                 "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
             }
         )
+        if self.network is not None:
+            totals.network.update({"clusters": 1, "machines": self.network.num_machines, **self.network.counts})
         for replica in self.replicas:
             totals.faults.update(replica.faults.counts)
         for (_, reason), count in self.metrics.classes._refusals.items():
@@ -407,6 +418,14 @@ def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _draw_network(rng: random.Random, clock: Clock) -> SimulatedNetwork | None:
+    """None: all WorkAgents run on the master's machine, as in two of three seeds."""
+    if rng.random() < 2 / 3:
+        return None
+    silence_s = rng.choice((0.3, 3.0))  # shorter and longer than a step may take
+    return SimulatedNetwork(rng, clock, rng.choice((1, 2, 3)), rng.choice((0.1, 0.5)), silence_s)
+
+
 def _draw_config(rng: random.Random, scheduler: dict[str, Any]) -> ServingConfig:
     """What the door must know."""
     return ServingConfig(
@@ -429,6 +448,8 @@ class Totals:
 
     events: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    network: Counter[str] = field(default_factory=Counter)
+    """Of servers whose WorkAgents run on other machines."""
     aborts: Counter[str] = field(default_factory=Counter)
     """By the state of the request when its client left."""
     refusals: Counter[str] = field(default_factory=Counter)

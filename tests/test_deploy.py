@@ -6,6 +6,7 @@ import configparser
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import yaml
 from fakes import FakeEngine
 from llm_serving import cli
 from llm_serving.config import load_config
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.core.request_class import STANDARD
 from llm_serving.observe.class_metrics import REFUSALS
@@ -47,6 +48,7 @@ def series() -> dict[str, list[Labels]]:
     metrics.first_token(0.1)
     metrics.classes.first_token(0, 0.1)
     metrics.classes.refused(STANDARD, "slo")
+    metrics.classes.predicted_s = lambda name: 0.5
     metrics.finished(FinishReason.STOP, e2e_s=1.0, ttft_s=0.5, num_prompt=4, num_output=2, queued_s=0.25, decode_s=0.5)
     found: dict[str, list[Labels]] = {name: [{}] for name in OF_PROMETHEUS}
     for family in text_string_to_metric_families(request(engine, "GET", "/metrics").text):
@@ -265,6 +267,39 @@ def test_the_image_starts_a_server():
         if line.startswith("COPY"):
             assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
     assert commands["EXPOSE"] == str(ServerConfig().server_port)
+
+
+def test_the_cluster_of_kubernetes_agrees_with_itself_and_with_the_server(tmp_path):
+    cluster, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    ray_head, master = head["template"]["spec"]["containers"]
+    (work_agent,) = workers["template"]["spec"]["containers"]
+    assert {each["image"] for each in (ray_head, master, work_agent)} == {"registry.example/llm-serving:ray"}
+    pinned = tomllib.loads((ROOT / "llm-serving" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"ray=={cluster['spec']['rayVersion']}" in pinned["ray"]
+
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    command = [each.replace("/etc/llm-serving-cluster/secret", str(secret)) for each in master["command"]]
+    assert command != master["command"]
+    config = load_config(None, serve_arguments(command).overrides).cluster
+    assert config.engine == "ray"
+    assert config.address == "$(POD_IP):6379"
+    assert config.replicas == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    assert config.cpus_per_replica == int(workers["rayStartParams"]["num-cpus"])
+    assert str(config.cpus_per_replica) == work_agent["resources"]["limits"]["cpu"]
+
+    mounts = {each["mountPath"]: each["name"] for each in work_agent["volumeMounts"]}
+    assert master["volumeMounts"] == work_agent["volumeMounts"], "a model or secret at another path"
+    volumes = {each["name"]: each for each in workers["template"]["spec"]["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert {"/etc/llm-serving-cluster", "/etc/llm-serving", "/model"} <= set(mounts)
+    assert not volumes["cluster-secret"]["secret"]["defaultMode"] & 0o007, (
+        "a secret that other users can read is refused"
+    )
+    assert service["spec"]["ports"][0]["port"] == master["ports"][0]["containerPort"] == ServerConfig().server_port
+    assert service["spec"]["selector"].items() <= head["template"]["metadata"]["labels"].items()
 
 
 def test_nginx_lets_streams_pass_and_agrees_with_the_server():

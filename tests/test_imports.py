@@ -91,14 +91,17 @@ MEASURE_IN_PROCESS = {
     "loop_holds.py",
     "machine_limits.py",
     "random_agent.py",
+    "routing_comparison.py",
     "sampler_benchmark.py",
     "scheduler_benchmark.py",
     "serving_cost.py",
     "speculation_benchmark.py",
     "step_breakdown.py",
+    "tuning_proof.py",
     "versions_in_turns.py",
+    "whatif_scorecard.py",
 }
-"""Files of performance/ that measure the package without a server."""
+"""Files of performance/ that measure the package without a server, or what it says of one beside it."""
 UNSAFE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from fake_runner import FakeRunner, expected_output
 from llm_serving import work_agent
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError

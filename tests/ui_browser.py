@@ -28,7 +28,7 @@ from browser import Browser
 from fakes import DEMO_TOKENIZER, FakeEngine, Piece, Script
 from http_serving import serving
 from llm_serving import cli
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from page_server import PageServer
 

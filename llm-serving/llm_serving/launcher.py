@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from llm_serving.config.schema import ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.server.http_server import bind
 
@@ -77,7 +78,18 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
-    """Starts `llm-serving serve` in the background and returns when it answers requests.
+    """Starts `llm-serving serve` in the background, and tells how to use it when it answers requests.
+
+    Raises: as `start_silently`.
+    """
+    log = start_silently(config, serve_arguments, run_dir)
+    _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
+    print(curl_line(config))
+    return 0
+
+
+def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> Path:
+    """Starts `llm-serving serve` in the background and returns its log when it answers requests.
 
     Raises:
         ConfigError: The port is taken, by this server or by another program.
@@ -114,9 +126,7 @@ def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) 
         _wait_for_log(keeper)
         (folder / "server.json").unlink(missing_ok=True)
         raise
-    _say(f"serving {config.model.model_name} on {config.serving.url}  (log: {_short(log)})")
-    print(curl_line(config))
-    return 0
+    return log
 
 
 def stop(run_dir: Path, port: int | None) -> int:

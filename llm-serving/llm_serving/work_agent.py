@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens
 from llm_serving.errors import ChannelClosedError, ConfigError, LLMServingError, ProtocolError, TransportError
@@ -58,18 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
     try:
         if args.connect is None:
-            serve(_channel(socket.socket(fileno=args.socket_fd)), args.memory_fd)
+            channel = _channel(socket.socket(fileno=args.socket_fd))
         else:
-            serve(connect(args.connect, args.token, args.secret_file))
-    except ChannelClosedError:
-        logger.info("the master is gone")
+            channel = connect(args.connect, args.token, args.secret_file)
     except ConfigError as error:
         logger.error("%s", error)
-        return 1
+        return AgentExit.NO_SECRET
+    except ChannelClosedError as error:
+        logger.error("%s", error)
+        return AgentExit.UNREACHABLE
+    try:
+        serve(channel, args.memory_fd)
+    except ChannelClosedError:
+        logger.info("the master is gone")
     except TransportError as error:
         logger.error("the channel broke: %s", error)
-        return 1
-    return 0
+        return AgentExit.BROKEN
+    return AgentExit.ENDED
 
 
 def connect(address: str, token: str, secret_file: Path) -> Channel[MasterMessage]:
@@ -90,7 +96,7 @@ def connect(address: str, token: str, secret_file: Path) -> Channel[MasterMessag
         connection = socket.create_connection((host, int(port)), CONNECT_S)
         secured = identity.of_work_agent().wrap_socket(connection)
         notice_silence(secured)
-    except ssl.SSLError as error:
+    except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"the master at {address} has another secret than {secret_file}: {error}") from error
     except OSError as error:
         raise ChannelClosedError(f"no master at {address}: {error}") from error

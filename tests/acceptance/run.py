@@ -45,6 +45,9 @@ CLIENTS: Final = (
     Client("instructor", ("instructor",)),
     Client("pydantic_ai", ("pydantic-ai-slim[openai]",)),
     Client("openai_agents", ("openai-agents",)),
+    Client("lm_eval", ("lm-eval[api]",)),
+    Client("guidellm", ("guidellm",)),  # brings torch along
+    Client("aiperf", ("aiperf",)),
 )
 
 

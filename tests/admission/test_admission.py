@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from llm_serving.admission.admission import check_request, end_token_ids, stop_token_ids
-from llm_serving.config.schema import ModelConfig
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError

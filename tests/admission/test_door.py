@@ -9,14 +9,15 @@ from llm_serving.admission.door import Door, Forecast, Replica
 from llm_serving.admission.load_estimator import Measured
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
-from llm_serving.config.schema import SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import STANDARD
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import CapacityError
 from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import SchedulerLimits
-from simulated_agent import Clock
+from simulated_clock import Clock
 
 PLACES = 8
 
@@ -177,3 +178,34 @@ def test_who_has_a_place_already_does_not_wait_for_one_though_the_door_has_not_h
         forecast = door.predict([1], STANDARD, "b", Replica(0, 1, measured, True, slots))
         predicted.append(None if forecast is None else forecast.seconds)
     assert predicted == [20 + 2.0] * 2
+
+
+def predicted_for(prompt_lens: list[int], num_replicas: int = 1, num_cached: int = 0) -> float:
+    """Seconds for requests at an idle replica where a step takes none and a token one."""
+    config = ServingConfig()
+    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
+    measured = Measured(limits, 0.0, 1.0, None, 8, 0)
+    door = Door(config, WaitingRoom(config), Metrics().classes)
+    forecast = door.predict(prompt_lens, STANDARD, "", Replica(0, num_replicas, measured, True, None, num_cached))
+    assert forecast is not None
+    return forecast.seconds
+
+
+def test_a_prompt_is_computed_by_one_replica_and_only_a_group_is_spread_over_them() -> None:
+    assert predicted_for([20], num_replicas=2) == 20
+    assert predicted_for([20, 20], num_replicas=2) == 20
+    assert predicted_for([20, 20, 20], num_replicas=2) == 40
+
+
+def test_what_a_replica_has_of_a_prompt_is_not_computed_again() -> None:
+    assert predicted_for([20], num_cached=16) == 4
+
+
+def test_what_those_ahead_find_computed_delays_nobody_and_still_counts_as_waiting() -> None:
+    room = WaitingRoom(ServingConfig())
+    room.enter("0", 0, STANDARD, "", 20, num_cached=16)
+    room.enter("1", 0, STANDARD, "", 20)
+    assert room.ahead(0, None).num_tokens == 24
+    assert (room.load().num_waiting_tokens, room.load().num_owed_tokens) == (40, 24)
+    room.start("0")
+    assert (room.load().num_waiting_tokens, room.load().num_owed_tokens) == (20, 20)

@@ -11,9 +11,10 @@ import pytest
 from fakes import FakeEngine, Piece, Script
 from http_serving import serving
 from llm_serving import cli
-from llm_serving.commands.chat_client import ChatClient, Refusal
+from llm_serving.commands.chat_client import ChatClient
 from llm_serving.commands.conversation import COMMANDS, Chat
-from llm_serving.config.schema import ApiKey
+from llm_serving.commands.server_call import Refusal
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import UnavailableError
 from llm_serving.server.authentication import hash_key

@@ -37,6 +37,7 @@ FORMATS = {
     "w8a8": (["--format", "w8a8"], quantize_w8, 8),
     "w8a16": (["--format", "w8a16"], quantize_w8, None),
     "w4a16": (["--format", "w4a16", "--group-size", "32"], lambda weight: quantize_w4(weight, 32), None),
+    "w4a8": (["--format", "w4a8", "--group-size", "32"], lambda weight: quantize_w4(weight, 32), 8),
 }
 
 
@@ -96,7 +97,7 @@ def test_what_chooses_experts_stays_and_is_named(tmp_path):
         (["--format", "w4a16"], r"must divide the columns of every weight: .* has 64. Given: 128"),
         (["--format", "w4a16", "--group-size", "64"], r"down_proj\.weight has 96. Given: 64"),
         (["--format", "w4a16", "--group-size", "0"], "Given: 0"),
-        (["--format", "w8a8", "--group-size", "32"], "--group-size must come with --format w4a16. Given: w8a8"),
+        (["--format", "w8a8", "--group-size", "32"], "--group-size must come with --format w4a16 or w4a8. Given: w8a8"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused_before_anything_is_written(source, tmp_path, capsys, arguments, message):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from async_engine_setup import Setup
 from fake_runner import VOCAB_SIZE, expected_output
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.caller import Caller
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
@@ -156,9 +156,8 @@ AWAY = Away("killed", since=0.0, begins=8.0, load_s=4.0, num_failed=1, num_resta
 
 def test_while_a_restart_is_not_in_sight_requests_are_refused_with_a_time_to_come_back() -> None:
     async def run() -> None:
-        setup = Setup()
+        setup = Setup(clock=lambda: 5.0)
         async with setup.running() as engine:
-            engine.clock = lambda: 5.0
             executor = engine.replicas.engines[0]._executor
             for away in (AWAY, replace(AWAY, num_failed=0, load_s=301.0)):
                 executor.away = away

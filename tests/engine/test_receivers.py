@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 from engine_harness import Harness
 from factories import create_request
 from fake_runner import expected_output
+from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.receivers import RECEIVERS, Desk
@@ -97,3 +99,30 @@ def test_it_is_told_that_its_step_fails(harness: Harness) -> None:
     harness.run()
     assert noted[-1] == (FinishReason.ERROR, "StepFailedError: bad luck")
     assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_nothing_of_a_request_waits_for_a_search_for_cycles(width: int | None) -> None:
+    """Such searches are rare, and what many requests leave behind is much by then."""
+    harness = Harness(max_num_seqs=8)
+
+    def ask(number: int) -> None:
+        request = create_request(5, max_tokens=4, request_id=f"r{number}")
+        request.form = None if width is None else BeamSearchParams(width=width, num_returned=width)
+        harness.engine.submit(request)
+        harness.run()
+
+    ask(0)  # the first fills caches
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 6):
+            ask(number)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = {type(each).__name__ for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert found.isdisjoint({"Request", "OneSequence", "Beams", "Hypothesis", "LikelyTokens", "Step"}), found

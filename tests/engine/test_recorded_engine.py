@@ -8,7 +8,7 @@ from engine_harness import Harness
 from factories import create_config, create_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.config.schema import SchedulerConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import Request
 from llm_serving.core.step import StepOutput

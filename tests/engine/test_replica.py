@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from fake_runner import FakeRunner
-from llm_serving.config.schema import ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.engine.replica import build_engine
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.observe.metrics import Metrics

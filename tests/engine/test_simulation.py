@@ -4,6 +4,7 @@ import os
 
 from simulated_agent import FATES
 from simulated_client import STATES
+from simulated_network import EVENTS
 from simulation import run_in_processes
 
 NUM_SEEDS = 500
@@ -16,5 +17,6 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FATES)
+    assert {*EVENTS, "connections that went on", "starts that failed"} <= set(totals.network)
     assert set(STATES) - RARE <= set(totals.aborts) <= set(STATES)
     assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import subprocess
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import stand_in_work_agent
 from fake_runner import expected_output
-from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import supervisor
+from llm_serving.executor import cluster_placement, supervisor
 from llm_serving.executor.cluster_placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.given_up import GivenUp
@@ -23,7 +29,8 @@ from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
-from llm_serving.transport.messages import Loaded
+from llm_serving.transport.messages import Loaded, StepDone
+from llm_serving.work_agent import connect
 from step_factories import sampling_input, step_input
 
 TESTS = Path(__file__).parents[1]
@@ -54,10 +61,15 @@ class ProcessStarter:
         self.is_closed = True
 
 
+def write_secret(path: Path) -> None:
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+
+
 @pytest.fixture
 def starter(tmp_path: Path) -> Iterator[ProcessStarter]:
     secret_file = tmp_path / "secret"
-    secret_file.write_text(secrets.token_hex(32))
+    write_secret(secret_file)
     starter = ProcessStarter(secret_file)
     yield starter
     for process in starter.processes:
@@ -124,9 +136,9 @@ def test_one_that_ends_before_it_comes_is_told_with_its_code(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text("raise SystemExit(3)")
+    program.write_text("raise SystemExit(7)")
     starter.program = str(program)
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 7\) before it was ready"):
         start(placement)
 
 
@@ -134,9 +146,52 @@ def test_one_with_another_secret_does_not_come_in(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path
 ) -> None:
     starter.secret_file = tmp_path / "other"
-    starter.secret_file.write_text(secrets.token_hex(32))
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 1\) before it was ready"):
+    write_secret(starter.secret_file)
+    said = "WorkAgent 0 ended (code 3: its machine has another cluster_config.secret_file than the master"
+    with pytest.raises(WorkerDiedError, match=re.escape(said)):
         start(placement)
+
+
+def test_one_that_does_not_reach_the_master_says_so(placement: ClusterPlacement) -> None:
+    with socket.socket() as nobody:  # bound, so that no other program listens there
+        nobody.bind(("127.0.0.1", 0))
+        placement._listener.address = nobody.getsockname()
+        said = (
+            "WorkAgent 0 ended (code 4: it did not reach the master at cluster_config.master_host) before it was ready"
+        )
+        with pytest.raises(WorkerDiedError, match=re.escape(said)):
+            start(placement)
+
+
+def test_replies_of_an_earlier_start_are_no_greeting(placement: ClusterPlacement, starter: ProcessStarter) -> None:
+    class Late:
+        """In place of a process."""
+
+        pid = None
+        has_ended = False
+        described_end = ""
+        is_killed = False
+
+        def kill(self) -> None:
+            self.is_killed = True
+
+        def end(self, timeout_s: float | None) -> None:
+            pass
+
+    late = Late()
+    channels = []
+
+    def come(index: int, arguments: Sequence[str]) -> Late:
+        token = arguments[arguments.index("--token") + 1]
+        channels.append(connect(f"127.0.0.1:{placement._listener.address[1]}", token, starter.secret_file))
+        channels[0].send(StepDone(7, b"", b"", {}))
+        return late
+
+    placement._starter = types.SimpleNamespace(start=come, close=starter.close)  # type: ignore[assignment]
+    with pytest.raises(ProtocolError, match="WorkAgent 0 does not speak version"):
+        start(placement)
+    assert late.is_killed
+    channels[0].close()
 
 
 @pytest.mark.parametrize("reason", ["given up", "too late"])
@@ -177,3 +232,21 @@ def test_an_address_of_another_machine_is_refused(starter: ProcessStarter) -> No
         ConfigError, match=r"cluster_config\.master_host must be an address of this machine.*192\.0\.2\.77"
     ):
         ClusterPlacement("192.0.2.77", identity, starter)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_nobody_can_connect_to_is_refused(starter: ProcessStarter, host: str) -> None:
+    identity = ClusterIdentity(starter.secret_file.read_text())
+    with pytest.raises(ConfigError, match=rf"master_host must be one that others connect to\. Given: {host}"):
+        ClusterPlacement(host, identity, starter)
+
+
+def test_the_first_one_is_not_waited_for_for_ever(
+    placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_placement, "COME_S", 0.1)
+    program = tmp_path / "program.py"
+    program.write_text("import signal; signal.pause()")
+    starter.program = str(program)
+    with pytest.raises(WorkerDiedError, match=r"was not ready within 0\.1 s: it has not come to the cluster's port"):
+        start(placement)

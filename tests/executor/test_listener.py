@@ -141,3 +141,32 @@ def test_without_a_secret_there_is_no_conversation(listener: Listener) -> None:
     context.verify_mode = ssl.CERT_NONE
     with context.wrap_socket(socket.create_connection(listener.address)) as stranger:
         assert is_closed(stranger)
+
+
+@pytest.mark.parametrize("stage", ["TCP", "TLS", "frame"])
+def test_who_sends_a_byte_now_and_then_is_turned_away_in_time(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.2)
+    with socket.create_connection(listener.address) as connection:
+        if stage == "frame":
+            with IDENTITY.of_work_agent().wrap_socket(connection) as stranger:
+                assert trickle(stranger, struct.pack("<I", 1000) + bytes(1000))
+        else:  # a record that announces 500 bytes of a greeting; or nothing at all
+            assert trickle(connection, struct.pack(">BHH", 22, 0x0301, 500) + bytes(500) if stage == "TLS" else b"")
+
+
+def trickle(connection: socket.socket, content: bytes) -> bool:
+    """Whether the other side ends the conversation before all of it has been sent, 20 ms a byte."""
+    connection.settimeout(0.02)
+    for byte in [*content, *[None] * 500]:
+        try:
+            if byte is not None:
+                connection.sendall(bytes([byte]))
+            if not connection.recv(1):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False

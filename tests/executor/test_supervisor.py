@@ -15,7 +15,11 @@ import psutil
 import pytest
 import stand_in_work_agent
 from fake_runner import expected_output
-from llm_serving.config.schema import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import placement
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
@@ -166,8 +170,8 @@ def test_without_file_descriptors_none_is_started_and_none_is_left_open(monkeypa
 
 
 def test_a_work_agent_that_ends_before_it_is_ready_is_told_with_its_code(run_instead):
-    run_instead("exit 3")
-    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 3\) before it was ready"):
+    run_instead("exit 7")
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(code 7\) before it was ready"):
         start_work_agent(a_config(), 0, lambda text: None)
 
 

@@ -1,6 +1,6 @@
 """Whether an answer of any family depends on more than the request: as a table, a row for each model.
 
-    PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program primitives plain]
+    PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program primitives plain mindformers]
 
 Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
 after hits of their beginnings, brought back from host memory or computed again after they lost their places, and after
@@ -33,6 +33,8 @@ from llm_serving.worker.model_runner import ModelRunner
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
 NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
+MINDFORMERS: Final = "mindformers"
+"""The network of MindFormers, where that is installed."""
 
 
 class Served:
@@ -55,6 +57,7 @@ class Served:
             longest,
             num_swap_blocks=NUM_SWAP_BLOCKS,
             as_program=kernels == "program",
+            by_mindformers=kernels == MINDFORMERS,
         )
         long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
         sampled = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=11, logprobs=3)
@@ -206,7 +209,7 @@ def cell(name: str, kernels: str, dtype: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, MINDFORMERS))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     sys.stdout.write(f"| model | {' | '.join(arguments.kernels)} |\n| --- |{' --- |' * len(arguments.kernels)}\n")

@@ -1,6 +1,6 @@
 """How near every family comes to its reference, as a table: largest error of a logit, and of 24 greedy tokens how many.
 
-    PYTHONPATH=tests .venv/bin/python -m families.precision [NAME ...] [--kernels program plain] [--dtypes bfloat16]
+    PYTHONPATH=tests .venv/bin/python -m families.precision [NAME ...] [--kernels mindformers] [--dtypes float16]
 
 An error is given as a share of the largest logit of the prompt. Needs no device and no torch; a minute.
 """
@@ -35,7 +35,8 @@ def served(
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
     made = backend("plain" if kernels == "plain" else "cpu", dtype)
     num_blocks = -(-longest // BLOCK_SIZE)
-    return GraphModel(spec, folder, made, num_blocks=num_blocks, as_program=kernels == "program"), golden, longest
+    ways = {"as_program": kernels == "program", "by_mindformers": kernels == "mindformers"}
+    return GraphModel(spec, folder, made, num_blocks=num_blocks, **ways), golden, longest
 
 
 def greedy(model: GraphModel, prompt: models.Prompt, longest: int) -> tuple[np.ndarray, list[int]]:
@@ -73,7 +74,8 @@ def main() -> None:
     dtypes = ("float32", "bfloat16", "float16")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
-    parser.add_argument("--kernels", nargs="+", default=["program"], choices=("program", "primitives", "plain"))
+    kernels = ("program", "primitives", "plain", "mindformers")
+    parser.add_argument("--kernels", nargs="+", default=["program"], choices=kernels)
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
     arguments = parser.parse_args()
     columns = [(kernels, dtype) for kernels in arguments.kernels for dtype in arguments.dtypes]

@@ -81,6 +81,14 @@ def test_scales_of_a_whole_and_zeros_of_bytes(tmp_path):
     assert np.array_equal(WeightReader(tmp_path, scheme).take("a.weight", (4, 4)), (codes - 2) * np.float32(0.5))
 
 
+def test_codes_of_more_bits_than_are_told_are_refused(tmp_path):
+    parts = {"a.weight": np.full((2, 32), 8, np.int8), "a.weight_scale": np.ones((2, 1), np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", parts)
+    scheme = scheme_of({"quantization_config": compressed("int-quantized", num_bits=4)}, "config.json")
+    with pytest.raises(ModelError, match=r"weight must hold codes from -8 to 7"):
+        WeightReader(tmp_path, scheme).take("a.weight", (2, 32))
+
+
 def test_biases_of_zeros_may_be_there_and_others_may_not(tmp_path):
     write_quantized(tmp_path, LAYOUTS["GPTQ, 4 bits"], TINY)
     stored = WeightReader(tmp_path, check_folder(tmp_path).scheme)
@@ -203,7 +211,7 @@ def test_tensors_that_belong_to_nothing_keep_their_types(tmp_path):
 def test_what_is_not_read_is_refused_with_what_is(given, told):
     with pytest.raises(ModelError, match=rf"^config.json: the weights are quantised by .*{told}") as caught:
         scheme_of({"quantization_config": json.loads(json.dumps(given))}, "config.json")
-    assert "Read are compressed-tensors (W8A8, W8A16, W4A16, FP8), GPTQ of 4" in str(caught.value)
+    assert "Read are compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4" in str(caught.value)
 
 
 def test_what_is_not_quantised_has_no_scheme():

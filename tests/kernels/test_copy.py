@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_calls import Typed, call, empty, integers, scalar, status_of
+from kernel_calls import FLOAT_TYPES, Typed, call, empty, integers, scalar, status_of
 from llm_serving.kernels import library
 
 
@@ -49,3 +49,14 @@ def test_split_into_sizes_that_do_not_add_up_is_an_error() -> None:
     parts = [empty((2, 2), "float64"), empty((2, 2), "float64")]
     assert status_of("SplitWithSize", x, integers([2, 2], "int64"), scalar(-1, "int64"), *parts) != 0
     assert library.last_error() == "SplitWithSize: sizes add up to 4 of 5"
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "int64", *FLOAT_TYPES, "float64"])
+def test_reshape_keeps_the_elements(dtype: str) -> None:
+    x = Typed(np.arange(24).astype("uint16" if dtype == "bfloat16" else dtype).reshape(4, 6), dtype)
+    for shape in ((24,), (2, 3, 4), (6, 4)):
+        y = empty(shape, dtype)
+        call("Reshape", x, integers(shape, "int64"), y)
+        assert np.array_equal(y.array, x.array.reshape(shape))
+    assert status_of("Reshape", x, integers((5, 5), "int64"), empty((5, 5), dtype)) != 0
+    assert library.last_error() == "Reshape: the result must be like the input"

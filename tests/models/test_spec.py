@@ -1,14 +1,17 @@
 """ModelSpec: what is read of a config.json and of a MindFormers model_config, and what is refused."""
 
 import json
+import math
 
+import numpy as np
 import pytest
-from hypothesis import given
+from family_configs import CONFIGS, config_of
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.description import CacheShape
-from llm_serving.network.rotary import Rotary, Scaling
+from llm_serving.network.rotary import SCALINGS, Rotary, Scaling
 
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -119,15 +122,15 @@ def test_biases_count_as_parameters():
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers` must be an integer >= 1 and <= 1024. Given: 1000000000"),
         ({"num_hidden_layers": 10**300}, "`num_hidden_layers` must be an integer >= 1 and <= 1024"),
         ({"hidden_size": 2**20, "num_attention_heads": 2}, "`head_dim` must be an integer >= 1 and <= 1024"),
-        ({"rope_theta": 10**400}, "`rope_theta` must be a number > 0"),
-        ({"rms_norm_eps": 2}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: 2"),
+        ({"rope_theta": 10**400}, "`rope_theta` must be a number from 2 to 1e+30"),
+        ({"rms_norm_eps": 2}, "`rms_norm_eps` must be a number from 1e-30 to 1. Given: 2"),
         ({"eos_token_id": [1] * 300}, "`eos_token_id` must be at most 256 token ids"),
         ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer >= 1"),
         ({"num_key_value_heads": 5}, "`num_attention_heads` must be a multiple of `num_key_value_heads` 5. Given: 32"),
         ({"head_dim": 63}, "`head_dim` must be even for rotary embeddings, is 63. Given: 63"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be silu. Given: 'gelu'"),
-        ({"rms_norm_eps": 0}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: 0"),
-        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number > 0 and <= 1. Given: nan"),
+        ({"rms_norm_eps": 0}, "`rms_norm_eps` must be a number from 1e-30 to 1. Given: 0"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number from 1e-30 to 1. Given: nan"),
         ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false. Given: 1"),
         ({"eos_token_id": "2"}, "`eos_token_id` must be a token id or a list of them"),
         ({"eos_token_id": 32000}, "token id 32000 must be < `vocab_size` 32000"),
@@ -137,6 +140,11 @@ def test_biases_count_as_parameters():
         ),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1]}}, "`short_factor` must be a list of 64 numbers"),
         ({"architectures": ["Qwen4ForCausalLM"]}, "'Qwen4ForCausalLM' is not supported. Nearest: Qwen3ForCausalLM."),
+        ({"architectures": ["FalconForConditionalGeneration"]}, "'FalconForConditionalGeneration' is not supported. K"),
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+            "is not supported. It takes pictures; models of text alone are served. Known: Llama",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: `factor` must be given for linear"),
         ({"rope_scaling": 2}, "`rope_scaling` must be an object. Given: 2"),
         (
@@ -152,19 +160,107 @@ def test_refused(changes, text):
     assert text in str(caught.value)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "text"),
+    [
+        ("mistral", {"sliding_window": 0}, "`sliding_window` must be an integer >= 1. Given: 0"),
+        ("gemma3", {"sliding_window": -1}, "`sliding_window` must be an integer >= 1. Given: -1"),
+        ("gemma3", {"sliding_window_pattern": 0}, "`sliding_window_pattern` must be an integer >= 1. Given: 0"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types` must be a list of 3, each full_attention or"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "`no_rope_layers` must be a list of 3, each 0 or 1"),
+        ("llama", {"head_dim": -32}, "`head_dim` must be an integer >= 1 and <= 1024. Given: -32"),
+        ("llama", {"rope_theta": 1}, "`rope_theta` must be a number from 2 to 1e+30. Given: 1"),
+        ("llama", {"rope_scaling": YARN | {"factor": float("nan")}}, "`factor` must be a number from 1e-30 to 1e+30"),
+        ("llama", {"rope_scaling": YARN | {"factor": 1e300}}, "`factor` must be a number from 1e-30 to 1e+30"),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": 1e-320}}, "`beta_fast` must be a number from 1e-30 to 1e+30"),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 1e9}}, "must be a number from 1e-30 to 1024. Given: 10"),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 1}},
+            "must be an integer >= 2. Given: 1",
+        ),
+        (
+            "llama",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope_scaling: `type` must be another where only 2 elements of a head turn. Given: 'dynamic'",
+        ),
+        ("phi3", {"partial_rotary_factor": 0.01}, "`partial_rotary_factor` must leave an even number of the 32"),
+        ("granite", {"logits_scaling": 1e-320}, "`logits_scaling` must be a number from 1e-30 to 1e+30. Given: 1e-320"),
+        ("qwen3, experts", {"num_experts": 0}, "`num_experts` must be an integer >= 1 and <= 4096. Given: 0"),
+        (
+            "qwen2, experts",
+            {"num_experts_per_tok": 6},
+            "`num_experts_per_tok` must be at most the number of experts, of 5 in all. Given: 6",
+        ),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 5},
+            "`num_experts_per_tok` must be at most the number of experts, of 4 in all",
+        ),
+        ("mixtral", {"hidden_size": 72}, "`hidden_size` must be a multiple of 16 where there are experts. Given: 72"),
+        (
+            "mixtral",
+            {"intermediate_size": 2**20 - 1},
+            "`intermediate_size` times 4 experts must be at most 2097152. Given: 1048575",
+        ),
+        ("deepseek2", {"qk_rope_head_dim": 15}, "`qk_rope_head_dim` must be even for rotary embeddings. Given: 15"),
+        (
+            "deepseek2",
+            {"num_attention_heads": 4096, "v_head_dim": 65536},
+            "`num_attention_heads` times the 65552 elements of a head must be at most 1048576. Given: 4096",
+        ),
+        ("deepseek2", GROUPS | {"n_group": 4}, "`n_routed_experts` must be a multiple of `n_group` 4. Given: 6"),
+        ("deepseek2", GROUPS | {"topk_group": 4}, "`topk_group` must be at most `n_group` 3. Given: 4"),
+        (
+            "deepseek2",
+            GROUPS | {"num_experts_per_tok": 3},
+            "`num_experts_per_tok` must be at most the number of experts in 1 of 3 groups, of 6 in all. Given: 3",
+        ),
+    ],
+)
+def test_what_a_family_cannot_compute_is_refused_by_name(family, changes, text):
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_hugging_face(config_of(family) | changes, "m/config.json")
+    assert str(caught.value).startswith("m/config.json: ")
+    assert text in str(caught.value)
+
+
+def test_windows_may_begin_in_the_first_layer():
+    spec = ModelSpec.from_hugging_face(config_of("qwen2") | {"max_window_layers": 0})
+    assert spec.window == 7
+
+
+odd_values = st.sampled_from([0, -1, 1, 2, 3, 15, 2**20 - 1, 2**31, 10**400, 1e-320, 1e-30, 1e30, 1e308, -math.inf])
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    odd_values | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
 )
+ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "rope_theta")
+MORE_KEYS = {"rope_parameters", "hidden_act", "attention_bias", "layer_types", "n_group", "topk_group", "eos_token_id"}
+KEYS = MORE_KEYS.union(*(config_of(name) for name in CONFIGS))
 
 
-@given(key=st.sampled_from([*LLAMA_3_1B, "rope_parameters", "hidden_act", "attention_bias"]), value=json_values)
-def test_any_value_gives_a_spec_or_a_model_error(key, value):
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(CONFIGS)),
+    st.dictionaries(st.sampled_from(sorted(KEYS)), json_values, max_size=2),
+    st.sampled_from(["default", *SCALINGS]),
+    st.dictionaries(st.sampled_from(ROPE_KEYS), json_values, max_size=1),
+)
+def test_any_value_gives_a_model_whose_numbers_are_finite_or_an_error(family, changes, kind, rope):
+    scaling = {"rope_type": kind, "factor": 4.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16} | rope
     try:
-        spec = ModelSpec.from_hugging_face(LLAMA_3_1B | {key: value})
+        spec = ModelSpec.from_hugging_face(config_of(family) | {"rope_scaling": scaling} | changes)
     except ModelError:
         return
     assert spec.num_parameters > 0
+    assert all(np.isfinite(each.cos(300)).all() for each in spec.network.rotaries)
+    numbers = [value for each in spec.network.operations for value in each.attributes.values()]
+    assert np.isfinite(np.array([each for each in numbers if isinstance(each, float)], np.float32)).all()
 
 
 def test_folder(tmp_path):
@@ -175,7 +271,7 @@ def test_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "has no config.json: is it in Hugging Face form?"),
+        (None, "has no config.json: a model is a folder in Hugging Face form"),
         ("{", "cannot be read"),
         ("[]", "must be a JSON object. Given: []"),
         ("[" * 100000, "cannot be read"),

@@ -174,7 +174,7 @@ def test_a_malformed_index_is_an_error(tmp_path, text):
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path):
-    with pytest.raises(ModelError, match=r"holds no \*.safetensors file$"):
+    with pytest.raises(ModelError, match=r"holds no \*.safetensors file: its weights have not been downloaded, or "):
         WeightReader(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ModelError, match=r"pytorch_model\.bin must be converted to safetensors first"):
@@ -245,4 +245,10 @@ def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path):
 def test_a_file_that_is_cut_short_is_an_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="is not a safetensors file or is cut short"):
+        WeightReader(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_told_of_as_such(tmp_path):
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
+    with pytest.raises(ModelError, match="is a pointer of Git LFS and no file of weights: run `git lfs pull`"):
         WeightReader(tmp_path)

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes import FULL_QUEUE, FakeEngine, Script
-from llm_serving.config.schema import ApiKey, ServerConfig
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request import FinishReason
 from llm_serving.errors import ConfigError
 from llm_serving.server import access_log, accounting

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine, Script
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server import authentication
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key

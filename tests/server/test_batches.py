@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from fakes import FakeEngine, Script
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.errors import CapacityError, ConfigError, WorkerDiedError
 from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes import FakeEngine, Script
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from server_client import error_of, events, post, request
 

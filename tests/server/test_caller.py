@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fakes import FakeEngine
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from server_client import error_of, post, request
 

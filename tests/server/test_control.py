@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from gated_server import GatedServer
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.observe.live_requests import client_id_of
 from llm_serving.server.authentication import hash_key
 from server_client import error_of

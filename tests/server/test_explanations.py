@@ -8,7 +8,7 @@ import pytest
 from engine_harness import Harness
 from factories import create_request
 from fakes import FakeEngine, Script
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
 from llm_serving.observe.explanation import answers_to, explain

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from fakes import FakeEngine
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.errors import RateLimitError
 from llm_serving.server import failed_keys
 from llm_serving.server.authentication import hash_key

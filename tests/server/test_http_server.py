@@ -18,7 +18,8 @@ import openai
 import pytest
 from fakes import FakeEngine, Script
 from http_serving import connect, get, read_all, serving
-from llm_serving.config.schema import ApiKey, ServerConfig
+from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.http_server import MAX_OPEN_FILES, bind, possible_connections, raise_open_files_limit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes import FakeEngine
 from gated_server import NUM_BLOCKS, GatedServer
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.observe.live_requests import client_id_of
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
@@ -125,6 +125,7 @@ def test_a_request_is_seen_to_wait_to_lose_its_place_and_to_end():
 def test_of_other_tenants_only_numbers_are_told(asker, seen):
     async def run():
         server = GatedServer(max_num_seqs=2, api_keys=API_KEYS)
+        server.runner.step_s = 0.01  # the picture comes before 450 tokens have
         async with server.running() as client:
             app = client._transport.app
             tasks = []

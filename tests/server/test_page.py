@@ -6,7 +6,7 @@ import re
 
 import pytest
 from fakes import FakeEngine
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.page import FOLDER, MEDIA_TYPES, PATH, POLICY, page_routes
 from server_client import error_of, request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fakes import FakeEngine
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.authentication import hash_key
 from server_client import request
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from fakes import FakeEngine
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import RateLimitError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from factories import create_request, create_scheduler, run_step
 from gated_server import NUM_BLOCKS, GatedServer
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.engine import lookup
 from llm_serving.observe.live_requests import client_id_of
 from llm_serving.observe.scheduler_rows import Blocks

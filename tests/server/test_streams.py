@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from gated_server import GatedServer
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.server.accepted.log_file import LogFile
 from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.authentication import hash_key

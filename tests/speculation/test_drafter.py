@@ -77,7 +77,11 @@ class Walk:
 
 def constrained(drafter: Drafter, token_ids):
     request = create_request(4, max_tokens=200)
-    request.walk, request.waits_for_reply, request.status = Walk(), True, RequestStatus.RUNNING
+    request.walk, request.waits_for_reply, request.status = (
+        Walk(),
+        True,
+        RequestStatus.RUNNING,
+    )
     drafter.begin(request)
     answer(drafter, request, token_ids)
     return request
@@ -106,8 +110,14 @@ def test_guesses_are_counted_for_who_made_them() -> None:
     drafter.drafts(1, waits=True)
     assert drafter.checked(request, 6, 2) == [(Proposer.NGRAM, 6, 2)]
     drafter._states[request].num_looked_up = 3
-    assert drafter.checked(request, 5, 2) == [(Proposer.NGRAM, 3, 2), (Proposer.FORCED, 2, 0)]
-    assert drafter.checked(request, 5, 4) == [(Proposer.NGRAM, 3, 3), (Proposer.FORCED, 2, 1)]
+    assert drafter.checked(request, 5, 2) == [
+        (Proposer.NGRAM, 3, 2),
+        (Proposer.FORCED, 2, 0),
+    ]
+    assert drafter.checked(request, 5, 4) == [
+        (Proposer.NGRAM, 3, 3),
+        (Proposer.FORCED, 2, 1),
+    ]
 
 
 def test_what_was_answered_before_is_guessed_of_the_same_tenant() -> None:
@@ -147,11 +157,22 @@ def test_what_others_get_of_a_step_counts() -> None:
     drafter = Drafter(8, 3)
     request = predictable(drafter, rounds=4)
     for num_tokens in (1, 2, 100):
-        drafter.measured(num_tokens, 0.01 + 0.0001 * num_tokens, 0.0005)
+        drafter.measured(num_tokens, 0.2 + 0.0002 * num_tokens, 0.002)
     answer(drafter, request, AGAIN, num_rows=4)
     assert drafter.pays
-    answer(drafter, request, AGAIN, num_rows=256)
+    answer(drafter, request, AGAIN, num_rows=1024)
     assert not drafter.pays
+
+
+def test_those_without_drafts_are_hardly_delayed() -> None:
+    for num_rows, num_predictable, pays in ((4, 1, False), (4, 3, False), (16, 15, True), (4, 4, True)):
+        drafter = Drafter(8, 3)
+        for num_tokens in (1, 2, 9):
+            drafter.measured(num_tokens, 0.01, 0.003)  # drafts are free, but waiting for replies is not
+        requests = [predictable(drafter, rounds=4) for _ in range(num_predictable)]
+        answer(drafter, requests[0], AGAIN, num_rows=num_rows)
+        assert drafter.pays is pays, (num_rows, num_predictable)
+        assert bool(drafter.drafts(num_rows, waits=True)) is pays
 
 
 def test_requests_that_ended_without_a_reply_are_forgotten() -> None:
@@ -159,22 +180,52 @@ def test_requests_that_ended_without_a_reply_are_forgotten() -> None:
     requests = [predictable(drafter, rounds=3) for _ in range(20)]
     assert drafter.pays
     for request in requests:
-        request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
-    for _ in range(100):
+        request.status, request.finish_reason = (
+            RequestStatus.FINISHED,
+            FinishReason.ABORT,
+        )
+    for _ in range(20):
         drafter.replied([], 1)
     assert not drafter.pays
-    assert not (drafter._states or drafter._guessed or drafter._predictable or drafter._to_visit)
+    assert not (drafter._states or drafter._followed or drafter._predictable or drafter._to_visit)
 
 
-def test_of_many_who_say_nothing_known_some_are_looked_at_after_a_step() -> None:
-    drafter = Drafter(4, 3)
-    requests = [create_request(4, max_tokens=200) for _ in range(40)]
+def many_who_repeat_themselves(drafter: Drafter, count: int, num_new: int = 30) -> list:
+    requests = [create_request(4, max_tokens=200) for _ in range(count)]
     for request in requests:
+        request.status = RequestStatus.RUNNING
         drafter.begin(request)
-    for token_id in [*range(500, 530), *AGAIN * 4]:
+    for token_id in [*range(500, 500 + num_new), *AGAIN * 6]:
         for request in requests:
             request.output_token_ids.append(token_id)
             request.num_computed_tokens = request.num_tokens - 1
-            request.status = RequestStatus.RUNNING
         drafter.replied(requests, len(requests))
+    return requests
+
+
+def test_all_are_looked_at_where_steps_take_long() -> None:
+    drafter = Drafter(4, 3)
+    drafter.measured(40, 0.05, 0.0)
+    many_who_repeat_themselves(drafter, 40)
     assert [token_ids for _, token_ids in drafter.drafts(40, waits=True)] == [AGAIN[:4]] * 40
+
+
+def test_of_many_who_say_nothing_known_some_are_looked_at_after_a_short_step() -> None:
+    """A look takes two millionths of a second; a step of four milliseconds has four of them."""
+    drafter = Drafter(4, 3)
+    drafter.measured(40, 0.004, 0.0)
+    requests = many_who_repeat_themselves(drafter, 40, num_new=60)
+    assert [token_ids for _, token_ids in drafter.drafts(40, waits=True)] == [AGAIN[:4]] * 40
+    new = range(1000, 1050)
+    num_taken = []
+    for token_id in new:
+        for request in requests:
+            request.output_token_ids.append(token_id)
+        before = sum(state.num_tokens for state in drafter._states.values())
+        drafter.replied(requests, 40)
+        num_taken.append(sum(state.num_tokens for state in drafter._states.values()) > before)
+    assert not drafter._followed
+    assert all(num_taken)
+    left = [len(request.output_token_ids) - drafter._states[request].num_tokens for request in requests]
+    assert max(left) <= 10  # all have their turn
+    assert sorted(left) == [index for index in range(10) for _ in range(4)]

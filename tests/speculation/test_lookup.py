@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_serving.speculation.lookup import FinishedAnswers, Lookup, ngram_of
+from llm_serving.speculation.finished_answers import FinishedAnswers
+from llm_serving.speculation.lookup import Lookup
 
 
 def lookup(prompt, finished=None, namespace="", length=2):
@@ -59,7 +60,7 @@ def test_the_answer_itself_is_looked_in() -> None:
 
 def test_a_place_at_the_end_is_looked_up_again() -> None:
     finished = FinishedAnswers(2, 100)
-    finished.add("", (1, 2, 3))
+    finished.add([("", (1, 2, 3))])
     look = lookup([1, 2], finished)
     assert look.append(3)
     assert look.guess(4) == []
@@ -67,48 +68,50 @@ def test_a_place_at_the_end_is_looked_up_again() -> None:
 
 def test_finished_answers_are_seen_in_their_namespace_alone() -> None:
     finished = FinishedAnswers(2, 100)
-    finished.add("mine", (1, 2, 3, 4))
+    finished.add([("mine", (1, 2, 3, 4))])
     assert lookup([1, 2], finished, "mine").guess(4) == [3, 4]
     assert lookup([1, 2], finished, "yours").guess(4) == []
 
 
-def test_the_oldest_answers_make_room_and_leave_nothing() -> None:
-    finished = FinishedAnswers(2, 8)
-    finished.add("a", (1, 2, 3, 4))
-    finished.add("b", (1, 2, 5, 6))
-    finished.add("b", (1, 2, 7, 8))
-    assert ngram_of((1, 2)) not in finished.places("a")
-    assert lookup([1, 2], finished, "b").guess(2) == [7, 8]
-    assert finished.num_tokens == 8
-    finished.add("b", (4, 5, 6, 7, 8, 9, 1, 2))
-    assert ngram_of((1, 2)) not in finished.places("b")
-    assert lookup([7, 8], finished, "b").guess(9) == [9, 1, 2]
-    finished.add("b", tuple(range(9)))  # too long alone
-    finished.add("b", (1, 2))  # nothing follows
-    assert finished.num_tokens == 8
-
-
-def test_a_forgotten_answer_takes_no_place_of_a_newer_one_with_it() -> None:
-    finished = FinishedAnswers(2, 8)
-    finished.add("a", (1, 2, 3, 4))
-    finished.add("a", (1, 2, 3, 5))
-    finished.add("a", (8, 8, 8, 8))
-    assert lookup([1, 2], finished, "a").guess(2) == [3, 5]
+def test_the_longest_that_stood_before_counts() -> None:
+    finished = FinishedAnswers(2, 100)
+    finished.add([("", (1, 2, 3, 4, 5, 6)), ("", (3, 4, 7, 8))])
+    assert lookup([3, 4], finished).guess(2) == [7, 8]  # the newest that is as long
+    assert lookup([1, 2, 3, 4], finished).guess(2) == [5, 6]  # four tokens before two
+    assert lookup([3, 4, 9, 3, 4], finished).guess(2) == [
+        9,
+        3,
+    ]  # two of the text itself before two of others
+    assert lookup([3, 4, 9, 1, 2, 3, 4], finished).guess(2) == [5, 6]
 
 
 @settings(max_examples=60, deadline=None)
-@given(prompt=st.lists(st.integers(0, 5), max_size=6), answer=st.lists(st.integers(0, 40), max_size=40), data=st.data())
-def test_tokens_in_pieces_come_to_the_same_as_one_by_one(prompt, answer, data) -> None:
+@given(
+    prompt=st.lists(st.integers(0, 5), max_size=6),
+    answer=st.lists(st.integers(0, 5), max_size=40),
+    data=st.data(),
+)
+def test_after_several_tokens_the_same_is_guessed_as_of_a_longer_prompt(prompt, answer, data) -> None:
     finished = FinishedAnswers(2, 100)
-    finished.add("", data.draw(st.lists(st.integers(0, 40), max_size=12)))
-    whole, single = lookup(prompt, finished), lookup(prompt, finished)
+    finished.add([("", tuple(data.draw(st.lists(st.integers(0, 5), max_size=12))))])
+    look = lookup(prompt, finished)
     while answer:
-        piece, answer = answer[: (count := data.draw(st.integers(1, 8)))], answer[count:]
-        seen = [single.append(token_id) or single.has_guess for token_id in piece]
-        if whole.has_guess or not whole.extend_unseen(piece):
-            for token_id in piece:
-                whole.append(token_id)
+        piece, answer = (
+            answer[: (count := data.draw(st.integers(1, 8)))],
+            answer[count:],
+        )
+        if data.draw(st.booleans()):
+            look.extend(piece)
         else:
-            assert not any(seen)
-        assert whole.guess(5) == single.guess(5)
-    assert (whole._tokens, whole._places, whole._ngram) == (single._tokens, single._places, single._ngram)
+            for token_id in piece:
+                look.append(token_id)
+        prompt += piece
+        other = lookup(prompt, finished)
+        assert (look._tokens, look._places, look._ngram) == (
+            other._tokens,
+            other._places,
+            other._ngram,
+        )
+        if data.draw(st.booleans()):
+            look.extend([])
+            assert look.guess(5) == other.guess(5)

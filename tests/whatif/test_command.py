@@ -1,15 +1,33 @@
+import itertools
 import json
 
 import pytest
+from factories import create_request
 from llm_serving.cli import main
+from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.profile import write_profile
-from whatif_loads import create_profile
+from recordings import MemoryFiles, create_recorded
+from whatif_loads import STEP_S, create_profile
 
 LOAD = """\
 streams:
   chat: {rate: 20, requests: 30, prompt_tokens: 12, answer_tokens: 8, class: interactive, tenants: 2}
   bulk: {concurrency: 2, requests: 10, prompt_tokens: 40, answer_tokens: 16, class: batch}
 """
+
+
+def recorded(folder):
+    """Steps of 10 ms, each formed while the one before is computed."""
+    files, times = MemoryFiles(), itertools.count(1)
+    scheduler = create_recorded(files, clock=lambda: 0.01 * next(times))
+    scheduler.add(create_request(4, request_id="a", max_tokens=100))
+    before = None
+    while (step := scheduler.schedule(0.0)) is not None or before is not None:
+        if before is not None:
+            scheduler.update(before, [7] * before.num_samples)
+        before = step
+    folder.mkdir()
+    (folder / "a.rec").write_bytes(files.files[0])
 
 
 @pytest.fixture
@@ -43,10 +61,41 @@ def test_numbers_come_as_json(arguments, capsys):
 
 def test_the_highest_rate_is_found(arguments, capsys):
     assert main([*arguments[:2], *arguments[3:], "--find-rate"]) == 0
-    assert "requests/s (" in capsys.readouterr().out
+    assert "requests/s that keep the promises of 99%:" in capsys.readouterr().out
+
+
+def test_hardware_of_another_profile_stands_beside(arguments, tmp_path, capsys):
+    pieces = CostModel((Piece("step", STEP_S / 2), Piece("tokens", 0.00005)))
+    write_profile(create_profile(step=pieces, name="int8", source="a guess"), tmp_path / "int8.json")
+    arguments[1] += "+request_classes.interactive.ttft_slo_s=0.03"
+    arguments[2] = f"{arguments[1]}+@profile={tmp_path / 'int8.json'}"
+    arguments.insert(3, f"{arguments[1]}+cluster_config.replicas=2")
+    assert main([*arguments, "--find-rate"]) == 0
+    shown = capsys.readouterr().out
+    assert "NOT MEASURED: times of int8 are figures of a guess" in shown
+    (first, faster, two) = (line for line in shown.splitlines() if "x the first" in line)
+    assert "1.00 x the first" in first
+    assert float(faster.split(", ")[1].split(" x")[0]) > 1
+    assert "replicas=2: " in two
 
 
 def test_a_load_of_another_kind_is_refused(arguments, tmp_path, capsys):
     arguments[arguments.index("--load") + 1] = str(tmp_path / "load.csv")
     assert main(arguments) == 2
     assert "must be a workload (*.yaml), or a recording" in capsys.readouterr().err
+
+
+def test_a_profile_is_made_of_a_recording(arguments, tmp_path, capsys):
+    recorded(tmp_path / "recordings")
+    assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "recordings")]) == 0
+    assert "held out: error median" in capsys.readouterr().out
+    arguments[arguments.index("--profile") + 1] = str(tmp_path / "mine.json")
+    assert main(arguments) == 0
+    assert "times of recordings: llm-serving profile --recording recordings" in capsys.readouterr().out
+
+
+def test_a_profile_is_not_measured_for_a_folder_that_is_not_there(tmp_path, capsys):
+    assert main(["profile", str(tmp_path / "no" / "mine.json"), "--model", "demo"]) == 2
+    assert "its folder must be there" in capsys.readouterr().err
+    assert main(["profile", str(tmp_path / "mine.json"), "--recording", str(tmp_path / "no.rec")]) == 2
+    assert "no.rec: must be a recording (*.rec) or a folder of them" in capsys.readouterr().err

@@ -20,7 +20,7 @@ step:
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     pieces = CostModel((Piece("step", 0.25), Piece("tokens", 0.5, 4, 8)))
-    profile = create_profile(step=pieces, form=pieces, latency_s=0.125, spread=(0.5, 1.5), notes={"machine": "m"})
+    profile = create_profile(step=pieces, form=pieces, latency_s=5e-05, spread=(0.5, 1.5), notes={"machine": "m"})
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
 

@@ -115,3 +115,14 @@ def test_a_contradiction_stops_with_its_seed(monkeypatch):
     monkeypatch.setattr(Scheduler, "check_integrity", broken)
     with pytest.raises(ContradictionError, match="seed 7: a block is lost"):
         simulate(create_load(0.0), seed=7)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_leaving_out_predictions_that_decide_nothing_changes_nothing(replicas):
+    load = create_load(*(0.005 * number for number in range(60)), num_output_tokens=20, max_tokens=30)
+    settings = SLOTS | {"cluster_config__replicas": replicas}
+    plain, predicting = (
+        [each.token_times_s for each in simulate(load, scheduler_config__slo_refusal_factor=each, **settings).outcomes]
+        for each in ("null", 1000000.0)
+    )
+    assert plain == predicting

@@ -2,7 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from llm_serving.config.schema import DeviceConfig
+from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.worker import device
 from llm_serving.worker.device import backend_for, configure_device

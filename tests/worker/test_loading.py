@@ -1,13 +1,18 @@
 """From settings to a runner: what is allocated."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from llm_serving.config.schema import CacheConfig, DeviceConfig, ModelConfig, ServingConfig
-from llm_serving.errors import ConfigError
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.config.sections.model import ModelConfig
+from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings
+from llm_serving.lowering import mindformers
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
@@ -100,3 +105,12 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
     assert "the weights are quantised by GPTQ, 4 bits, groups of 32: they are served in bfloat16" in caplog.messages
     on_its_way = working_bytes(ModelSpec.from_folder(tmp_path), 2, 1, 1)
     assert on_its_way == 12 * SPEC.largest_weight  # two of float32, the codes of one, and what it becomes
+
+
+def test_mindformers_that_is_missing_is_told_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mindformers", None)
+    mindformers._import.cache_clear()
+    with pytest.raises(
+        KernelError, match=r"needs MindFormers 2\.1 and .*, and scripts/install_mindformers\.sh installs"
+    ):
+        mindformers.mindformers_version()

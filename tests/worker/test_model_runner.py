@@ -150,7 +150,7 @@ def test_after_a_failed_step_the_one_ahead_fails_too_and_others_go_on(runner, gr
 
 def test_ids_of_a_bias_are_checked_before_anything_is_computed(runner):
     how = sampling_input(1, bias={0: {97: 1.0}})
-    with pytest.raises(WorkerError, match="bias_token_ids must be below 97"):
+    with pytest.raises(WorkerError, match="bias_token_ids must be from 0 to 96"):
         runner.execute(step_input([(PROMPT, 0, [8, 1])], sampling=how))
 
 

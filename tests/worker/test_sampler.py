@@ -287,8 +287,8 @@ def _adjusted(values, sampling, row):
     ("fields", "message"),
     [
         ({"history": {0: [4]}}, "history_token_ids must be below 4"),
-        ({"bias": {1: {4: 1.0}}}, "bias_token_ids must be below 4"),
-        ({"bias": {1: {-1: 1.0}}}, "bias_token_ids must be at least 0. Given: -1"),
+        ({"bias": {1: {4: 1.0}}}, "bias_token_ids must be from 0 to 3. Given: 4 to 4"),
+        ({"bias": {1: {-1: 1.0}}}, "bias_token_ids must be from 0 to 3. Given: -1 to -1"),
         ({"history": {0: [1]}, "history_prompt_lens": -1}, "history_prompt_lens must be at least 0. Given: -1"),
     ],
 )
@@ -304,10 +304,10 @@ def test_fields_of_another_length_are_refused(field):
         check_sampling(replace(sampling, **{field: getattr(sampling, field)[:0]}), 4)
 
 
-@pytest.mark.parametrize("name", ["history", "bias"])
+@pytest.mark.parametrize("name", ["history", "bias", "allowed"])
 def test_offsets_that_leave_an_empty_list_and_come_back_are_refused(name):
     sampling = replace(sampling_input(2), **{f"{name}_offsets": np.array([0, 5, 0], np.int32)})
-    with pytest.raises(WorkerError, match=f"{name}_offsets must not fall"):
+    with pytest.raises(WorkerError, match=f"{name}_offsets must cut 0 entries into 2 parts and never fall"):
         check_sampling(sampling, 4)
 
 
@@ -363,9 +363,9 @@ class TestAllowedTokens:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"allowed_offsets": [0, 1]}, "allowed_offsets must cut 1 words into 2 parts"),
-            ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must cut 1 words into 2 parts"),
-            ({"allowed_offsets": [0, 2, 1]}, "allowed_words must have a bit for each of 10 tokens at most"),
+            ({"allowed_offsets": [0, 1]}, "allowed_offsets must cut 1 entries into 2 parts"),
+            ({"allowed_offsets": [0, 1, 2]}, "allowed_offsets must cut 1 entries into 2 parts"),
+            ({"allowed_offsets": [0, 2, 1]}, "allowed_offsets must cut 1 entries into 2 parts and never fall"),
             ({"allowed_offsets": [0, 0, 2], "allowed_words": [1, 1]}, "allowed_words must have a bit for each of 10"),
         ],
     )

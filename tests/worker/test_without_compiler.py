@@ -16,7 +16,7 @@ import numpy as np
 from model_factories import random_weights, tiny_spec
 from reference_llama import reference_logits
 from step_factories import step_input
-from llm_serving.config.schema import DeviceConfig
+from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.log import configure_logging
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.model_runner import ModelRunner

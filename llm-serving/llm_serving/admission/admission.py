@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from llm_serving.config.schema import ModelConfig
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError

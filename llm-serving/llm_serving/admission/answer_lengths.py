@@ -60,6 +60,28 @@ class _Shares:
         self.ascending = ascending
 
 
+class Remaining(NamedTuple):
+    """Tokens that a request may still get."""
+
+    num_output: int
+    """That it has."""
+    most: int
+    """It may have."""
+    shares: Sequence[float] | None = None
+    """Ascending, of the most: what requests like it came to. None: it will have the most."""
+    first: int = 0
+    """Of these that is more than it has."""
+
+    def at(self, quantile: float) -> int:
+        """So that this share of requests like it gets fewer."""
+        if self.shares is None:
+            return self.most - self.num_output
+        num_longer = len(self.shares) - self.first
+        if num_longer == 0:
+            return max(1, round(quantile * (self.most - self.num_output)))
+        return max(1, round(self.shares[self.first + int(quantile * num_longer)] * self.most) - self.num_output)
+
+
 class AnswerLengths:
     """Lengths of answers as shares of the most they might have had; one thread writes, any may read."""
 
@@ -84,23 +106,16 @@ class AnswerLengths:
         while len(self._alike) > MAX_BEGINNINGS:
             del self._alike[next(iter(self._alike))]
 
-    def remaining(self, num_output: int, asked: Asked, quantile: float) -> int | None:
-        """Tokens that a request which has so many may still get: so that this share of requests like it gets fewer.
-
-        None where too little has been seen.
-        """
+    def remaining(self, num_output: int, asked: Asked) -> Remaining | None:
+        """What a request that has so many tokens may still get; None where too little has been seen."""
         most = asked.sampling.max_tokens
         if is_certain(asked.sampling):
-            return most - num_output
+            return Remaining(num_output, most)
         has = num_output / most
         shares = self._like(asked, has)
         if len(shares) < MIN_ALIKE:
             return None
-        first = bisect_right(shares, has) if num_output else 0
-        if first == len(shares):
-            return max(1, round(quantile * (most - num_output)))
-        share = shares[first + int(quantile * (len(shares) - first))]
-        return max(1, round(share * most) - num_output)
+        return Remaining(num_output, most, shares, bisect_right(shares, has) if num_output else 0)
 
     def _like(self, asked: Asked, share: float) -> Sequence[float]:
         """Ascending shares of the requests most like this one of which some got further than it has; maybe none."""

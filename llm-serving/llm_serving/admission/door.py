@@ -53,6 +53,8 @@ class Replica:
     """Whether its policy lets higher classes go first."""
     slots: Slots | None = None
     """The requests that have places there."""
+    num_cached_tokens: int = 0
+    """Of the prompt that is asked about, that it has computed or will have when it comes to it."""
 
 
 class Door:
@@ -199,7 +201,8 @@ class Door:
         placed = frozenset[str]() if slots is None else slots.request_ids
         ahead = self._room.ahead(replica.index, max_rank, placed=placed)
         # What belongs together is spread over the replicas.
-        num_requests, num_tokens = (-(-each // replica.num_replicas) for each in (len(prompt_lens), sum(prompt_lens)))
+        num_requests = -(-len(prompt_lens) // replica.num_replicas)
+        num_tokens = -(-sum(prompt_lens) * num_requests // len(prompt_lens)) - replica.num_cached_tokens
         queue = Queue(
             len(ahead.asked) + num_requests,
             ahead.num_tokens + num_tokens,

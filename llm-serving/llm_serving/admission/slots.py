@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
-from llm_serving.admission.answer_lengths import AnswerLengths, Asked, asked_of
+from llm_serving.admission.answer_lengths import AnswerLengths, Asked, Remaining, asked_of
 from llm_serving.core.request import Request
 
 GOLDEN: Final = 0.6180339887498949
@@ -54,30 +54,36 @@ class Slots:
                 for each in self._running
                 if (max_rank is None or each.request_class.rank <= max_rank) and tenant in (None, each.tenant)
             ]
-            num_lengths = len(running) + len(ahead)
-            num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, MAX_LENGTHS // max(1, num_lengths)))
-            guesses = [self._guess(running, ahead, num_slots, number / num_rounds) for number in range(num_rounds)]
-            told = sorted(guess for guess in guesses if guess is not None)
-            self._known[key] = told[num_rounds // 2] if len(told) == num_rounds else None
+            self._known[key] = self._median(running, ahead, num_slots)
         return self._known[key]
 
-    def _guess(self, running: Sequence[Request], ahead: Sequence[Asked], num_slots: int, quantile: float) -> int | None:
-        """Begins with this quantile of the lengths of the first; each further one has another."""
+    def _median(self, running: Sequence[Request], ahead: Sequence[Asked], num_slots: int) -> int | None:
+        """Of several guesses; what is known of each request is looked up once for all of them."""
         remaining = self._lengths.remaining
-        free: list[int] = []
-        for request in running:
-            quantile = (quantile + GOLDEN) % 1.0
-            left = remaining(len(request.output_token_ids), asked_of(request), quantile)
-            if left is None:
-                return None
-            free.append(0 if request.is_finished else left)
-        free.sort()
-        free = [0] * (num_slots - len(free)) + free
-        for asked in ahead:
-            quantile = (quantile + GOLDEN) % 1.0
-            left = remaining(0, asked, quantile)
-            if left is None:
-                return None
-            # One more step: the one after an end takes the next.
-            heapq.heapreplace(free, free[0] + left + 1)
-        return free[0]
+        of_running = [remaining(len(each.output_token_ids), asked_of(each)) for each in running]
+        of_ahead = [remaining(0, each) for each in ahead]
+        placed = [each for each in of_running if each is not None]
+        waiting = [each for each in of_ahead if each is not None]
+        if len(placed) < len(of_running) or len(waiting) < len(of_ahead):
+            return None
+        ended = [each.is_finished for each in running]
+        num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, MAX_LENGTHS // max(1, len(placed) + len(waiting))))
+        guesses = sorted(_guess(placed, ended, waiting, num_slots, each / num_rounds) for each in range(num_rounds))
+        return guesses[num_rounds // 2]
+
+
+def _guess(
+    running: Sequence[Remaining], ended: Sequence[bool], ahead: Sequence[Remaining], num_slots: int, quantile: float
+) -> int:
+    """Begins with this quantile of the lengths of the first; each further one has another."""
+    free: list[int] = []
+    for request, has_ended in zip(running, ended, strict=True):
+        quantile = (quantile + GOLDEN) % 1.0
+        free.append(0 if has_ended else request.at(quantile))
+    free.sort()
+    free = [0] * (num_slots - len(free)) + free
+    for asked in ahead:
+        quantile = (quantile + GOLDEN) % 1.0
+        # One more step: the one after an end takes the next.
+        heapq.heapreplace(free, free[0] + asked.at(quantile) + 1)
+    return free[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ class Tally:
     """Let in and never scheduled yet."""
     num_waiting_tokens: int = 0
     """Of their prompts."""
+    num_owed_tokens: int = 0
+    """Of these, that must be computed; the others were computed before, or are about to be."""
     num_running: int = 0
     """Scheduled once and not ended, also while they wait after a preemption."""
 
     def __iadd__(self, other: Tally) -> Tally:
         self.num_waiting += other.num_waiting
         self.num_waiting_tokens += other.num_waiting_tokens
+        self.num_owed_tokens += other.num_owed_tokens
         self.num_running += other.num_running
         return self
 
@@ -65,7 +69,7 @@ class Ahead(NamedTuple):
 
     asked: list[Asked]
     num_tokens: int
-    """Of their prompts."""
+    """Of their prompts, to be computed."""
     num_placed: int = 0
     """Others, that have a place already."""
 
@@ -77,6 +81,12 @@ class _Entry(NamedTuple):
     tenant: str
     num_tokens: int
     asked: Asked
+    num_cached: int
+    """Of its tokens."""
+
+    @property
+    def num_owed(self) -> int:
+        return self.num_tokens - self.num_cached
 
 
 class WaitingRoom:
@@ -94,6 +104,8 @@ class WaitingRoom:
         self._tallies: dict[tuple[int, str], Tally] = {}
         """By replica and class."""
         self._waiting: dict[str, _Entry] = {}
+        self._waiting_at: dict[int, dict[str, _Entry]] = {}
+        """The same by replica."""
         self._running: dict[str, _Entry] = {}
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[tuple[int, str]] = Counter()
@@ -119,12 +131,15 @@ class WaitingRoom:
         tenant: str,
         num_tokens: int,
         asked: Asked = _UNKNOWN,
+        num_cached: int = 0,
     ) -> None:
-        """The request is submitted; `num_tokens` are those of its prompt."""
+        """The request is submitted; `num_tokens` are those of its prompt, `num_cached` of them need no computing."""
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
         tally.num_waiting += 1
         tally.num_waiting_tokens += num_tokens
-        entry = self._waiting[request_id] = _Entry(tally, replica, request_class.name, tenant, num_tokens, asked)
+        tally.num_owed_tokens += num_tokens - num_cached
+        entry = _Entry(tally, replica, request_class.name, tenant, num_tokens, asked, num_cached)
+        self._waiting[request_id] = self._waiting_at.setdefault(replica, {})[request_id] = entry
         self._waiting_of_tenant[tenant] += 1
         self._note_who_waits(entry)
 
@@ -160,10 +175,13 @@ class WaitingRoom:
             return
         tally = self._tallies.setdefault((replica, request_class.name), Tally())
         after = entries[request_id] = before._replace(tally=tally, class_name=request_class.name)
+        if waits:
+            self._waiting_at[replica][request_id] = after
         for each, change in ((before, -1), (after, 1)):
             if waits:
                 each.tally.num_waiting += change
                 each.tally.num_waiting_tokens += change * each.num_tokens
+                each.tally.num_owed_tokens += change * each.num_owed
                 self._note_who_waits(each)
             else:
                 each.tally.num_running += change
@@ -171,8 +189,10 @@ class WaitingRoom:
     def _take(self, request_id: str) -> _Entry | None:
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
+            del self._waiting_at[entry.replica][request_id]
             entry.tally.num_waiting -= 1
             entry.tally.num_waiting_tokens -= entry.num_tokens
+            entry.tally.num_owed_tokens -= entry.num_owed
             self._waiting_of_tenant[entry.tenant] -= 1
             self._note_who_waits(entry)
             if self._waiting_of_tenant[entry.tenant] == 0:
@@ -195,12 +215,17 @@ class WaitingRoom:
 
     def load(self, *, replicas: Iterable[int] | None = None, max_rank: int | None = None) -> Tally:
         """What is there, of these replicas and of classes up to this rank; None: of all."""
-        ranks = {each.name: each.rank for each in self._classes}
+        names = self._names_up_to(max_rank)
         total = Tally()
-        for (replica, name), tally in self._tallies.items():
-            if (replicas is None or replica in replicas) and (max_rank is None or ranks[name] <= max_rank):
+        if replicas is None:
+            replicas = {replica for replica, _ in self._tallies}
+        for key in itertools.product(replicas, names):
+            if (tally := self._tallies.get(key)) is not None:
                 total += tally
         return total
+
+    def _names_up_to(self, max_rank: int | None) -> list[str]:
+        return [each.name for each in self._classes if max_rank is None or each.rank <= max_rank]
 
     def ahead(
         self, replica: int, max_rank: int | None, tenant: str | None = None, placed: Container[str] = ()
@@ -212,17 +237,17 @@ class WaitingRoom:
         Those beyond what their tenant may run are in nobody's way but its own: they count only with that `tenant`, and
         with it no others do.
         """
-        names = {each.name for each in self._classes if max_rank is None or each.rank <= max_rank}
+        names = self._names_up_to(max_rank)
         found = [
             (request_id in placed, entry)
-            for request_id, entry in self._waiting.items()
-            if entry.replica == replica and entry.class_name in names and (tenant is None or entry.tenant == tenant)
+            for request_id, entry in self._waiting_at.get(replica, {}).items()
+            if entry.class_name in names and (tenant is None or entry.tenant == tenant)
         ]
         chosen = [entry for has_place, entry in found if not has_place]
         num_placed = len(found) - len(chosen)
         if tenant is None and (self._max_running is not None or self._max_running_of):
             chosen = list(self._that_may_run(chosen))
-        return Ahead([entry.asked for entry in chosen], sum([entry.num_tokens for entry in chosen]), num_placed)
+        return Ahead([entry.asked for entry in chosen], sum([entry.num_owed for entry in chosen]), num_placed)
 
     def _that_may_run(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
         passed = self._running_of_tenant.copy()

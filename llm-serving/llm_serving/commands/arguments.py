@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from llm_serving.commands.flags import add_flags, overrides_of, overrides_of_environment
+from llm_serving.commands.flags import API_KEY_VARIABLE, add_flags, overrides_of, overrides_of_environment
 from llm_serving.commands.stored_models import check_weights, get_weights
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
@@ -33,6 +34,19 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides", help="override any key"
     )
     add_flags(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, whose_key: str = "") -> None:
+    """Adds where a running server is, and the key that `api_key_of` reads."""
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default="", help=f"{whose_key}better in the environment variable {API_KEY_VARIABLE}"
+    )
+
+
+def api_key_of(arguments: argparse.Namespace) -> str:
+    """The key to show to a running server; empty: none."""
+    return str(arguments.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
 def load(arguments: argparse.Namespace) -> ServingConfig:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 
-from llm_serving.commands.arguments import DEFAULT_URL, Subcommands
-from llm_serving.commands.flags import API_KEY_VARIABLE
+from llm_serving.commands.arguments import Subcommands, add_server_arguments, api_key_of
 from llm_serving.errors import ConfigError
 
 
 def add_to(commands: Subcommands) -> None:
     parser = commands.add_parser("chat", help="talk with a running server in the terminal", allow_abbrev=False)
-    parser.add_argument("--url", default=DEFAULT_URL, help="of the server")
-    parser.add_argument(
-        "--api-key", metavar="KEY", default="", help=f"better in the environment variable {API_KEY_VARIABLE}"
-    )
+    add_server_arguments(parser)
     parser.add_argument("--model", metavar="NAME", default="", help="name that requests give; default: none")
     parser.add_argument("--system", metavar="TEXT", default="", help="said before the conversation")
     parser.add_argument(
@@ -34,6 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             raise ConfigError(f"--set must be NAME=VALUE. Given: {given}")
         parameters[name] = read_value(value)
-    key = arguments.api_key or os.environ.get(API_KEY_VARIABLE, "")
-    chat(ChatClient(arguments.url, key, arguments.model, arguments.system, parameters))
+    chat(ChatClient(arguments.url, api_key_of(arguments), arguments.model, arguments.system, parameters))
     return 0

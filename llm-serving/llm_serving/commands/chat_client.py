@@ -1,21 +1,16 @@
-"""One conversation with a running server, over its OpenAI route, with nothing but the standard library."""
+"""One conversation with a running server, over its OpenAI route."""
 
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPResponse
-from typing import Any, Final, NamedTuple
+from http.client import HTTPResponse
+from typing import Any, NamedTuple
 
-from llm_serving.errors import LLMServingError, UnavailableError, shorten
-
-TIMEOUT_S: Final = 600.0
-"""Seconds without a byte of an answer: it may wait in a queue before it begins."""
-MAX_ERROR_BYTES: Final = 4096
+from llm_serving.commands.server_call import Refusal, opened
+from llm_serving.errors import UnavailableError, shorten
 
 Message = dict[str, str]
 
@@ -27,10 +22,6 @@ class Piece(NamedTuple):
     reasoning: str = ""
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
-
-
-class Refusal(LLMServingError):  # noqa: N818  what a server says is not our error
-    """The server answers that it will not."""
 
 
 @dataclass
@@ -107,25 +98,8 @@ class ChatClient:
                 yield _piece(data)
         raise UnavailableError(f"{self.url} broke off its answer")
 
-    @contextmanager
-    def _open(self, path: str, body: object = None) -> Iterator[HTTPResponse]:
-        """The answer to a request; closing it ends the request."""
-        if not self.url.startswith(("http://", "https://")):
-            raise LLMServingError(f"--url must begin with http:// or https://. Given: {self.url}")
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)  # noqa: S310  checked above
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
-                yield response
-        except urllib.error.HTTPError as error:
-            raise Refusal(_told(error.code, error.read(MAX_ERROR_BYTES))) from None
-        except urllib.error.URLError as error:
-            raise UnavailableError(f"no server answers at {self.url}: {error.reason}") from None
-        except (OSError, HTTPException) as error:
-            raise UnavailableError(f"{self.url} is gone: {error or type(error).__name__}") from None
+    def _open(self, path: str, body: object = None) -> AbstractContextManager[HTTPResponse]:
+        return opened(self.url, path, self.key, body)
 
 
 def _piece(data: bytes) -> Piece:
@@ -142,11 +116,3 @@ def _piece(data: bytes) -> Piece:
         return Piece(text, reasoning, choice.get("finish_reason"), usage)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Refusal(f"the server answers with something else: {shorten(data.decode('utf-8', 'replace'))}") from None
-
-
-def _told(status: int, content: bytes) -> str:
-    """What an error says to people."""
-    try:
-        return f"{status}: {json.loads(content)['error']['message']}"
-    except (ValueError, LookupError, TypeError):
-        return f"{status}: {shorten(content.decode('utf-8', 'replace'))}"

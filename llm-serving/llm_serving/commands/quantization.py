@@ -60,7 +60,7 @@ class Format:
         }
 
 
-FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(4, 16)}
+FORMATS: Final = {"w8a8": Format(8, 8), "w8a16": Format(8, 16), "w4a16": Format(4, 16), "w4a8": Format(4, 8)}
 
 
 def quantize(source: Path, target: Path, name: str, group_size: int | None = None) -> None:
@@ -79,7 +79,7 @@ def quantize(source: Path, target: Path, name: str, group_size: int | None = Non
     check_absent(target)
     form = FORMATS[name]
     if form.bits == 8 and group_size is not None:
-        raise ConfigError(f"--group-size must come with --format w4a16. Given: {name}")
+        raise ConfigError(f"--group-size must come with --format w4a16 or w4a8. Given: {name}")
     size = DEFAULT_GROUP_SIZE if form.bits == 4 and group_size is None else group_size
     spec = check_folder(source)
     if spec.scheme is not None:

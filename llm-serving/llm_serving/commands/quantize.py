@@ -17,10 +17,10 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument(
         "--format",
         required=True,
-        choices=("w8a8", "w8a16", "w4a16"),
+        choices=("w8a8", "w8a16", "w4a16", "w4a8"),
         help="bits of weights and of activations; w8: a scale for each row",
     )
-    parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale, of w4a16; default 128")
+    parser.add_argument("--group-size", type=int, metavar="N", help="columns that share a scale of 4 bits; default 128")
     parser.set_defaults(run=run)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from llm_serving.commands.arguments import Subcommands, say
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
 if TYPE_CHECKING:
+    from llm_serving.whatif.capacity import Capacity
     from llm_serving.whatif.load import Load
     from llm_serving.whatif.profile import Profile
     from llm_serving.whatif.simulation import Result
+
+
+OWN_PROFILE: Final = "@profile="
 
 
 def add_to(commands: Subcommands) -> None:
@@ -28,10 +33,11 @@ def add_to(commands: Subcommands) -> None:
         "configs",
         nargs="+",
         metavar="CONFIG",
-        help="serving YAML; +SECTION.KEY=VALUE behind it changes a key: my.yaml+model_config.decode_batch_size=32",
+        help="serving YAML; +SECTION.KEY=VALUE behind it changes a key: my.yaml+model_config.decode_batch_size=32;"
+        " +@profile=FILE: what takes how long there, in place of --profile",
     )
     add_load_arguments(parser)
-    parser.add_argument("--find-rate", action="store_true", help="also the highest rate at which promises are kept")
+    parser.add_argument("--find-rate", action="store_true", help="also the highest rate at which each keeps promises")
     parser.add_argument(
         "--kept", type=float, default=0.99, metavar="SHARE", help="of requests, for --find-rate; default 0.99"
     )
@@ -53,16 +59,29 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-seed", type=int, metavar="N", help="in place of the workload's own")
 
 
-def read_config(argument: str, model: str | None) -> ServingConfig:
-    """The configuration of `FILE+SECTION.KEY=VALUE+..`.
+def read_variant(argument: str, model: str | None, profile: Profile, seed: int) -> Variant:
+    """The configuration of `FILE+SECTION.KEY=VALUE+..`, and the profile of `+@profile=FILE` if it has one of its own.
 
     Raises:
         ConfigError: It cannot be read, or breaks a rule.
     """
-    name, *overrides = argument.split("+")
+    from llm_serving.whatif.profile import read_profile
+
+    name, *changes = argument.split("+")
+    profiles = [each.removeprefix(OWN_PROFILE) for each in changes if each.startswith(OWN_PROFILE)]
+    config = read_with(Path(name), [each for each in changes if not each.startswith(OWN_PROFILE)], model)
+    return Variant(_short(argument), config, read_profile(Path(profiles[-1])) if profiles else profile, seed)
+
+
+def read_with(path: Path, overrides: Sequence[str], model: str | None) -> ServingConfig:
+    """The configuration of a file with "section.key=value" each, and what `--model` says.
+
+    Raises:
+        ConfigError: It cannot be read, or breaks a rule.
+    """
     if model == "none":
-        return load_config(Path(name), [*overrides, "model_config.model_path=null"])
-    return load_config(Path(name), overrides, model)
+        return load_config(path, [*overrides, "model_config.model_path=null"])
+    return load_config(path, overrides, model)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,22 +89,24 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.figures import figures_of
     from llm_serving.whatif.profile import read_profile
     from llm_serving.whatif.reading import read_load
-    from llm_serving.whatif.report import as_json, mark, number, table
+    from llm_serving.whatif.report import as_json, mark, table
 
     if not 0 < arguments.kept <= 1:
         raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
-    configs = [(each, read_config(each, arguments.model)) for each in arguments.configs]
-    say(mark(profile))
+    variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
+    for line in dict.fromkeys(mark(each.profile) for each in variants):
+        say(line)
     results = []
-    for name, config in configs:
+    for variant in variants:
         began = time.perf_counter()
-        result = _Simulate(config, profile, arguments.seed, _short(name))(load)
+        result = variant(load)
         seconds, figures = time.perf_counter() - began, figures_of(result)
         results.append((result, figures))
         pace = figures["duration_s"] / max(seconds, 1e-9)
-        say(f"{name}: {load.num_requests:,} requests, {figures['duration_s']:.1f} s in {seconds:.1f} s ({pace:,.0f} x)")
+        took = f"{figures['duration_s']:.1f} s in {seconds:.1f} s ({pace:,.0f} x)"
+        say(f"{variant.name}: {load.num_requests:,} requests, {took}")
     if str(arguments.json) == "-":
         print(as_json(results))
     else:
@@ -97,25 +118,33 @@ def run(arguments: argparse.Namespace) -> int:
 
         write_svg(results, arguments.svg)
     if arguments.find_rate:
-        for name, config in configs:
-            simulate = _Simulate(config, profile, arguments.seed, _short(name))
-            found = highest_rate(load, simulate, arguments.kept)
-            ttft = number("ttft_p99_ms", found.figures["ttft_p99_ms"])
-            print(
-                f"{_short(name)}: {found.requests_per_s:.3g} requests/s ({found.factor:.3g} x the load's) keep the"
-                f" promises of {arguments.kept:.0%}; then TTFT p99 {ttft} ms, {mark(profile)}"
-            )
+        found = [(each, highest_rate(load, each, arguments.kept)) for each in variants]
+        print(_capacities(found, arguments.kept))
     return 0
 
 
-@dataclass(frozen=True)
-class _Simulate:
-    """Plays loads under one configuration."""
+def _capacities(found: Sequence[tuple[Variant, Capacity]], kept_share: float) -> str:
+    """A line each: the rate at which promises are kept, and what the first's is times it."""
+    from llm_serving.whatif.report import mark, number
 
+    lines = [f"requests/s that keep the promises of {kept_share:.0%}:"]
+    first = found[0][1].requests_per_s
+    for variant, capacity in found:
+        ttft = number("ttft_p99_ms", capacity.figures["ttft_p99_ms"])
+        beside = f"{capacity.requests_per_s / first:.2f} x the first" if first > 0 else "the first keeps none"
+        rate = f"{capacity.requests_per_s:.3g} ({capacity.factor:.3g} x the load's, {beside})"
+        lines.append(f"  {variant.name}: {rate}, then TTFT p99 {ttft} ms; {mark(variant.profile)}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration with what takes how long under it; plays loads."""
+
+    name: str
     config: ServingConfig
     profile: Profile
     seed: int
-    name: str
 
     def __call__(self, load: Load) -> Result:
         from llm_serving.whatif.simulation import Simulation
@@ -125,7 +154,7 @@ class _Simulate:
 
 def _short(argument: str) -> str:
     """The name of a configuration without its folder and the sections of its keys."""
-    name, *overrides = argument.split("+")
+    name, *overrides = (each.replace(OWN_PROFILE, "profile=") for each in argument.split("+"))
     keys = [(key.rpartition(".")[2], value) for key, _, value in (each.partition("=") for each in overrides)]
     return "+".join([Path(name).stem, *(f"{key}={value}" for key, value in keys)])
 

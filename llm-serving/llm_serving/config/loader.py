@@ -15,6 +15,7 @@ from llm_serving.config.checks import check_model, check_sections
 from llm_serving.config.cluster_checks import SECRET_FILE, check_cluster
 from llm_serving.config.device_checks import check_device
 from llm_serving.config.graph_engine import MINDIR_INI, MINDIR_PATH, check_graph_engine
+from llm_serving.config.implementation import check_implementation
 from llm_serving.config.legacy import ALIASES, MINDFORMERS_TARGETS, MUST_AGREE, NO_MEANING
 from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read_mindformers
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
@@ -108,6 +109,7 @@ def load_config(
     choose_prefill_gap(values)
     check_model(values, spec, mindformers)
     check_sections(values, spec)
+    check_implementation(values, spec)
     check_device(values, spec, mindformers)
     check_graph_engine(values)
     check_cluster(values)

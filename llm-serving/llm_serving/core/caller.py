@@ -23,6 +23,15 @@ class Caller:
     exchange: Exchange | None = field(default=None, compare=False)
     """The times of the HTTP request it came with."""
 
+    @property
+    def cache_namespace(self) -> str:
+        return cache_namespace(self.tenant, self.cache_salt)
+
+
+def cache_namespace(tenant: str, cache_salt: str) -> str:
+    """Whose computed prefixes requests may find."""
+    return f"{tenant}\0{cache_salt}"
+
 
 ANYBODY: Final = Caller()
 """Asks without any name or haste."""

@@ -24,6 +24,16 @@ class OrderName(enum.StrEnum):
     DEADLINE = "deadline"
 
 
+class RoutingName(enum.StrEnum):
+    """Which of several replicas gets a request: `engine.routing`."""
+
+    PREDICTED_TTFT = "predicted_ttft"
+    PREFIX_AFFINITY = "prefix_affinity"
+    BLOCK_COST = "block_cost"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+
+
 class EngineName(enum.StrEnum):
     """Who starts WorkAgents: `executor.placement`."""
 
@@ -52,6 +62,13 @@ class ExactnessName(enum.StrEnum):
 
     EXACT = "exact"
     FAST = "fast"
+
+
+class ImplementationName(enum.StrEnum):
+    """Whose network a model is computed by: `lowering.lower`."""
+
+    NATIVE = "native"
+    MINDFORMERS = "mindformers"
 
 
 class JsonWhitespaceName(enum.StrEnum):

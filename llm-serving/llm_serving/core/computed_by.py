@@ -19,7 +19,7 @@ class ComputedBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     compiler: str = ""
     """Names what compiled the library."""
     framework: str = ""
-    """MindSpore's version."""
+    """MindSpore's version, and MindFormers' where its network computes."""
 
 
 NOT_KNOWN: Final = ComputedBy(kernels="")

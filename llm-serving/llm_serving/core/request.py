@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llm_serving.core.beam_search_params import BeamSearchParams
+from llm_serving.core.caller import cache_namespace
 from llm_serving.core.constraint import Constraint, Walk
 from llm_serving.core.exchange import Exchange
 from llm_serving.core.receiver import Receiver
@@ -164,7 +165,7 @@ class Request:
 
     @property
     def cache_namespace(self) -> str:
-        return f"{self.tenant}\0{self.cache_salt}"
+        return cache_namespace(self.tenant, self.cache_salt)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -225,12 +225,8 @@ class Scores:
     top: TopTokens  # of the P results
 
 
-def no_scores() -> Scores:
-    return Scores(np.empty(0, np.float32), np.empty(0, np.int32), no_top_tokens(0))
-
-
-def no_vectors() -> Float32Array:
-    return np.empty((0, 0), np.float32)
+NO_SCORES: Final = Scores(np.empty(0, np.float32), np.empty(0, np.int32), no_top_tokens(0))
+NO_VECTORS: Final[Float32Array] = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,5 +242,5 @@ class StepOutput:
 
     Of results of the same row and kind the first is named alone.
     """
-    scores: Scores = field(default_factory=no_scores)
-    vectors: Float32Array = field(default_factory=no_vectors)  # [results of kind VECTOR, hidden size]
+    scores: Scores = NO_SCORES
+    vectors: Float32Array = field(default_factory=lambda: NO_VECTORS)  # [results of kind VECTOR, hidden size]

@@ -26,12 +26,12 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.control import Control
-from llm_serving.engine.engine import Engine
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
+from llm_serving.engine.router import Placed, Router
 from llm_serving.engine.shared_answers import SharedAnswer, SharedAnswers, Sharing
 from llm_serving.errors import ContextLengthError, LLMServingError, RequestError, UnavailableError, WorkerDiedError
 from llm_serving.models.pooling import Pooling, served_pooling
@@ -64,7 +64,7 @@ class Admission:
 class AsyncEngine:
     """Joins the event loop with the engine threads, one for each WorkAgent.
 
-    A request goes to the living replica with the fewest unfinished requests and stays there.
+    The router says which replica gets a request; there it stays.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class AsyncEngine:
         self.replicas = Replicas(config, open_replica, Events(self._dispatch, self._start_requests, self._fail))
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
+        self._router = Router(config, self.replicas, self._requests, self._room, self._door, clock)
         self.shared = SharedAnswers(config.serving.shared_answer_bytes, config.serving.request_log_age_s, clock)
         """Answers that are given to all who ask for the same."""
         metrics.classes.load = self._class_load
+        metrics.classes.predicted_s = self._class_wait
         metrics.replicas = self.replicas.counts
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
-        self.control = Control(config, self.lookup, self.replicas, self._room)
+        self.control = Control(config, self.lookup, self.replicas, self._room, self._requests)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
         """By which the model ends a text."""
         serving = config.serving
@@ -197,7 +199,6 @@ class AsyncEngine:
             raise RequestError("model", "is an embedding model: it answers /v1/embeddings, /v1/score and /rerank")
         if sharing is not None and (found := self.shared.find(sharing.key)) is not None:
             return self._join(found, request_id, caller)
-        replica, engine = self._replica_of(fork_of) or self._least_loaded()
         request_class = class_of(caller.priority, self.config.request_classes)
         try:
             check_request(
@@ -206,15 +207,17 @@ class AsyncEngine:
                 caller.priority,
                 self.model_spec.vocab_size,
                 self.config.model,
-                engine.scheduler.blocks,
+                self._router.smallest_cache(),
                 self.end_token_ids,
             )
         except ContextLengthError:
             self.metrics.classes.refused(request_class, "never_fits")
             raise
         num_tokens = len(prompt_token_ids)
+        names = self._router.block_names(prompt_token_ids, sampling, caller)
+        placed = self._router.beside(fork_of) or self._router.place([num_tokens], caller, names)
         if admission is None:
-            admission = self._admit(replica, engine, [num_tokens], caller, visitor)
+            admission = self._admit(placed, [num_tokens], caller, visitor)
         static = self.config.model.batching_strategy == "static"
         if beam_search is not None:
             check_beam_search(self.config.model, sampling)
@@ -244,14 +247,23 @@ class AsyncEngine:
         forecast = admission.forecast if admission.of_one and beam_search is None else None
         if sharing is None:
             stream = RequestStream(request.request_id, self._abort, admission.predicted_s)
-            self._requests.add(OpenRequest(request, stream, engine, forecast))
+            self._requests.add(OpenRequest(request, stream, placed.engine, forecast))
         else:
             shared = self.shared.open(sharing, request.request_id, self._abort, self._put_off)
             stream = shared.read(request_id, exchange, admission.predicted_s, caller.deadline)
-            self._requests.add(OpenRequest(request, shared, engine, forecast))
-        self._room.enter(request.request_id, replica, request_class, caller.tenant, num_tokens, asked_of(request))
+            self._requests.add(OpenRequest(request, shared, placed.engine, forecast))
+        self._router.enter(request.request_id, placed, names)
+        self._room.enter(
+            request.request_id,
+            placed.replica,
+            request_class,
+            caller.tenant,
+            num_tokens,
+            asked_of(request),
+            placed.num_cached_tokens,
+        )
         try:
-            engine.submit(request)
+            placed.engine.submit(request)
         except WorkerDiedError as error:  # since it was chosen
             self._forget_shared(self._forget(request.request_id))
             raise UnavailableError(str(error)) from error
@@ -277,7 +289,7 @@ class AsyncEngine:
             CapacityError: A limit on what waits has no room, or they would wait much longer than their class may.
             UnavailableError: No WorkAgent is ready.
         """
-        return self._admit(*self._least_loaded(), prompt_lens, caller, visitor)
+        return self._admit(self._router.place(prompt_lens, caller), prompt_lens, caller, visitor)
 
     def knock(self, least_lens: Sequence[int], caller: Caller = ANYBODY, visitor: Visitor = NOBODY) -> None:
         """Refuses requests whose prompts have at least so many tokens, where that is enough to refuse them.
@@ -287,14 +299,12 @@ class AsyncEngine:
         Raises:
             RequestError, CapacityError, UnavailableError: As `check_capacity` does.
         """
-        at = self._as_seen_from_the_door(*self._least_loaded())
+        at = self._seen(self._router.place(least_lens, caller))
         self._check_deadline(least_lens, caller, at)
         self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at)
 
-    def _admit(
-        self, replica: int, engine: Engine, prompt_lens: Sequence[int], caller: Caller, visitor: Visitor
-    ) -> Admission:
-        at = self._as_seen_from_the_door(replica, engine)
+    def _admit(self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, visitor: Visitor) -> Admission:
+        at = self._seen(placed)
         self._check_deadline(prompt_lens, caller, at)
         forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at)
         return Admission(forecast, len(prompt_lens) == 1)
@@ -311,43 +321,23 @@ class AsyncEngine:
             UnavailableError: No WorkAgent is ready.
         """
         request_class = class_of(priority, self.config.request_classes)
-        at = self._as_seen_from_the_door(*self._least_loaded())
-        forecast = self._door.predict([num_prompt_tokens], request_class, tenant, at)
+        placed = self._router.place([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
+        forecast = self._door.predict([num_prompt_tokens], request_class, tenant, self._seen(placed))
         return None if forecast is None else forecast.seconds
 
-    def _as_seen_from_the_door(self, replica: int, engine: Engine) -> Replica:
-        return Replica(
-            replica,
-            len(self.replicas.living()),
-            engine.load.measured if engine.restarting is None else None,
-            engine.scheduler.policy.honours_classes,
-            engine.load.slots,
-        )
-
-    def _least_loaded(self) -> tuple[int, Engine]:
-        """The replica that gets the next request."""
-        living = self.replicas.living()
-        if not living:
-            raise UnavailableError(self.health().detail)
-        index, engine = min(living.items(), key=lambda each: (each[1].away is not None, self._requests.num_of(each[1])))
-        away, now = engine.away, self.clock()
-        if away is not None:
-            wait_s = away.predicted_s(now)
-            if wait_s is None or wait_s > self.config.serving.restart_wait_s:
-                raise UnavailableError(f"WorkAgent {index} {away}", away.retry_after_s(now))
-        return index, engine
-
-    def _replica_of(self, stream: RequestStream | None) -> tuple[int, Engine] | None:
-        """The living replica that has the request, as long as it has not ended."""
-        opened = None if stream is None else self._requests.get(stream.request_id)
-        if opened is None or opened.engine.dead is not None:
-            return None
-        index = self.replicas.index_of(opened.engine)
-        return None if index is None else (index, opened.engine)
+    def _seen(self, placed: Placed) -> Replica:
+        return self._router.seen(*placed)
 
     def _class_load(self, name: str) -> ClassLoad:
         load = self._room.class_load(name)
         return ClassLoad(load.num_waiting, load.num_running)
+
+    def _class_wait(self, name: str) -> float | None:
+        request_class = next(each for each in self.config.request_classes if each.name == name)
+        try:
+            return self.seconds_to_first_token(1, priority=request_class.rank)
+        except UnavailableError:
+            return None
 
     def _abort(self, request_id: str) -> None:
         opened = self._forget(request_id)
@@ -363,7 +353,11 @@ class AsyncEngine:
 
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._room.leave(request_id)
-        return self._requests.pop(request_id)
+        self._router.leave(request_id)
+        opened = self._requests.pop(request_id)
+        if opened is not None:
+            self.control.ended_at(opened.engine)
+        return opened
 
     def _forget_shared(self, opened: OpenRequest | None) -> None:
         """Nobody else gets an answer that is not computed to its end."""

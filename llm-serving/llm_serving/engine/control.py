@@ -1,22 +1,33 @@
-"""What is done to requests by their id: they are ended, or get another priority."""
+"""What is done to requests by their id (they are ended, or get another priority) and to replicas (leave, join)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+from typing import NamedTuple
 
 from llm_serving.admission.admission import check_priority
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_class import RequestClass, class_of
 from llm_serving.engine import lookup
+from llm_serving.engine.engine import Engine
 from llm_serving.engine.lookup import Lookup
-from llm_serving.engine.open_requests import OpenRequest
-from llm_serving.engine.replicas import Replicas
+from llm_serving.engine.open_requests import OpenRequest, OpenRequests
+from llm_serving.engine.replicas import Replicas, ReplicaState
 from llm_serving.engine.shared_answers import SharedAnswer
 from llm_serving.errors import UnavailableError, WorkerDiedError
 from llm_serving.observe.live_requests import client_ids
+
+
+class ReplicaRow(NamedTuple):
+    """A replica, as an operator sees it."""
+
+    replica: int
+    state: ReplicaState
+    num_unfinished: int
+    """Requests that it has."""
 
 
 class Control:
@@ -26,11 +37,14 @@ class Control:
     client's, alone or as the id of an answer.
     """
 
-    def __init__(self, config: ServingConfig, known: Lookup, replicas: Replicas, room: WaitingRoom) -> None:
+    def __init__(
+        self, config: ServingConfig, known: Lookup, replicas: Replicas, room: WaitingRoom, requests: OpenRequests
+    ) -> None:
         self._config = config
         self._known = known
         self._replicas = replicas
         self._room = room
+        self._requests = requests
 
     def cancel(self, request_id: str, tenant: str | None = None) -> list[str]:
         """Ends every request that a client means by this id.
@@ -78,6 +92,41 @@ class Control:
             limit = f"{lookup.STATE_TIMEOUT_S:g} s"
             raise UnavailableError(f"the engine did not answer within {limit}; it may do so later")
         return {engine_id: answer.result() for engine_id, answer in asked.items()}
+
+    def replica_rows(self) -> list[ReplicaRow]:
+        """Every replica: what it does, and how many requests it has."""
+        engines = self._replicas.engines
+        return [
+            ReplicaRow(
+                index,
+                self._replicas.state(index),
+                self._requests.num_of(engines[index]) if index in engines else 0,
+            )
+            for index in range(len(self._replicas))
+        ]
+
+    def drain(self, replica: int) -> None:
+        """The replica gets no further requests, finishes those it has, and leaves: its WorkAgent ends.
+
+        Raises:
+            RequestError: There is no such replica, or no other would be left that serves.
+        """
+        self._replicas.drain(replica)
+        if (engine := self._replicas.engines.get(replica)) is not None:
+            self.ended_at(engine)
+
+    def join(self, replica: int) -> None:
+        """A drained replica gets requests again; one that has left is loaded first.
+
+        Raises:
+            RequestError: There is no such replica.
+        """
+        self._replicas.join(replica)
+
+    def ended_at(self, engine: Engine) -> None:
+        """A request has ended there: a drained replica leaves with its last one."""
+        if not self._requests.num_of(engine) and (replica := self._replicas.index_of(engine)) is not None:
+            self._replicas.leave(replica)
 
     def _move(self, opened: OpenRequest, request_class: RequestClass, answer: asyncio.Future[bool]) -> None:
         """What the door counts follows what the scheduler did."""

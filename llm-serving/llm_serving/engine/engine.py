@@ -23,6 +23,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepOutput
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines, timeout_of
+from llm_serving.engine.ledger import Ledger
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.prompt_replies import prompt_replies
 from llm_serving.engine.receivers import Desk, receive
@@ -97,6 +98,8 @@ class Engine:
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self.on_away: Callable[[], None] = lambda: None
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
+        self.ledger = Ledger()
+        """Shared with the other replicas."""
         self._executor = executor
         self._recovery = Recovery(scheduler, executor, metrics, self._while_away)
         self._restart_wait_s = restart_wait_s
@@ -119,7 +122,11 @@ class Engine:
         self.mean_step_s: float | None = None
         """Seconds a step takes, of late; None before the first."""
         self._host_s = 0.0
-        """Seconds it took to form the newest step."""
+        """Seconds of the master for a step: from a reply to its publication, and to form the next step."""
+        self._settle_s = 0.0
+        """The former of them."""
+        self._replied: float | None = None
+        """When a reply came that has not been published."""
         self._step_s = 0.0
         """Seconds that the latest step took."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -257,6 +264,8 @@ class Engine:
             self._recover(error)
             progressed = True
         self._flush()
+        if self._replied is not None:
+            self._settle_s, self._replied = self._clock() - self._replied, None
         return progressed
 
     @property
@@ -278,18 +287,21 @@ class Engine:
         if waits and self._in_flight:
             self._collect()
             return True
+        now = self._clock()
         if self._drafter is not None:
             for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
                 self.scheduler.draft(request, token_ids)
-        now = self._clock()
+        if service := self.ledger.take(self._index):
+            self.scheduler.served_elsewhere(service)
         schedule = self.scheduler.schedule(now)
+        self.ledger.served(self._index, self.scheduler.take_service())
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if schedule is not None:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
             self._executor.submit(self._builder.build(schedule, self._executor.next_step), forms_late)
-            self._host_s = self._clock() - now
+            self._host_s = self._settle_s + self._clock() - now
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
@@ -305,7 +317,7 @@ class Engine:
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
 
-        That costs the time to form one in each step; but what is guessed depends on all that has been said, and whoever
+        That costs the master's time in each step; but what is guessed depends on all that has been said, and whoever
         waits for replies takes part in every other step only if one is formed ahead.
         """
         if self._max_steps_in_flight == 1 or (self._drafter is not None and self._drafter.pays):
@@ -316,6 +328,7 @@ class Engine:
 
     def _collect(self) -> None:
         output = self._executor.collect()
+        self._replied = self._clock()
         schedule = self._in_flight.popleft()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         self._allow()
@@ -345,7 +358,8 @@ class Engine:
         self, drafter: Drafter, schedule: Schedule, updated: list[Request], right: Mapping[int, int]
     ) -> None:
         if schedule.num_tokens == schedule.num_samples:  # no prompts
-            drafter.measured(schedule.num_tokens, self._step_s, self._host_s)
+            waiting_s = self._host_s if self._max_steps_in_flight > 1 else 0.0
+            drafter.measured(schedule.num_tokens, self._step_s, waiting_s)
         if schedule.has_drafts:
             for row in schedule.rows:
                 if row.num_drafts:
@@ -397,7 +411,8 @@ class Engine:
             if not samples or request not in live:
                 continue
             receiver = request.receiver
-            assert receiver is not None
+            if receiver is None:
+                continue
             if start in output.row_errors:
                 receiver.end(FinishReason.ERROR, output.row_errors[start])
             else:
@@ -409,7 +424,8 @@ class Engine:
         ended = set()
         for request, start, logprobs, vector, error in prompt_replies(schedule, output):
             receiver = request.receiver
-            assert receiver is not None
+            if receiver is None:
+                continue
             if error is not None:
                 receiver.end(FinishReason.ERROR, error)
                 ended.add(request)
@@ -548,12 +564,13 @@ def right_guesses(schedule: Schedule, updated: list[Request]) -> dict[int, int]:
 
 
 def _end(request: Request, reason: FinishReason, error: str | None = None) -> None:
-    assert request.receiver is not None
-    request.receiver.end(reason, error)
+    if request.receiver is not None:  # it has not had its last piece
+        request.receiver.end(reason, error)
 
 
 def _first_computed(request: Request) -> Request | None:
     """What waits first of all that is computed for a request; None: something of it has been computed."""
-    assert request.receiver is not None
+    if request.receiver is None:
+        return None
     computed = request.receiver.computed
     return computed[0] if all(each.first_scheduled_time is None for each in computed) and computed else None

@@ -116,6 +116,7 @@ class OutputProcessor:
             del self._states[request.request_id]
             state.text += state.detokenizer.flush()
             self._record_end(state)
+            request.receiver = None  # each refers to the other: they would stay until a search for such pairs
         first = request.first_scheduled_time
         piece = RequestOutput(
             request_id=request.request_id,

@@ -27,7 +27,12 @@ logger = get_logger(__name__)
 
 
 def build_scheduler(
-    config: ServingConfig, num_blocks: int, num_swap_blocks: int = 0, index: int = 0, window: int | None = None
+    config: ServingConfig,
+    num_blocks: int,
+    num_swap_blocks: int = 0,
+    index: int = 0,
+    window: int | None = None,
+    clock: Clock = monotonic,
 ) -> Scheduler:
     """The scheduler that the configuration asks for, over a cache of `num_blocks` and a host pool, of replica `index`.
 
@@ -71,7 +76,7 @@ def build_scheduler(
         return Scheduler(limits, policy, blocks, classes, order)
     name = f"replica-{index}"
     recorder = Recorder(
-        RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes
+        RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes, clock
     )
     recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
     weakref.finalize(recorded, recorder.close)
@@ -117,7 +122,7 @@ def build_engine(
 
     The model's layers see at most the `window` newest tokens; None: one of them sees all.
     """
-    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window)
+    scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     context = _context(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, context)
     for bounds in scheduler.bounds:

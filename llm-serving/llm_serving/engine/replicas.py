@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
-from llm_serving.errors import LLMServingError, NoWorkAgentsError, WorkerDiedError
+from llm_serving.engine.ledger import Ledger
+from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervised_executor import restart_delay_s
 from llm_serving.log import get_logger
 from llm_serving.observe.metrics import ReplicaCounts
@@ -26,6 +27,9 @@ T = TypeVar("T")
 
 OpenReplica = Callable[[int, Publish, Callable[[str], None]], AbstractContextManager[Engine]]
 """(index, publish, on_progress) -> the replica's engine. Entering may take minutes; leaving ends its WorkAgent."""
+
+
+ReplicaState = Literal["loading", "serving", "restarting", "draining", "left"]
 
 
 class CallsSoon(Protocol):
@@ -52,6 +56,9 @@ class Replicas:
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
+        self._ledger = Ledger()
+        self._drained: dict[int, threading.Event] = {}
+        """Those that shall get no requests until they join again, each with what its thread waits for."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
         self._open_replica = open_replica
@@ -84,11 +91,14 @@ class Replicas:
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
         engine.on_started, engine.on_away = self._publish_started, self._publish_away
+        self._join(index, engine)
         return engine
 
     async def stop(self) -> None:
         """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
         self._stopping.set()
+        for joined in self._drained.values():
+            joined.set()
         living = self.living()
         for engine in living.values():
             engine.stop()
@@ -98,13 +108,63 @@ class Replicas:
     def living(self) -> dict[int, Engine]:
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
 
+    def open(self) -> dict[int, Engine]:
+        """Those that requests may be given to."""
+        return {index: engine for index, engine in self.living().items() if index not in self._drained}
+
+    def drain(self, index: int) -> None:
+        """The replica gets no further requests; `leave` is to be called once it has none. Twice changes nothing.
+
+        Raises:
+            RequestError: There is no such replica, or no other would be left that serves.
+        """
+        self._check(index)
+        if not self.open().keys() - {index}:
+            raise RequestError("replica", "must not be the only one that serves", index)
+        self._drained.setdefault(index, threading.Event())
+
+    def leave(self, index: int) -> None:
+        """Ends the WorkAgent of a drained replica that has no requests; its thread waits until it may join."""
+        engine = self.engines.get(index)
+        if index in self._drained and engine is not None:
+            engine.stop()
+
+    def join(self, index: int) -> None:
+        """A drained replica serves again, and loads if it has left. One that was not drained is left alone.
+
+        Raises:
+            RequestError: There is no such replica.
+        """
+        self._check(index)
+        joined = self._drained.pop(index, None)
+        if joined is not None:
+            joined.set()
+
+    def state(self, index: int) -> ReplicaState:
+        """What a replica does at this moment."""
+        engine = self.engines.get(index)
+        lives = engine is not None and engine.dead is None
+        if index in self._drained:
+            return "draining" if lives else "left"
+        if engine is None or not lives:
+            return "loading"
+        return "serving" if engine.restarting is None else "restarting"
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise RequestError("replica", f"must be an integer from 0 to {len(self) - 1}", index)
+
     def index_of(self, engine: Engine) -> int | None:
         """None: another engine has taken its place."""
         return next((index for index, each in list(self.engines.items()) if each is engine), None)
 
     def health(self) -> EngineHealth:
         return health_of(
-            dict(self.engines), dict(self._failures), len(self), self._progress, self._config.max_worker_restarts
+            {index: engine for index, engine in list(self.engines.items()) if index not in self._drained},
+            {index: failure for index, failure in list(self._failures.items()) if index not in self._drained},
+            len(self) - len(self._drained),
+            self._progress,
+            self._config.max_worker_restarts,
         )
 
     def counts(self) -> ReplicaCounts:
@@ -128,18 +188,31 @@ class Replicas:
                     failure = error if isinstance(error, LLMServingError) else WorkerDiedError(str(error))
                     self._call_soon(self._events.on_failure, failure)
                     return
-            if self._stopping.wait(restart_delay_s(attempt)):
+            if (drained := self._drained.get(index)) is not None:
+                logger.info("WorkAgent %d has left", index)
+                drained.wait()
+            elif self._stopping.wait(restart_delay_s(attempt)):
+                return
+            if self._stopping.is_set():
                 return
 
     def _serve(self, index: int) -> None:
         with self._open_replica(index, self._publish, self._set_progress) as engine:
             engine.on_started = self._publish_started
             engine.on_away = self._publish_away
+            self._join(index, engine)
             self.engines[index] = engine
             self._failures.pop(index, None)
             if not self._stopping.is_set():
                 logger.info("WorkAgent %d is ready", index)
+                if index in self._drained:  # since it began to load
+                    engine.stop()
                 engine.run()
+        self._ledger.leave(index)
+
+    def _join(self, index: int, engine: Engine) -> None:
+        self._ledger.join(index)
+        engine.ledger = self._ledger
 
     def _set_progress(self, text: str) -> None:
         self._progress = text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -18,6 +19,8 @@ from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import LoadModel
 
+COME_S: Final = 300.0
+"""In which a WorkAgent has to come, however long it takes to load after that."""
 LOOK_EVERY_S: Final = 0.2
 """While a WorkAgent is waited for, it is looked whether it lives and is still wanted."""
 
@@ -62,6 +65,9 @@ class ClusterPlacement:
         except OSError as error:
             rule = f"cluster_config.master_host must be an address of this machine: {error.strerror or error}"
             raise ConfigError(f"{rule}. Given: {host}") from None
+        if ipaddress.ip_address(self._listener.address[0]).is_unspecified:
+            self._listener.close()
+            raise ConfigError(f"cluster_config.master_host must be one that others connect to. Given: {host}")
         self._starter = starter
         self._num_threads = num_threads
         self._own_device = own_device
@@ -97,12 +103,15 @@ class ClusterPlacement:
     def _await(
         self, index: int, arrival: Arrival, process: AgentProcess, timeout_s: float | None, given_up: GivenUp | None
     ) -> AgentChannel:
-        deadline = None if timeout_s is None else self._clock() + timeout_s
+        patience_s = COME_S if timeout_s is None else min(timeout_s, COME_S)
+        deadline = self._clock() + patience_s
         while (channel := arrival.wait(LOOK_EVERY_S)) is None:
             if process.has_ended:
                 raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready")
             if given_up is not None and given_up.is_set:
                 raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
-            if deadline is not None and self._clock() > deadline:
-                raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s")
+            if self._clock() > deadline:
+                raise WorkerDiedError(
+                    f"WorkAgent {index} was not ready within {patience_s:g} s: it has not come to the cluster's port"
+                )
         return channel

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import NamedTuple, Protocol
 
+from llm_serving.core.agent_exit import described_exit
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.transport.channel import Channel
@@ -73,7 +74,7 @@ class LocalProcess(subprocess.Popen[bytes]):
 
     @property
     def described_end(self) -> str:
-        return f"code {self.returncode}"
+        return described_exit(self.returncode)
 
     def end(self, timeout_s: float | None) -> None:
         if self.stdin is not None:

@@ -14,6 +14,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.core.choices import EngineName
 from llm_serving.executor.cluster_placement import ClusterPlacement
 from llm_serving.executor.placement import Placement, ThisMachine
+from llm_serving.executor.ray_orders import RayPlaces
 from llm_serving.executor.ray_starter import RayStarter
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
 
@@ -38,9 +39,8 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
     cpus = cluster.cpus_per_replica or device.num_threads or max(1, cores // config.num_replicas)
     identity = ClusterIdentity(read_secret(secret_file))
     on_ascend = device.device_target == "Ascend"
-    starter = RayStarter(
-        cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend, str(secret_file.absolute())
-    )
+    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend)
+    starter = RayStarter(places, str(secret_file.absolute()))
     try:
         host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
         return ClusterPlacement(host, identity, starter, device.num_threads or cpus, own_device=on_ascend)
@@ -57,5 +57,6 @@ def _secret_file(config: ServingConfig) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="llm-serving-") as folder:  # its mode is 0700
         path = Path(folder) / "secret"
+        path.touch(mode=0o600)
         path.write_text(secrets.token_hex(32))
         yield path

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from llm_serving.executor.ray_starter import DEVICE, RayConnection, import_ray
+from llm_serving.executor.ray_process import DEVICE, connected
 
 
 def status_lines(address: str) -> Iterator[str]:
@@ -17,8 +16,7 @@ def status_lines(address: str) -> Iterator[str]:
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
     """
-    ray = import_ray()
-    with contextlib.closing(RayConnection(ray, address)):
+    with connected(address) as ray:
         free = importlib.import_module("ray._private.state").available_resources_per_node()
         agents = _agents(ray)
         rows = [("MACHINE", "STATE", "CORES FREE", "DEVICES FREE", "WORK AGENTS")]

@@ -171,6 +171,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         dtype=config.model.model_dtype,
         quantization=config.quant.quantization,
         group_size=config.quant.group_size,
+        implementation=config.model.implementation,
         kernels=config.device.kernels,
         exactness=config.device.exactness,
         block_size=config.pa.block_size,

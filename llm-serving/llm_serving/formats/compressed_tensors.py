@@ -1,6 +1,6 @@
 """Integers as compressed-tensors stores them (LLM Compressor writes it), of 4 and of 8 bits.
 
-    weight               [out, in]               I8: codes of `int-quantized`, W8A8
+    weight               [out, in]               I8: codes of `int-quantized`, W8A8, and W4A8 from -8 to 7
     weight_packed        [out, in * bits / 32]   I32: codes of `pack-quantized`, W4A16 and W8A16, plus half their range
     weight_shape         [2]                     I64 or I32: out, in
     weight_scale         [out, groups], [out] or [1]
@@ -22,7 +22,7 @@ import numpy as np
 from llm_serving.errors import ModelError
 from llm_serving.formats.fp8 import IGNORED, Fp8
 from llm_serving.formats.packed import PackedTensor, Parts, ReadableTensor, check_shape, part, put_together
-from llm_serving.formats.quantized import QuantizedTensor, group_of_columns, of_unsigned
+from llm_serving.formats.quantized import SYMMETRIC_ZERO, QuantizedTensor, group_of_columns, of_unsigned
 from llm_serving.formats.stored import NUMPY_DTYPES, Array, StoredTensor, to_float32
 from llm_serving.formats.words import Uint8Array, codes_of_words, per_word, words_of_codes
 
@@ -36,12 +36,14 @@ class CompressedTensors:
 
     Attributes:
         group_size: Columns of a group, where a row has several; 0: their number tells.
+        bits: Of codes that are stored in a byte each.
     """
 
     described: str
     activation_bits: int | None = None
     group_size: int = 0
     block: tuple[int, int] | None = None
+    bits: int = 8
 
     def weights(self, tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         left = {name: each for name, each in tensors.items() if name.rpartition(".")[2] not in IGNORED}
@@ -53,7 +55,7 @@ class CompressedTensors:
                 return plain
             if plain.dtype == "F8_E4M3":
                 return Fp8(self.described, self.block).packed(name, parts)
-            (out, width), bits = part(name, parts, "weight", ["I8"]).shape, 8
+            (out, width), bits = part(name, parts, "weight", ["I8"]).shape, self.bits
             shape = out, width
         else:
             shape = _told_shape(name, parts)
@@ -113,9 +115,17 @@ def _unpacked(
     if PACKED in arrays:
         codes = np.ascontiguousarray(codes_of_words(arrays[PACKED], bits)[:, : shape[1]])
     else:
-        codes = np.asarray(arrays["weight"]).view(np.uint8) ^ np.uint8(128)
+        codes = _unsigned(np.asarray(arrays["weight"]), bits)
     columns = group_of_columns(arrays[ORDER], group_size, scales.shape[1]) if ORDER in arrays else None
     return of_unsigned(codes, scales, zeros, bits, group_size, columns)
+
+
+def _unsigned(codes: Array, bits: int) -> Uint8Array:
+    """Plus half their range."""
+    half = 2 ** (bits - 1)
+    if codes.size and not -half <= int(codes.min()) <= int(codes.max()) < half:
+        raise ModelError(f"weight must hold codes from {-half} to {half - 1}")
+    return codes.view(np.uint8) + np.uint8(half)
 
 
 def _zeros(given: Array, shape: tuple[int, ...], bits: int) -> Uint8Array:
@@ -141,12 +151,13 @@ def parts_of(tensor: QuantizedTensor, packed: bool) -> dict[str, Array]:
 
     Args:
         tensor: The tensor.
-        packed: As `pack-quantized` has it; otherwise as `int-quantized`, of 8 bits.
+        packed: As `pack-quantized` has it; otherwise as `int-quantized`, a code in a byte.
     """
     assert tensor.zeros is None
     assert tensor.columns is None
     if not packed:
-        return {"weight": tensor.codes, SCALE: tensor.scales}
+        codes = tensor.codes if tensor.bits == 8 else tensor.codes.astype(np.int8) - np.int8(SYMMETRIC_ZERO)
+        return {"weight": codes, SCALE: tensor.scales}
     bits = tensor.codes.view(np.uint8)
     codes = bits if tensor.bits == 4 else bits ^ np.uint8(128)
     shape = np.array(tensor.shape, np.int64)

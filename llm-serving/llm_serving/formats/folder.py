@@ -49,7 +49,8 @@ def weight_files(folder: Path) -> list[Path]:
     for ending in _IN_FOLDERS:
         if files := sorted(folder.glob(f"*{ending}")):
             return files
-    raise ModelError(f"{folder} holds no *.safetensors file{how_to_convert(folder)}")
+    what = how_to_convert(folder) or ": its weights have not been downloaded, or lie elsewhere"
+    raise ModelError(f"{folder} holds no *.safetensors file{what}")
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:

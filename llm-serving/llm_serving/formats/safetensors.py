@@ -16,6 +16,8 @@ from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.stored import NUMPY_DTYPES, PACKED_DTYPES, StoredTensor, check_apart
 
 _MAX_HEADER_BYTES: Final = 32 * 2**20
+_LFS_POINTER: Final = b"version "
+"""What stands in place of a file that was cloned without Git LFS begins so."""
 _MAX_DIMENSIONS: Final = 8
 
 
@@ -31,9 +33,13 @@ def read_safetensors(file: Path, packed: bool = False) -> dict[str, StoredTensor
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        header_bytes = int.from_bytes(stream.read(8), "little")
+        beginning = stream.read(8)
+        header_bytes = int.from_bytes(beginning, "little")
+        if beginning == _LFS_POINTER:
+            raise ModelError(f"{file} is a pointer of Git LFS and no file of weights: run `git lfs pull` in its folder")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file} is not a safetensors file or is cut short: header of {header_bytes} bytes")
+            what = f"header of {header_bytes} bytes in {size}; download it again"
+            raise ModelError(f"{file} is not a safetensors file or is cut short: {what}")
         content = stream.read(header_bytes)
     try:
         header = json.loads(content, object_pairs_hook=_distinct)

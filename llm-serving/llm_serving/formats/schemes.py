@@ -14,7 +14,7 @@ from llm_serving.formats.gguf_names import METHOD, Gguf
 from llm_serving.formats.gptq import Gptq
 from llm_serving.formats.packed import Scheme
 
-READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
+READ: Final = "compressed-tensors (W8A8, W8A16, W4A16, W4A8, FP8), GPTQ of 4 and 8 bits, AWQ of 4 bits, FP8"
 _MAX_GROUP: Final = 2**20
 _COMPRESSED_FORMS: Final = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
@@ -82,6 +82,7 @@ def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise _RefusedError(f"must have weights of int 4, int 8 or float 8 bits. Given: {shorten((kind, bits))}")
     sizes = {_group_size(row, ("group_size",)) for row in weights} - {0}
+    bits = {row.get("num_bits") for row in weights}
     inputs = [row.get("input_activations") for row in groups]
     bits_of_inputs = {each.get("num_bits") for each in inputs if isinstance(each, Mapping)}
     integers = all((row.get("type") or "int") == "int" for row in weights)
@@ -89,6 +90,7 @@ def _compressed(given: Mapping[str, Any], described: str) -> Scheme:
         described,
         activation_bits=8 if bits_of_inputs == {8} and integers else None,
         group_size=sizes.pop() if len(sizes) == 1 else 0,
+        bits=4 if bits == {4} else 8,
         block=next((block for row in weights if (block := _block(row.get("block_structure"))) is not None), None),
     )
 

@@ -10,6 +10,7 @@ from mindspore import nn
 from llm_serving.backends.base import Backend
 from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
+from llm_serving.lowering.mindformers import NetworkOfMindFormers
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import NetworkOfProgram
 from llm_serving.lowering.step import KVCaches, dynamic_inputs
@@ -48,6 +49,7 @@ def lower(
     as_program: bool = True,
     whole_prompts: bool = False,
     quantization: Quantization | None = None,
+    by_mindformers: bool = False,
 ) -> Lowered:
     """Builds the network of a model and takes every weight it needs.
 
@@ -60,8 +62,10 @@ def lower(
         as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
         whole_prompts: Steps of whole prompts have a graph of Cells of their own.
         quantization: How weights are kept; for programs only. None: in the model dtype.
+        by_mindformers: MindFormers' own network computes the states; not with `as_program` or `whole_prompts`.
 
     Raises:
+        KernelError: MindFormers' network is asked for and cannot be had.
         ModelError: The folder lacks a tensor, has one of another shape, or one too many; or the backend has no
             operation for something the network needs.
     """
@@ -74,6 +78,9 @@ def lower(
         network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
     )
     if not as_program:
+        if by_mindformers:
+            built = NetworkOfMindFormers(spec, backend, parameters, kv_caches, max_positions)
+            return Lowered(None, built, HeadOfCells(network, backend, parameters))
         settings = network, backend, parameters, kv_caches, max_positions
         states = NetworkOfCells(*settings, of_states=True)
         of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None

@@ -6,7 +6,16 @@ the latent space, where keys and values are the same, and what is attended comes
 """
 
 from llm_serving.models.facts import Facts
-from llm_serving.models.parts import HEAD_MULTIPLE, decoder, gated_mlp, mixture, network_of, rope_facts, scaling_of
+from llm_serving.models.parts import (
+    HEAD_MULTIPLE,
+    MAX_WIDTH,
+    decoder,
+    gated_mlp,
+    mixture,
+    network_of,
+    rope_facts,
+    scaling_of,
+)
 from llm_serving.network.description import Float32Array, Network, Routing, Value, blocks, filled
 from llm_serving.network.rotary import Rotary, yarn_mscale
 
@@ -15,10 +24,14 @@ LATENT_EPS = 1e-6
 
 def deepseek_v2(c: Facts) -> Network:
     net, attention = network_of(c), _LatentAttention(c)
-    inner, first = c.integer("moe_intermediate_size"), c.integer("first_k_dense_replace", 0)
-    count, shared = c.integer("n_routed_experts"), c.integer("n_shared_experts")
+    first, count = c.integer("first_k_dense_replace", 0, least=0), c.integer("n_routed_experts")
+    shared = c.integer("n_shared_experts") * c.integer("moe_intermediate_size")
     method = c.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups = (1, 1) if method == "greedy" else (c.integer("n_group"), c.integer("topk_group"))
+    if count % groups[0]:
+        raise c.fail("n_routed_experts", f"must be a multiple of `n_group` {groups[0]}")
+    if groups[1] > groups[0]:
+        raise c.fail("topk_group", f"must be at most `n_group` {groups[0]}")
     scale = c.number("routed_scaling_factor", 1.0)
     routing = Routing(
         c.integer("num_experts_per_tok"), normalise=False, scale=scale, groups=groups[0], top_groups=groups[1]
@@ -29,8 +42,8 @@ def deepseek_v2(c: Facts) -> Network:
     def feed_forward(x: Value, index: int, at: str) -> Value:
         if index < first:
             return gated_mlp(net, x, at, c.integer("intermediate_size"))
-        routed = mixture(net, x, at, count, inner, routing)
-        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", inner * shared))
+        routed = mixture(net, c, x, at, count, "moe_intermediate_size", routing)
+        return net.add(routed, gated_mlp(net, x, at + "shared_experts.", shared))
 
     def layer(hidden: Value, index: int, at: str) -> Value:
         x = net.norm(hidden, at + "input_layernorm")
@@ -51,6 +64,11 @@ class _LatentAttention:
         self.value = c.integer("v_head_dim")
         self.rank = c.integer("kv_lora_rank")
         self.q_rank = c.integer("q_lora_rank") if c.has("q_lora_rank") else 0
+        if self.turning % 2:
+            raise c.fail("qk_rope_head_dim", "must be even for rotary embeddings")
+        widest = max(self.still + self.turning, self.still + self.value, self.rank)
+        if self.heads * widest > MAX_WIDTH:
+            raise c.fail("num_attention_heads", f"times the {widest} elements of a head must be at most {MAX_WIDTH}")
         facts = rope_facts(c)
         theta = facts.number("rope_theta", c.number("rope_theta", 10000.0))
         scaling = scaling_of(c, facts, self.turning)

@@ -17,13 +17,19 @@ _LARGEST: Final[Mapping[str, int]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "multiple_of"), 2**20),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4096),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+    **dict.fromkeys(("ffn_dim_multiplier", "attention_factor", "mscale", "mscale_all_dim"), 1024),
     "vocab_size": 2**24,
-    "ffn_dim_multiplier": 1024,
     "rms_norm_eps": 1,
 }
 """Key of a configuration -> its largest value: several times that of any model, and small enough to count up to."""
+_LEAST: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "original_max_position_embeddings"), 2)
+}
+"""Key -> its least value, where it is another one than usual: of these the logarithm is divided by."""
 _LARGEST_INTEGER: Final = 2**31 - 1
 _LARGEST_NUMBER: Final = 1e30
+_LEAST_NUMBER: Final = 1e-30
+"""Well inside single precision, so that what is multiplied or divided by such numbers is still inside it."""
 
 
 class Facts:
@@ -48,28 +54,28 @@ class Facts:
         """Whether there is a value."""
         return self.config.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """At least 1, or 0 where that is the default."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """At least `least`, or what the key must be at least."""
         value = self.config.get(key)
         value = default if value is None else value
-        largest = _LARGEST.get(key, _LARGEST_INTEGER)
-        least = 0 if default == 0 else 1
+        largest, least = _LARGEST.get(key, _LARGEST_INTEGER), _LEAST.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
-            raise self.fail(key, f"must be an integer >= 1{_upper(key)}")
+            raise self.fail(key, f"must be an integer >= {least}{_upper(key)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Above 0."""
+        """Above 0 and neither tiny nor huge."""
         value = self.config.get(key)
         value = default if value is None else value
+        least, largest = _LEAST.get(key, _LEAST_NUMBER), _LARGEST.get(key, _LARGEST_NUMBER)
+        rule = f"must be a number from {least:g} to {largest:g}"
         if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
             try:
                 value = float(value)
             except ValueError:
-                raise self.fail(key, "must be a number > 0") from None
-        largest = _LARGEST.get(key, _LARGEST_NUMBER)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= largest:
-            raise self.fail(key, f"must be a number > 0{_upper(key)}")
+                raise self.fail(key, rule) from None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= largest:
+            raise self.fail(key, rule)
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
@@ -115,13 +121,14 @@ class Facts:
         return list(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """`count` numbers above 0."""
+        """`count` numbers, each as of `number`."""
         value = self.config.get(key)
         if not isinstance(value, list) or len(value) != count:
             raise self.fail(key, f"must be a list of {count} numbers")
         for each in value:
-            if not isinstance(each, int | float) or isinstance(each, bool) or not 0 < each <= _LARGEST_NUMBER:
-                raise self.fail(key, "must be a list of numbers > 0")
+            is_number = isinstance(each, int | float) and not isinstance(each, bool)
+            if not is_number or not _LEAST_NUMBER <= each <= _LARGEST_NUMBER:
+                raise self.fail(key, f"must be a list of numbers from {_LEAST_NUMBER:g} to {_LARGEST_NUMBER:g}")
         return tuple(float(each) for each in value)
 
     def inner(self, key: str) -> Facts:

@@ -62,7 +62,7 @@ def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
     """
     heads = facts.integer("num_heads")
     hidden = facts.integer("hidden_size")
-    intermediate = facts.integer("intermediate_size", 0)
+    intermediate = facts.integer("intermediate_size", 0, least=0)
     if not intermediate:
         multiple = facts.integer("multiple_of", 256)
         width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))

@@ -27,7 +27,9 @@ def mistral(c: Facts) -> Network:
         if not experts:
             return net.add(hidden, gated_mlp(net, x, at + "mlp.", inner))
         routing = Routing(c.integer("num_experts_per_tok"))
-        x = mixture(net, x, at + "block_sparse_moe.", experts, inner, routing, parts=("w1", "w3", "w2"))
+        x = mixture(
+            net, c, x, at + "block_sparse_moe.", experts, "intermediate_size", routing, parts=("w1", "w3", "w2")
+        )
         return net.add(hidden, x)
 
     return decoder(net, c, layer)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
-from llm_serving.errors import ModelError
 from llm_serving.models.facts import Facts
-from llm_serving.network.description import Change, Expert, Network, Routing, Value, Weight, blocks, filled
+from llm_serving.network.description import PANEL, Change, Expert, Network, Routing, Value, Weight, blocks, filled
 from llm_serving.network.rotary import SCALINGS, Rotary, Scaling
 
 HEAD_MULTIPLE: Final = 16
@@ -17,6 +16,8 @@ HEAD_MULTIPLE: Final = 16
 
 MAX_WIDTH: Final = 2**20
 """Elements that all heads of a row have together."""
+MAX_EXPERT_COLUMNS: Final = 2**21
+"""Columns that all experts of a layer have together."""
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -104,6 +105,8 @@ def scaling_of(c: Facts, facts: Facts, turning: int) -> Scaling | None:
         raise facts.fail(key, f"must be one of default, {', '.join(SCALINGS)}")
     if name == "default":
         return None
+    if name == "dynamic" and turning < 4:
+        raise facts.fail(key, f"must be another where only {turning} elements of a head turn")
     name = "longrope" if name == "su" else name
     longest = c.integer("max_position_embeddings", 2048)
     trained = {"llama3": 8192}.get(name, longest)
@@ -281,17 +284,35 @@ def gated_mlp(
 
 def mixture(
     net: Network,
+    c: Facts,
     x: Value,
     at: str,
     count: int,
-    inner: int,
+    inner_key: str,
     routing: Routing,
     *,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Value:
-    """`count` experts, stored one by one; `parts` name gate, up and down."""
-    if routing.top_k > count:
-        raise ModelError(f"{routing.top_k} experts of {count} cannot be chosen for a token")
+    """`count` experts, stored one by one.
+
+    Args:
+        net: Gets the operations.
+        c: The configuration.
+        x: Normed rows.
+        at: Prefix of names.
+        count: Experts.
+        inner_key: Of the fact that says how wide one is.
+        routing: How they are chosen.
+        parts: Names of gate, up and down.
+    """
+    inner = c.integer(inner_key)
+    if routing.top_k > count // routing.groups * routing.top_groups:
+        share = "" if routing.groups == 1 else f" in {routing.top_groups} of {routing.groups} groups"
+        raise c.fail("num_experts_per_tok", f"must be at most the number of experts{share}, of {count} in all")
+    if net.hidden % PANEL:
+        raise c.fail("hidden_size", f"must be a multiple of {PANEL} where there are experts")
+    if count * inner > MAX_EXPERT_COLUMNS:
+        raise c.fail(inner_key, f"times {count} experts must be at most {MAX_EXPERT_COLUMNS}")
     names = [Expert(*(f"{at}experts.{number}.{part}" for part in parts)) for number in range(count)]
     return net.experts(x, f"{at}gate", routing, names, inner)
 

@@ -27,14 +27,14 @@ def _qwen(c: Facts, *, bias: bool, out_bias: bool = False, norms: tuple[str, str
         if not experts or index in dense or (index + 1) % every:
             return gated_mlp(net, x, at, c.integer("intermediate_size"))
         routing = Routing(c.integer("num_experts_per_tok"), normalise=c.boolean("norm_topk_prob"))
-        routed = mixture(net, x, at, experts, c.integer("moe_intermediate_size"), routing)
+        routed = mixture(net, c, x, at, experts, "moe_intermediate_size", routing)
         if not c.has("shared_expert_intermediate_size"):
             return routed
         shared = gated_mlp(net, x, at + "shared_expert.", c.integer("shared_expert_intermediate_size"))
         return net.add(routed, net.weigh(shared, net.linear(x, at + "shared_expert_gate", 1)))
 
     def window(index: int) -> int | None:
-        slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", num_layers)
+        slides = c.boolean("use_sliding_window") and index >= c.integer("max_window_layers", num_layers, least=0)
         kinds = c.choices("layer_types", ("full_attention", "sliding_attention"), num_layers)
         slides = slides if kinds is None else kinds[index] == "sliding_attention"
         return c.integer("sliding_window") if slides else None

@@ -46,6 +46,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
 _DECODERS_THAT_EMBED: Final = ("Qwen3", "Qwen2", "Mistral", "Llama")
 _ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
 """In names of networks that see a text in both directions."""
+_WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
@@ -69,9 +70,16 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
             )
         if whole in FAMILIES:
             return whole
-    near = difflib.get_close_matches(names[0], FAMILIES, 1, 0.7) if isinstance(names[0], str) else []
-    nearest = f" Nearest: {near[0]}." if near else ""
-    raise ModelError(f"{where}: architecture {shorten(names[0])} is not supported.{nearest} Known: {known}")
+    takes = " It takes pictures; models of text alone are served." if config.get("vision_config") is not None else ""
+    text = f"architecture {shorten(names[0])} is not supported.{takes or _nearest(names[0])} Known: {known}"
+    raise ModelError(f"{where}: {text}")
+
+
+def _nearest(name: Any) -> str:
+    """Of the known ones, by what a name has before the words that all share."""
+    own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
+    near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7) if isinstance(name, str) else []
+    return f" Nearest: {own[near[0]]}." if near else ""
 
 
 def describe(architecture: str, facts: Facts) -> Network:

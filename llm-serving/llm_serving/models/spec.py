@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.folder import how_to_convert
 from llm_serving.formats.packed import Scheme
 from llm_serving.formats.schemes import scheme_of
 from llm_serving.models import chatglm
@@ -142,7 +143,8 @@ class ModelSpec:
         if not folder.is_dir():
             raise ModelError(f"model folder {folder} does not exist")
         if not path.exists():
-            raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: is it in Hugging Face form?")
+            form = f"a model is a folder in Hugging Face form, with {CONFIG_NAME} beside *.safetensors"
+            raise ModelError(f"model folder {folder} has no {CONFIG_NAME}: {form}{how_to_convert(folder)}")
         config = _read_object(path)
         for name, method in _QUANTISED_BESIDE.items():
             if config.get("quantization_config") is None and (folder / name).exists():

@@ -406,8 +406,6 @@ class Network:
         }
         self.operations.append(Operation("route", {"x": x}, chosen, outputs, attributes))
         names = [tuple(f"{name}.weight" for name in (each.gate, each.up, each.down)) for each in experts]
-        if x.width % PANEL:
-            raise ModelError(f"experts need rows of a multiple of {PANEL} elements. Given: {x.width}")
         wide = filled(inner, PANEL)
         weights = {
             "gate_up": Weight(

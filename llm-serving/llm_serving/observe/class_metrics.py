@@ -43,6 +43,8 @@ class ClassMetrics:
     def __init__(self, labels: Mapping[str, str], classes: Sequence[RequestClass]) -> None:
         self.load: Callable[[str], ClassLoad] = lambda name: ClassLoad(0, 0)
         """Asked for each class when the numbers are read."""
+        self.predicted_s: Callable[[str], float | None] = lambda name: None
+        """Seconds to the first token of a short request of the class that came now; None: too little was measured."""
         self._labels = dict(labels)
         self._classes = tuple(classes)
         self._lock = Lock()
@@ -125,7 +127,14 @@ class ClassMetrics:
         first_tokens = HistogramMetricFamily(
             "llm_serving:time_to_first_token_seconds", "From arrival to the first token.", labels=names
         )
+        predicted = GaugeMetricFamily(
+            "llm_serving:predicted_time_to_first_token_seconds",
+            "Expected for a short request of the class that came now; what to scale by.",
+            labels=names,
+        )
         for name, load in loads.items():
+            if (seconds := self.predicted_s(name)) is not None:
+                predicted.add_metric([*values, name], seconds)
             waiting.add_metric([*values, name], load.num_waiting)
             running.add_metric([*values, name], load.num_running)
             preemptions.add_metric([*values, name], self._preemptions[name])
@@ -142,7 +151,7 @@ class ClassMetrics:
         )
         for (name, target, met), count in self._slo.items():
             slo.add_metric([*values, name, target, str(met).lower()], count)
-        yield from (waiting, running, preemptions, first_tokens, refusals, slo)
+        yield from (waiting, running, preemptions, first_tokens, refusals, slo, predicted)
 
 
 def _promises(request_class: RequestClass, target: str) -> bool:

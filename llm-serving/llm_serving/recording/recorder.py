@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from llm_serving import __version__
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
 from llm_serving.kvcache import BlockManager
@@ -27,6 +28,7 @@ from llm_serving.recording.records import (
     Reprioritised,
     Resumed,
     Row,
+    ServedElsewhere,
     Updated,
     encode,
 )
@@ -96,10 +98,17 @@ class Recorder:
 
     Each file begins with the whole state, so it can be replayed without those before it. Whatever goes wrong here ends
     the recording, never the serving.
+
+    Args:
+        sink: Where they go.
+        name: Of the scheduler among those of one server.
+        max_file_bytes: About which a file is full.
+        clock: That of the engine.
     """
 
-    def __init__(self, sink: Sink, name: str, max_file_bytes: int) -> None:
+    def __init__(self, sink: Sink, name: str, max_file_bytes: int, clock: Clock = monotonic) -> None:
         self._sink = sink
+        self.clock = clock
         self._name = name
         self._max_file_bytes = max_file_bytes
         self._failed = False
@@ -222,7 +231,8 @@ class RecordedScheduler(Scheduler):
         return schedule
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
-        self._record(Updated(schedule.step, token_ids))
+        if self._recorder is not None:
+            self._recorder.event(Updated(schedule.step, token_ids, self._recorder.clock()), self)
         # What ends here is no event of its own: it follows from the tokens.
         recorder, self._recorder = self._recorder, None
         try:
@@ -248,6 +258,10 @@ class RecordedScheduler(Scheduler):
         if not request.is_finished:
             self._record(Ended(request.sequence, reason.value))
         super().finish(request, reason, stop_reason)
+
+    def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
+        self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))
+        super().served_elsewhere(service)
 
     def lose_cache(self) -> None:
         self._record(CacheLost())

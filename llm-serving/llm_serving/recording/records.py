@@ -19,7 +19,7 @@ from llm_serving.errors import RecordingError
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 7
+FORMAT: Final = 9
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -83,6 +83,8 @@ class Updated(msgspec.Struct, array_like=True, frozen=True, tag="update"):
 
     step: int
     token_ids: list[int]
+    time: float
+    """When the reply was there; nothing is decided by it, profiles are made of it."""
 
 
 class Paused(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
@@ -107,6 +109,13 @@ class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="repriorit
     priority: int
 
 
+class ServedElsewhere(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
+    """What other replicas have served."""
+
+    service: list[tuple[str, str, int]]
+    """Class, tenant, tokens."""
+
+
 class CacheLost(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
     pass
 
@@ -127,7 +136,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     prompt_results: list[PromptResults]
 
 
-Event = Added | Drafted | Asked | Updated | Paused | Resumed | Reprioritised | Ended | CacheLost
+Event = Added | Drafted | Asked | Updated | Paused | Resumed | Reprioritised | Ended | ServedElsewhere | CacheLost
 Record = Header | Event | Decided
 
 encode = msgspec.msgpack.Encoder().encode

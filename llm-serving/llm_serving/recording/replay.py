@@ -28,6 +28,7 @@ from llm_serving.recording.records import (
     Reprioritised,
     Resumed,
     Row,
+    ServedElsewhere,
     Updated,
 )
 from llm_serving.recording.snapshot import restore
@@ -122,7 +123,7 @@ class Replay:
     def _apply(self, event: Event) -> None:
         scheduler = self.scheduler
         match event:
-            case Updated(step, token_ids):
+            case Updated(step=step, token_ids=token_ids):
                 for request in scheduler.update(self._open.pop(step), token_ids):
                     if request.is_finished:
                         del self._requests[request.sequence]
@@ -143,6 +144,8 @@ class Replay:
                 scheduler.resume(request)
             case Reprioritised(sequence, priority):
                 scheduler.reprioritise(self._requests[sequence], priority)
+            case ServedElsewhere(service):
+                scheduler.served_elsewhere({(name, tenant): num_tokens for name, tenant, num_tokens in service})
             case CacheLost():
                 scheduler.lose_cache()
                 self._open.clear()

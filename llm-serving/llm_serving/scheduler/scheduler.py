@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
@@ -75,6 +75,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
         self._step = 0
+        self._service: dict[tuple[str, str], int] = {}
+        """By class and tenant, what was served since `take_service`."""
         self._now = 0.0
         """As the newest call of `schedule` was told."""
         self._prefill_gap = 0
@@ -190,7 +192,7 @@ class Scheduler:
         request.draft_token_ids = []
         num_right = len(request.output_token_ids) - num_before - 1
         request.num_new_tokens = 1 + num_right
-        self.waiting.queues[request.request_class.name].charge(request.tenant, OUTPUT_TOKEN_WEIGHT * num_right)
+        self._charge(request.request_class.name, request.tenant, OUTPUT_TOKEN_WEIGHT * num_right)
         if num_right and not request.is_finished and row.num_preemptions == request.num_preemptions:
             request.num_computed_tokens += num_right  # the others' keys and values will be written over
             self._confirm([row._replace(query_len=1 + num_right, samples=1)])
@@ -260,6 +262,22 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self.order.ended(request)
+
+    def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
+        """Tenants were served by other replicas: it counts as if it had been here.
+
+        Only who of a class goes next depends on it, never how long somebody waits at most.
+
+        Args:
+            service: (class, tenant) -> what `take_service` tells there.
+        """
+        for (name, tenant), num_tokens in service.items():
+            self.waiting.queues[name].charge(tenant, num_tokens)
+
+    def take_service(self) -> dict[tuple[str, str], int]:
+        """What was served since the last call: (class, tenant) -> tokens as virtual token counters count them."""
+        service, self._service = self._service, {}
+        return service
 
     def lose_cache(self) -> None:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
@@ -479,11 +497,16 @@ class Scheduler:
         tokens: dict[str, int] = defaultdict(int)
         for (name, tenant), num_tokens in charges.items():
             tokens[name] += num_tokens
-            self.waiting.queues[name].charge(tenant, num_tokens)
+            self._charge(name, tenant, num_tokens)
         backlogged = {*self.waiting.look(self._closed, self.held)}
         backlogged.update([request.request_class.name for request in running.prefilling])
         self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, backlogged, self._unserved(draft))
         return started
+
+    def _charge(self, name: str, tenant: str, num_tokens: int) -> None:
+        self.waiting.queues[name].charge(tenant, num_tokens)
+        if self.order.shares_fairly:
+            self._service[name, tenant] = self._service.get((name, tenant), 0) + num_tokens
 
     def _unserved(self, draft: StepDraft) -> set[str]:
         """Classes with a prompt for which the step had too few tokens."""

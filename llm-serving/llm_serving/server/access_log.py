@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger

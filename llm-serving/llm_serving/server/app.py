@@ -22,7 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llm_serving.config.schema import ServerConfig, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.allocator import give_back_large_blocks, giving_back
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.accepted.log_file import LogFile
@@ -171,6 +173,7 @@ def serve(engine: AsyncEngine) -> int:
         LLMServingError: The engine has failed.
     """
     raise_open_files_limit()
+    give_back_large_blocks()
     collect_garbage_rarely()
     hand_over_often()
     serving = engine.config.serving
@@ -186,7 +189,8 @@ def serve(engine: AsyncEngine) -> int:
             reopen = (lambda: None) if access_log is None else access_log.reopen
             server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen, site.routes.live.close)
             engine.on_failure = server.end
-            server.run_within(_running(engine, site))
+            with giving_back():
+                server.run_within(_running(engine, site))
         finally:
             close_log()
             if tracer is not None:

@@ -10,7 +10,7 @@ from typing import Final
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.clock import Clock
 from llm_serving.errors import AuthenticationError, RateLimitError
 from llm_serving.server.error_responses import openai_error_response

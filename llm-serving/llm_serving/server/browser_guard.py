@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.addresses import is_loopback
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import PermissionDeniedError
 from llm_serving.server.accepted.turn import REPLAYED_HEADER, STREAM_ID_HEADER
 from llm_serving.server.error_responses import PREDICTED_TTFT_HEADER, kind_of, openai_error_response

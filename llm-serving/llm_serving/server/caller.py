@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 
-from llm_serving.config.schema import ApiKey, ServingConfig
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
 from llm_serving.errors import PermissionDeniedError, RequestError

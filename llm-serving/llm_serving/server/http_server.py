@@ -17,7 +17,7 @@ from typing import Any, Final
 import uvicorn
 import uvloop
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
 from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests, Turns

@@ -8,7 +8,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message
 
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.errors import AuthenticationError
 from llm_serving.server.authentication import SCOPE_KEY
 from llm_serving.server.batches.batches import Answered

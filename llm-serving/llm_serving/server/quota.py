@@ -7,7 +7,7 @@ from typing import Final
 
 from starlette.requests import HTTPConnection
 
-from llm_serving.config.schema import ApiKey
+from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.clock import Clock
 from llm_serving.errors import RateLimitError
 from llm_serving.server.token_bucket import TokenBucket

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import RequestError, RequestTimeoutError, RequestTooLargeError
 from llm_serving.server.body_census import check_census
 from llm_serving.server.off_loop import INLINE_BYTES, off_loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.parameter_rules import Whole
 from llm_serving.errors import RequestError
 from llm_serving.server.schemas import ChatCompletionRequest

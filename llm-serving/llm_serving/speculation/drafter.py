@@ -1,9 +1,10 @@
 """Who is guessed for, how far, and whether that pays.
 
 What a request says is compared with what would have been looked up, checked or not, so how often guesses of it are
-right is known before one of them costs anything; where nothing was to be found for a while, it is looked at now and
-then only. A draft that is right brings a token; any draft costs what a token adds to a step, and as long as drafts are
-worth waiting for replies no step is formed while the one before it is computed.
+right is known before one of them costs anything. Where they are mostly wrong it is looked at now and then, as often as
+takes a small share of the time of steps: whether there is a guess, and as long as that is right. A draft that is right
+brings a token; any draft costs what a token adds to a step, and as long as drafts are worth waiting for replies no step
+is formed while the one before it is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Final
 
 from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FINISHED, RUNNING, Request
-from llm_serving.speculation.lookup import FinishedAnswers, Lookup
+from llm_serving.speculation.finished_answers import FinishedAnswers
+from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.step_cost import StepCost
 
 HIT_MEMORY: Final = 8
@@ -23,12 +25,16 @@ HIT_MEMORY: Final = 8
 LEAST_HITS: Final = 0.5
 """Share of right guesses below which a request gets no drafts."""
 MOST_HITS: Final = 0.98
+MOST_DELAY: Final = 0.03
+"""Of a step's time: what drafts may cost requests without any, shared among all that run."""
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
-HOPELESS: Final = 0.1
-"""Share of right guesses below which a request of which nothing can be guessed is looked at now and then only."""
-VISIT_EVERY: Final = 8
-"""Steps between two looks at one of them."""
+HOPELESS: Final = 0.25
+"""Share of right guesses below which a request that has said something else is looked at now and then only."""
+LOOKS_A_SECOND: Final = 1000
+"""Of such requests, so many are looked at in a second of steps; one takes 2 to 4 us."""
+FEW: Final = 2
+"""Tokens that are compared one by one when one of them is looked at; of more, the index takes note only."""
 
 
 class _State:
@@ -55,8 +61,8 @@ class Drafter:
         self._ngram_length = ngram_length
         self._finished = FinishedAnswers(ngram_length, FINISHED_TOKENS)
         self._states: dict[Request, _State] = {}
-        self._guessed: dict[Request, _State] = {}
-        """Those of whom something is, or was of late: each of their tokens is compared with it."""
+        self._followed: dict[Request, _State] = {}
+        """Those of whom something is, rightly of late: each of their tokens is compared with it."""
         self._predictable: dict[Request, _State] = {}
         """Those of them whose guesses are mostly right."""
         self._constrained: dict[Request, _State] = {}
@@ -66,7 +72,7 @@ class Drafter:
         """How many of them are to be looked at; the fraction is left for the next step."""
         self._cost = StepCost()
         self.pays = False
-        """Whether drafts are worth waiting for replies."""
+        """Whether drafts are worth what they cost, waiting for replies included."""
         self._host_s = 0.0
 
     def begin(self, request: Request) -> None:
@@ -74,10 +80,10 @@ class Drafter:
         if request.form is None and request.sampling.max_tokens > 1:
             lookup = Lookup(request.prompt_token_ids, request.cache_namespace, self._ngram_length, self._finished)
             state = self._states[request] = _State(lookup)
-            if lookup.has_guess:
-                self._guessed[request] = state
             if request.walk is not None:
                 self._constrained[request] = state
+            if lookup.has_guess:
+                self._followed[request] = state
             self._to_visit.append(request)
 
     def drafts(self, num_running: int, *, waits: bool) -> list[tuple[Request, list[int]]]:
@@ -85,7 +91,8 @@ class Drafter:
 
         Args:
             num_running: Requests that run.
-            waits: Whether no step is on its way; otherwise only those get drafts who wait for replies anyway.
+            waits: Whether no step is on its way; otherwise, and where drafts do not pay, only those get some who wait
+                for replies anyway.
         """
         if not self._predictable and not self._constrained:
             return []
@@ -93,7 +100,7 @@ class Drafter:
         for request, state in {**self._constrained, **self._predictable}.items():
             if request.status is not RUNNING or request.num_tokens_in_flight or not request.is_decoding:
                 continue
-            if waits or request.waits_for_reply:
+            if (waits and self.pays) or request.waits_for_reply:
                 token_ids = self._guess(request, state, num_running)
                 if token_ids:
                     found.append((request, token_ids))
@@ -112,17 +119,18 @@ class Drafter:
 
     def replied(self, updated: Iterable[Request], num_rows: int) -> None:
         """Requests have got tokens by a step of so many rows."""
-        guessed = self._guessed
+        followed, ended = self._followed, []
         for request in updated:
             if request.status is FINISHED:
-                self._end(request)
-            elif (state := guessed.get(request)) is not None:
+                ended.append(request)
+            elif (state := followed.get(request)) is not None:
                 self._follow(request, state)
-        self._visit()
+        self._end(ended)
+        self._visit(num_rows)
         self.pays = bool(self._predictable) and self._pays(num_rows)
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
-        """A step without prompts took so long; the master was at work for `host_s` between it and the next one."""
+        """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
         self._cost.note(num_tokens, seconds)
         self._host_s = host_s
 
@@ -151,35 +159,42 @@ class Drafter:
         return min(self._max_drafts, int(math.log(max(worth, 1e-3)) / math.log(hits)))
 
     def _pays(self, num_rows: int) -> bool:
-        """Whether more tokens come in the same time, with all drafts that are worth their own cost."""
+        """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
+        for those who get none."""
         step_s = self._cost.seconds_of(num_rows)
         if not step_s or not num_rows:
             return True
-        gain = cost = 0.0
+        gain, cost = 0.0, self._host_s
         for state in self._predictable.values():
             hits, reach = min(state.hits, MOST_HITS), self._reach(state.hits, num_rows)
             gain += hits * (1 - hits**reach) / (1 - hits)
             cost += reach * self._cost.seconds_a_token
-        return gain / num_rows > (cost + self._host_s) / step_s
+        num_without = num_rows - len(self._predictable)
+        return gain / num_rows > cost / step_s and num_without * cost <= MOST_DELAY * num_rows * step_s
 
     def _follow(self, request: Request, state: _State) -> None:
         """Compares the newest tokens with what was guessed."""
         output = request.output_token_ids
-        hits, append = state.hits, state.lookup.append
+        hits, append, right = state.hits, state.lookup.append, True
         for index in range(state.num_tokens, len(output)):
-            hits += (append(output[index]) - hits) / HIT_MEMORY
+            right = append(output[index])
+            hits += (right - hits) / HIT_MEMORY
         state.hits, state.num_tokens = hits, len(output)
-        if state.lookup.has_guess:
-            if hits >= LEAST_HITS:
-                self._predictable[request] = state
-                return
-        elif hits < HOPELESS:
-            del self._guessed[request]
-        self._predictable.pop(request, None)
+        has_guess = state.lookup.has_guess
+        if hits >= LEAST_HITS and has_guess:
+            self._predictable[request] = state
+        else:
+            self._predictable.pop(request, None)
+        if hits >= HOPELESS or (right and has_guess):
+            self._followed[request] = state
+        else:
+            self._followed.pop(request, None)
 
-    def _visit(self) -> None:
-        """Looks whether something can be guessed of some of whom nothing was, and forgets who ended unnoticed."""
-        self._visits += len(self._to_visit) / VISIT_EVERY
+    def _visit(self, num_rows: int) -> None:
+        """Looks at some who are not followed, and forgets who ended unnoticed."""
+        step_s = self._cost.seconds_of(num_rows)
+        most = float(len(self._to_visit))
+        self._visits = min(most, self._visits + LOOKS_A_SECOND * step_s) if step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
         for _ in range(num_visits):
@@ -191,22 +206,24 @@ class Drafter:
                 self._forget(request)
                 continue
             self._to_visit.append(request)
-            output = request.output_token_ids
-            if request in self._guessed or state.num_tokens == len(output):
-                continue
-            if state.lookup.extend_unseen(output[state.num_tokens :]):
-                state.hits *= (1 - 1 / HIT_MEMORY) ** (len(output) - state.num_tokens)
-                state.num_tokens = len(output)
-            else:
-                self._guessed[request] = state
-                self._follow(request, state)
+            num_new = len(request.output_token_ids) - state.num_tokens
+            if num_new and request not in self._followed:
+                self._look(request, state, num_new)
 
-    def _end(self, request: Request) -> None:
-        if request in self._states:
+    def _look(self, request: Request, state: _State, num_new: int) -> None:
+        if num_new > FEW:
+            state.lookup.extend(request.output_token_ids[state.num_tokens :])
+            state.hits *= (1 - 1 / HIT_MEMORY) ** num_new
+            state.num_tokens += num_new
+        self._follow(request, state)
+
+    def _end(self, requests: Iterable[Request]) -> None:
+        known = [request for request in requests if request in self._states]
+        for request in known:
             self._forget(request)
-            self._finished.add(request.cache_namespace, tuple(request.output_token_ids))
+        self._finished.add([(request.cache_namespace, tuple(request.output_token_ids)) for request in known])
 
     def _forget(self, request: Request) -> None:
         del self._states[request]
-        for states in (self._guessed, self._predictable, self._constrained):
+        for states in (self._followed, self._predictable, self._constrained):
             states.pop(request, None)

@@ -1,14 +1,17 @@
 """Proposals by looking up: what followed where the same few tokens stood before.
 
 Saxena, "Prompt Lookup Decoding" (2023), looks in the prompt and the answer so far; Hu et al., "SAM Decoding" (2024),
-also in other texts. Here it is the newest place that counts, and it is followed as long as it tells the truth.
+also in other texts, where the longest match counts. Two lengths stand here for that: what followed twice `length`
+tokens in finished answers, then what followed `length` in the text itself, at last what did in finished answers. Of
+several places the newest counts, and it is followed as long as it tells the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+from llm_serving.speculation.finished_answers import FinishedAnswers
 
 MAX_INDEXED_TOKENS: Final = 8192
 """Of a prompt, the newest so many are looked in."""
@@ -16,55 +19,6 @@ MAX_INDEXED_TOKENS: Final = 8192
 Ngram = int
 """So many tokens in a row, `TOKEN_BITS` each: a number is made and found sooner than a tuple."""
 TOKEN_BITS: Final = 32
-_NOWHERE: Final[Mapping[Ngram, int]] = MappingProxyType({})
-
-
-class FinishedAnswers:
-    """The newest answers of each namespace, together at most `max_tokens` long; nobody sees those of another."""
-
-    def __init__(self, length: int, max_tokens: int) -> None:
-        """With what followed the newest time where `length` tokens stood in a row."""
-        self._length = length
-        self._max_tokens = max_tokens
-        self._places: dict[str, dict[Ngram, int]] = {}
-        """Namespace -> where its n-grams were followed: the number of an answer, shifted by 32 bits, and the index in
-        it. As numbers, which the garbage collector does not walk over."""
-        self._answers: dict[int, tuple[str, Sequence[int]]] = {}
-        """By their numbers, oldest first."""
-        self._num_answers = 0
-        self.num_tokens = 0
-
-    def places(self, namespace: str) -> Mapping[Ngram, int]:
-        """Where n-grams of a namespace were followed, for `at`; changes when answers come and go."""
-        return self._places.get(namespace, _NOWHERE)
-
-    def at(self, place: int) -> tuple[Sequence[int], int]:
-        """An answer and the index of what followed in it."""
-        return self._answers[place >> 32][1], place & 0xFFFFFFFF
-
-    def add(self, namespace: str, tokens: Sequence[int]) -> None:
-        """Takes an answer; the oldest ones make room for it. One that is too long alone is left out."""
-        if not self._length < len(tokens) <= self._max_tokens:
-            return
-        self.num_tokens += len(tokens)
-        while self.num_tokens > self._max_tokens:
-            self._forget_oldest()
-        number = self._num_answers
-        self._num_answers += 1
-        self._answers[number] = namespace, tokens
-        first = number << 32 | self._length
-        self._places.setdefault(namespace, {}).update(_followed(tokens, self._length, first))
-
-    def _forget_oldest(self) -> None:
-        number = next(iter(self._answers))
-        namespace, tokens = self._answers.pop(number)
-        self.num_tokens -= len(tokens)
-        places = self._places[namespace]
-        for ngram, _ in _followed(tokens, self._length, 0):
-            if places.get(ngram, -1) >> 32 == number:
-                del places[ngram]
-        if not places:
-            del self._places[namespace]
 
 
 class Lookup:
@@ -115,37 +69,26 @@ class Lookup:
             self._places[before] = num_before
         return right
 
-    def extend_unseen(self, token_ids: Sequence[int]) -> bool:
-        """Takes tokens that followed where nothing was guessed, if nothing would have been of any of them.
-
-        Returns:
-            Whether that is so; otherwise nothing is taken, and `append` is to take them one by one.
-        """
-        assert self._source is None
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that followed, without a look at what would have been guessed of each."""
         tokens, length = self._tokens, self._length
-        num_before = len(tokens)
-        if num_before < length:
-            return False
-        ngram, mask = self._ngram, self._mask
-        ngrams = [ngram] + [ngram := (ngram << TOKEN_BITS | token_id) & mask for token_id in token_ids]
-        for places in (self._places, self._finished.places(self._namespace)):
-            if not places.keys().isdisjoint(ngrams[1:]):
-                return False
-        if len(set(ngrams)) < len(ngrams):
-            return False
+        start = max(0, len(tokens) - length)
         tokens += token_ids
-        self._ngram = ngrams.pop()
-        self._places.update(zip(ngrams, range(num_before, len(tokens)), strict=True))
-        return True
+        self._places.update(_followed(tokens[start:], length, start + length))
+        self._ngram = ngram_of(tokens[-length:])
+        self._find()
 
     def _find(self) -> None:
         self._source = None
-        if len(self._tokens) < self._length:
-            return
-        if (index := self._places.get(self._ngram)) is not None:
-            self._source, self._index = self._tokens, index
-        elif (place := self._finished.places(self._namespace).get(self._ngram)) is not None:
-            self._source, self._index = self._finished.at(place)
+        tokens, length = self._tokens, self._length
+        found = self._finished.find(self._namespace, tokens, 2 * length)
+        if found is None and len(tokens) >= length:
+            if (index := self._places.get(self._ngram)) is not None:
+                found = tokens, index
+            else:
+                found = self._finished.find(self._namespace, tokens, length)
+        if found is not None:
+            self._source, self._index = found
 
 
 def ngram_of(tokens: Sequence[int]) -> Ngram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llm_serving.config.schema import ModelConfig
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_end_ids
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.tokenizer import Tokenizer

@@ -36,7 +36,8 @@ def find_vocabulary(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).exists():
             return folder / name
-    raise ModelError(f"{folder}: has no tokenizer file: none of {', '.join(FILES)}")
+    what = f"none of {', '.join(FILES)}; model_config.tokenizer_path (--tokenizer) names one that lies elsewhere"
+    raise ModelError(f"{folder}: has no tokenizer file: {what}")
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:

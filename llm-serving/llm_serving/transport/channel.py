@@ -83,6 +83,14 @@ class Channel(Generic[Incoming]):
         except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
             raise ProtocolError(f"a frame of {length} bytes is no known message: {error}") from error
 
+    def shutdown(self) -> None:
+        """Ends the conversation on both sides; a thread that receives is told. From any thread.
+
+        Raises:
+            OSError: It has ended.
+        """
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()
 

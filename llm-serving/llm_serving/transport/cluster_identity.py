@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import ssl
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 MIN_SECRET_CHARS: Final = 32
 """An attacker who connects is shown the certificate and may guess at the secret behind it as fast as he can compute."""
+_NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)
+"""`X509_V_FLAG_NO_CHECK_TIME` of OpenSSL, which Python has no name for."""
 _PURPOSE: Final = b"llm-serving cluster identity 1"
 _NAME: Final = "llm-serving cluster"
+_BEGINS: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_ENDS: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 class ClusterIdentity:
@@ -69,6 +74,7 @@ class ClusterIdentity:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # the certificate says who, not where
+        context.verify_flags |= _NO_CHECK_TIME  # nor since when: whoever has the secret may have a wrong clock
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self._certificate.decode())
         fd = os.memfd_create("llm_serving_identity", os.MFD_CLOEXEC)  # the library reads files only
@@ -91,20 +97,32 @@ def _certificate(key: Ed25519PrivateKey) -> bytes:
         subject_name=name,
         public_key=key.public_key(),
         serial_number=1,
-        not_valid_before=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
-        not_valid_after=datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC),
+        not_valid_before=_BEGINS,
+        not_valid_after=_ENDS,
         extensions=[x509.Extension(x509.BasicConstraints.oid, True, x509.BasicConstraints(ca=True, path_length=0))],
     )
     return builder.sign(key, None).public_bytes(serialization.Encoding.PEM)
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file, without white space around it.
+    """The secret in a file, without white space around it: however an editor ended its line, it is the same one.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, every user can read or write it, or it is more than one word.
     """
     try:
-        return path.read_text(encoding="utf-8").strip()
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise _unusable(path, "must be a regular file")
+        if mode & stat.S_IRWXO:
+            raise _unusable(path, f"must be closed to other users (chmod 600). Its mode is {mode & 0o777:04o}")
+        secret = path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster_config.secret_file: {path}: {error}") from None
+        raise _unusable(path, str(error)) from None
+    if len(secret.split()) > 1:
+        raise _unusable(path, f"must hold one word. Given: {len(secret.split())}")
+    return secret
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"cluster_config.secret_file: {path}: {why}")

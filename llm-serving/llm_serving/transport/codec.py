@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import (
+    NO_SCORES,
+    NO_VECTORS,
     AllowedTokens,
     Move,
     SamplingInput,
@@ -18,9 +20,7 @@ from llm_serving.core.step import (
     StepOutput,
     TopTokens,
     Wanted,
-    no_scores,
     no_top_tokens,
-    no_vectors,
 )
 from llm_serving.errors import ProtocolError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
@@ -50,15 +50,15 @@ def step_from_arrays(step: int, arrays: list[NDArray[Any]], allowed_follow: bool
     Raises:
         ProtocolError: The number of arrays is not that of a step, or they are those of another one.
     """
-    given = iter(_of_step(step, arrays, _NUM_ARRAYS))
-
-    def take(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: next(given) for name in names}
-
-    of_step = take(_STEP_ARRAYS)
-    sampling = SamplingInput(**take(_SAMPLING_ARRAYS))
-    scoring = ScoringInput(**take(_SCORING_ARRAYS))
-    return StepInput(step=step, sampling=sampling, scoring=scoring, allowed_follow=allowed_follow, **of_step)
+    given = _of_step(step, arrays, _NUM_ARRAYS)
+    sampling_end = len(_STEP_ARRAYS) + len(_SAMPLING_ARRAYS)
+    return StepInput(
+        step=step,
+        sampling=SamplingInput(*given[len(_STEP_ARRAYS) : sampling_end]),
+        scoring=ScoringInput(*given[sampling_end:]),
+        allowed_follow=allowed_follow,
+        **dict(zip(_STEP_ARRAYS, given, strict=False)),
+    )
 
 
 def allowed_arrays(step: int, allowed: AllowedTokens) -> list[NDArray[Any]]:
@@ -135,9 +135,9 @@ def decode_output(message: StepDone) -> StepOutput:
         token_ids = np.frombuffer(message.token_ids, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
         top = no_top_tokens(len(token_ids)) if message.top is None else _top_of(message.top)
-        scores = no_scores() if message.scores is None else _scores_of(message.scores)
+        scores = NO_SCORES if message.scores is None else _scores_of(message.scores)
         vectors = (
-            np.frombuffer(message.vectors, "<f4").reshape(message.num_vectors, -1) if message.vectors else no_vectors()
+            np.frombuffer(message.vectors, "<f4").reshape(message.num_vectors, -1) if message.vectors else NO_VECTORS
         )
     except ValueError as error:
         raise ProtocolError(f"the reply to step {message.step} has an array of broken length: {error}") from None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from llm_serving.config.yaml_reader import Located, plain
 from llm_serving.errors import ConfigError, shorten
 
 T = TypeVar("T")
+
+EXPONENT: Final = re.compile(r"[0-9]+[eE][-+]?[0-9]+")
+"""A number in JSON, and to everybody who writes one; YAML 1.1 takes it for a text, as it has no point."""
 
 
 class Mapping:
@@ -74,6 +78,8 @@ def number(least: float = 0.0, above: bool = False) -> Callable[[Any], float]:
     """Parses a number of at least `least`, or above it."""
 
     def parse(value: Any) -> float:
+        if isinstance(value, str) and EXPONENT.fullmatch(value):
+            value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError
         if not (value > least if above else value >= least) or value == float("inf"):

@@ -61,7 +61,7 @@ def figures_of(result: Result) -> Figures:
     for name, members in _by(outcomes, lambda each: each.request_class.name).items():
         figures |= {f"{name}.{key}": value for key, value in _group(members, span).items()}
     tenants = _by(outcomes, lambda each: each.tenant)
-    if len(tenants) > 1:
+    if len(tenants) > 1 or "" not in tenants:
         for name, members in tenants.items():
             figures |= {f"tenant {name}.{key}": value for key, value in _group(members, span).items()}
     use = [share for time, share in result.block_use if time <= ends]

@@ -25,6 +25,8 @@ class Outcome:
     """Why it ended: a finish reason, or `refused`."""
     error: str = ""
     num_retries: int = 0
+    num_cached_tokens: int = 0
+    """Of its prompt, that were found computed."""
 
     @property
     def ok(self) -> bool:

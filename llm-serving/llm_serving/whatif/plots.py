@@ -37,8 +37,8 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    first = results[0][0]
-    figure.suptitle(f"load {first.load}; {mark(first.profile)}", fontsize=8)
+    marks = "; ".join(dict.fromkeys(mark(result.profile) for result, _ in results))
+    figure.suptitle(f"load {results[0][0].load}; {marks}", fontsize=8)
     try:
         figure.savefig(path, metadata={"Date": None})
     except (OSError, ValueError) as error:

@@ -8,12 +8,13 @@ replica nothing is early or late.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -60,6 +61,14 @@ class Result:
     num_blocks: int = 0
     """Of each replica."""
     notices: tuple[str, ...] = ()
+    complete: bool = True
+    """False: it was given up before its end."""
+
+
+GivesUp = Callable[[Sequence[Outcome], float], bool]
+"""Asked now and then with the outcomes until then and the time, whether the rest is of no interest."""
+LOOK_EVERY: Final = 64
+"""Steps between two such questions."""
 
 
 class Simulation:
@@ -92,23 +101,28 @@ class Simulation:
         spec: Any = SimpleNamespace(vocab_size=load.vocab_size, eos_token_ids=(END_TOKEN,))
         self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
         self._result = Result(name, load.name, profile, [], notices=notices)
-        parts = Parts(config, profile, lengths.reshape(-1, 2), load.vocab_size, window, seed, self._tally)
+        predicts = _predicts(config, requests)
+        parts = Parts(config, profile, lengths.reshape(-1, 2), load.vocab_size, window, seed, self._tally, predicts)
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
         """By id of a request: what becomes of it, and who is told of its end."""
 
-    def run(self) -> Result:
-        """Plays the load to its end.
+    def run(self, gives_up: GivesUp = lambda outcomes, now: False) -> Result:
+        """Plays the load to its end, or until somebody gives up.
 
         Raises:
             ContradictionError: A law of the scheduler is broken.
         """
+        looks = itertools.count(1)
         for stream in self._load.streams:
             self._begin(stream)
         try:
             while (replica := self._next()) is not None:
                 replica.step()
+                if next(looks) % LOOK_EVERY == 0 and gives_up(self._result.outcomes, replica.clock.now):
+                    self._result.complete = False
+                    return self._finish()
             self._check_end()
         except AssertionError as error:
             raise ContradictionError(f"seed {self._seed}: {error or 'blocks or places are not conserved'}") from error
@@ -200,6 +214,7 @@ class Simulation:
             outcome, done = self._open[piece.request_id]
             arrives = self._take_loop(self._profile.token_s) + self._profile.client_s
             outcome.token_times_s += [arrives] * len(piece.token_ids)
+            outcome.num_cached_tokens = piece.num_cached_tokens
             if piece.finish_reason is not None:
                 del self._open[piece.request_id]
                 finish, error = piece.finish_reason.value, piece.error or ""
@@ -267,6 +282,12 @@ def _check_classes(config: ServingConfig, requests: list[Asked]) -> None:
     known = {each.name for each in config.request_classes}
     for name in {each.class_name for each in requests if each.class_name is not None} - known:
         raise ConfigError(f"the load asks for class `{name}`; the configuration has {', '.join(sorted(known))}")
+
+
+def _predicts(config: ServingConfig, requests: list[Asked]) -> bool:
+    """Whether anything is decided by when a first token is expected: refusals, deadlines, which replica gets whom."""
+    refuses = config.scheduler.slo_refusal_factor is not None
+    return refuses or config.num_replicas > 1 or any(each.timeout_s is not None for each in requests)
 
 
 def _ends_after(request: Asked) -> int:

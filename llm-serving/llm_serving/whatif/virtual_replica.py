@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from llm_serving.admission.load_estimator import LoadEstimator
+from llm_serving.admission.slots import Slots
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import Int32Array
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError
+from llm_serving.scheduler.wait_reason import Blocked
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
@@ -37,6 +40,8 @@ class Parts:
     """Tokens that every layer of the model sees at most; None: one sees all."""
     seed: int
     tally: Tally
+    predicts: bool = True
+    """Whether anything is decided by when a first token is expected, which takes long to tell where many wait."""
 
 
 class World(Protocol):
@@ -91,6 +96,8 @@ class VirtualReplica:
             )
 
         self.engine = world.drive(index, make)
+        if not parts.predicts:
+            self.engine.load = _PredictsNothing(self.engine.scheduler.limits)
         self._num_since_check = 0
 
     def wake(self, now: float) -> None:
@@ -129,6 +136,18 @@ class VirtualReplica:
         assert not scheduler.has_unfinished_requests, "a request has not ended"
         pools = scheduler.blocks.pool, scheduler.blocks.host_pool
         assert not any(pool.num_used_blocks for pool in pools), "blocks are not given back"
+
+
+class _PredictsNothing(LoadEstimator):
+    """For loads nothing of which is decided by predictions."""
+
+    def placed(self, slots: Slots, blocked: Blocked | None = None) -> None:
+        """Nobody asks."""
+
+    def step(
+        self, *, num_tokens: int, num_rows: int, seconds: float, num_ended: int, num_prompt_tokens: int = 0
+    ) -> None:
+        """Nobody asks."""
 
 
 class _NoTokenizer:

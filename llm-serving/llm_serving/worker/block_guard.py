@@ -64,27 +64,26 @@ class BlockGuard:
         Raises:
             WorkerError: A row would read what is not its own, or two rows would write one block.
         """
-        first_tokens = np.arange(step.block_tables.shape[1], dtype=np.int32) * self._block_size
-        num_computed = step.num_computed[:, None]
-        context_lens = (step.num_computed + step.query_lens)[:, None]
-        num_read = num_computed - first_tokens
+        block_size = self._block_size
+        starts = np.arange(0, step.block_tables.shape[1] * block_size, block_size, dtype=np.int32)
+        num_before = step.num_computed[:, None] - starts
+        num_after = (step.num_computed + step.query_lens)[:, None] - starts
+        reads = num_before > 0
         if self._window is not None:
-            seen = first_seen_blocks(step, self._block_size, self._window)[:, None]
-            num_read = np.where(first_tokens < seen * self._block_size, np.int32(0), num_read)
-        reads = num_read > 0
+            reads &= starts >= first_seen_blocks(step, block_size, self._window)[:, None] * block_size
         read, owners = step.block_tables[reads], step.block_epochs[reads]
-        missing = self._cache.num_written[read] < np.minimum(num_read[reads], self._block_size)
+        missing = self._cache.num_written[read] < np.minimum(num_before[reads], block_size)
         if missing.any():
             row = reads.nonzero()[0][missing][0]
             raise WorkerError(f"row {row} would read more of block {read[missing][0]} than was written")
         self._check_owners(read, owners, reads)
-        writes = (first_tokens < context_lens) & (first_tokens + self._block_size > num_computed)
+        writes = (num_after > 0) & (num_before < block_size)
         blocks = step.block_tables[writes]
         if len(set(blocks.tolist())) != len(blocks):
             raise WorkerError("two rows would write one block")
         self._cache.epochs[blocks] = step.block_epochs[writes]
         self._check_owners(read, owners, reads)  # nor may a row write what another one reads in this step
-        self._cache.num_written[blocks] = np.minimum(context_lens - first_tokens, self._block_size)[writes]
+        self._cache.num_written[blocks] = np.minimum(num_after[writes], block_size)
 
     def _check_source(self, source: _Tags, move: Move) -> None:
         block_id = move.source

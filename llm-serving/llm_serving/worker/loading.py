@@ -11,13 +11,14 @@ import mindspore as ms
 import psutil
 
 from llm_serving.backends import Backend, create_backend
-from llm_serving.config.schema import DeviceConfig
-from llm_serving.core.choices import ExactnessName, QuantizationName
+from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.core.choices import ExactnessName, ImplementationName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import KernelError
 from llm_serving.kernels import library
 from llm_serving.log import get_logger
+from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
@@ -57,12 +58,14 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     )
     if settings.mindir_path is not None:
         return _of_files(settings, Path(settings.mindir_path), on_progress), ""
+    by_mindformers = settings.implementation == ImplementationName.MINDFORMERS
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
         with suppress(KernelError):  # then `backend_for` meets it again, and knows what to do
             library.library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
+    framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
     logger.info("device_config.exactness: %s: %s", device.exactness, promise(device.exactness, backend.name))
     folder = Path(settings.model_path)
     spec = check_folder(folder)
@@ -79,10 +82,11 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
         as_program=device.kernels != "primitives",
+        by_mindformers=by_mindformers,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
         quantization=_quantization(settings),
     )
-    runner.computed_by = _computed_by(backend, device)
+    runner.computed_by = _computed_by(backend, device, framework)
     on_progress("compiling the network")
     runner.warm_up()
     return runner, notice
@@ -105,16 +109,16 @@ def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], No
     return runner
 
 
-def _computed_by(backend: Backend, device: DeviceConfig) -> ComputedBy:
+def _computed_by(backend: Backend, device: DeviceConfig, framework: str) -> ComputedBy:
     if backend.name != "cpu":
-        return ComputedBy(kernels=backend.name, framework=ms.__version__)
+        return ComputedBy(kernels=backend.name, framework=framework)
     sources, compiler = library.library_path().stem.split("_")[-2:]
     return ComputedBy(
         kernels="primitives" if device.kernels == "primitives" else "program",
         instruction_set=library.load().llm_isa().decode(),
         sources=sources,
         compiler=compiler,
-        framework=ms.__version__,
+        framework=framework,
     )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import NO_BLOCK, ResultKind, StepInput, Wanted
 from llm_serving.errors import WorkerError
+from llm_serving.worker.array_checks import are_below
 
 Int32Array = NDArray[np.int32]
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -90,9 +91,9 @@ def resolve_token_ids(token_ids: Int32Array, previous: Int32Array) -> Int32Array
     Raises:
         WorkerError: A reference names a sample that the previous step did not have.
     """
-    references = np.flatnonzero(token_ids < 0)
-    if not references.size:
+    if not token_ids.size or int(token_ids.min()) >= 0:
         return token_ids
+    references = np.flatnonzero(token_ids < 0)
     samples = -1 - token_ids[references]
     if samples.max() >= len(previous):
         raise WorkerError(
@@ -119,7 +120,7 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
     query_lens, num_computed, block_tables = step.query_lens, step.num_computed, step.block_tables
     _check_rows(step, limits)
     token_ids = resolve_token_ids(step.token_ids, previous)
-    if token_ids.max() >= limits.vocab_size:
+    if int(token_ids.max()) >= limits.vocab_size:
         raise WorkerError(f"token_ids must be below {limits.vocab_size}. Given: {token_ids.max()}")
     context_lens = num_computed + query_lens
     longest = int(context_lens.max())
@@ -130,13 +131,8 @@ def build_model_inputs(step: StepInput, previous: Int32Array, limits: ModelLimit
         raise WorkerError(
             f"block_tables has {block_tables.shape[1]} columns of {block_size} tokens; a row of this step has {longest}"
         )
-    if block_tables.min() < 0:
+    if not are_below(block_tables, limits.num_blocks):
         block_tables = _without_gaps(step, limits)
-    if block_tables.min() < 0 or block_tables.max() >= limits.num_blocks:
-        raise WorkerError(
-            f"block_tables must hold ids from 0 to {limits.num_blocks - 1}. "
-            f"Given: {block_tables.min()} to {block_tables.max()}"
-        )
 
     if num_tokens == num_rows:  # one token a row: the usual step once the prompts are in
         rows = first_tokens = np.arange(num_rows, dtype=np.int32)
@@ -168,10 +164,20 @@ def first_seen_blocks(step: StepInput, block_size: int, window: int | None) -> I
 
 
 def _without_gaps(step: StepInput, limits: ModelLimits) -> Int32Array:
-    """The step's block tables, block 0 in place of those that lie behind the window."""
+    """The step's block tables, block 0 in place of those that lie behind the window.
+
+    Raises:
+        WorkerError: Another entry is no block of the cache.
+    """
     columns = np.arange(step.block_tables.shape[1], dtype=np.int32)
     behind = columns < first_seen_blocks(step, limits.block_size, limits.window)[:, None]
-    return np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)
+    block_tables = np.where(behind & (step.block_tables == NO_BLOCK), np.int32(0), step.block_tables)
+    if not are_below(block_tables, limits.num_blocks):
+        raise WorkerError(
+            f"block_tables must hold ids from 0 to {limits.num_blocks - 1}. "
+            f"Given: {block_tables.min()} to {block_tables.max()}"
+        )
+    return block_tables
 
 
 def _check_rows(step: StepInput, limits: ModelLimits) -> None:
@@ -188,12 +194,12 @@ def _check_rows(step: StepInput, limits: ModelLimits) -> None:
             f"block_epochs must be of the shape {step.block_tables.shape} of block_tables. "
             f"Given: {step.block_epochs.shape}"
         )
-    if step.query_lens.min() < 1 or step.query_lens.sum() != step.num_tokens:
+    if int(step.query_lens.min()) < 1 or int(step.query_lens.sum()) != step.num_tokens:
         raise WorkerError(
             f"query_lens must be at least 1 each and {step.num_tokens} together. "
             f"Given: least {step.query_lens.min()}, sum {step.query_lens.sum()}"
         )
-    if step.num_computed.min() < 0 or step.num_computed.max() > limits.max_positions:
+    if not are_below(step.num_computed, limits.max_positions + 1):
         raise WorkerError(
             f"num_computed must be from 0 to {limits.max_positions}. "
             f"Given: {step.num_computed.min()} to {step.num_computed.max()}"
@@ -206,13 +212,13 @@ def _check_wanted(step: StepInput) -> None:
     if wanted.ndim != 2 or wanted.shape[1] != len(Wanted._fields):
         raise WorkerError(f"wanted must be an array of {', '.join(Wanted._fields)}. Given: the shape {wanted.shape}")
     rows, tokens, kinds = wanted.T
-    if rows.size:
-        if rows.min() < 0 or rows.max() >= num_rows:
-            raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
-        if tokens.min() < 0 or (tokens >= step.query_lens[rows]).any():
-            raise WorkerError("wanted must be of tokens that their rows run")
-        if kinds.min() < 0 or kinds.max() >= len(ResultKind):
-            raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.max()}")
+    if not are_below(rows, num_rows):
+        raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
+    if not (tokens.view(np.uint32) < step.query_lens[rows]).all():  # as unsigned numbers those below 0 are the largest
+        raise WorkerError("wanted must be of tokens that their rows run")
+    if not are_below(kinds, len(ResultKind)):
+        raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}")
+    if len(wanted) > 1:
         order = (kinds.astype(np.int64) * num_rows + rows) * step.num_tokens + tokens
         if (order[1:] <= order[:-1]).any():
             raise WorkerError("wanted must ascend by kind, row and token")

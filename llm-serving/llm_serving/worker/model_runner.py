@@ -46,6 +46,7 @@ class ModelRunner:
         as_program: bool = True,
         num_prompt_rows: int = 0,
         quantization: Quantization | None = None,
+        by_mindformers: bool = False,
         networks: Networks | None = None,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
@@ -62,6 +63,7 @@ class ModelRunner:
             num_prompt_rows: Most requests of a step; steps of whole prompts then have a graph of their own. 0: they
                 have none.
             quantization: How weights are kept; None: in the model dtype.
+            by_mindformers: MindFormers' own network computes the model; without `as_program`.
             networks: That have weights and caches in them; None: they are made of the folder.
 
         Raises:
@@ -90,6 +92,7 @@ class ModelRunner:
                 as_program=as_program,
                 whole_prompts=num_prompt_rows > 0,
                 quantization=quantization,
+                by_mindformers=by_mindformers,
             )
             networks = compiled(lowered, spec.network.hidden, num_prompt_rows)
         self._network, self._states, self._head, self._of_prompts = networks

@@ -18,6 +18,7 @@ from llm_serving.core.step import SAMPLE_FIELDS, SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.worker import kernel_choice, token_choice
+from llm_serving.worker.array_checks import are_below, cut, rows_of
 from llm_serving.worker.logprobs import logprobs_of
 from llm_serving.worker.model_inputs import resolve_token_ids
 from llm_serving.worker.token_choice import Choices, Failure
@@ -37,10 +38,12 @@ def choose_tokens_for(backend_name: str) -> ChooseTokens:
 _REALS = {name: rule for name in SAMPLE_FIELDS if isinstance(rule := RULES.get(name), Real)}
 _REALS_LOW = np.array([[rule.low] for rule in _REALS.values()], np.float32)
 _REALS_HIGH = np.array([[rule.high] for rule in _REALS.values()], np.float32)
-_REALS_LOW_OUTSIDE = np.array([[rule.above_low] for rule in _REALS.values()])
+# Which no number equals where `low` itself is inside.
+_REALS_EXCLUDED = np.array([[rule.low if rule.above_low else np.nan] for rule in _REALS.values()], np.float32)
 # Whole numbers; the range of `seed` is that of its type.
 _BIAS_HIGH = LOGIT_BIAS.high
-_LEAST = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 0}
+_WHOLE = {"top_k": 0, "position": 0, "num_logprobs": -1, "history_prompt_lens": 0}
+_WHOLE_LEAST = np.array([[least] for least in _WHOLE.values()], np.int32)
 
 
 def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
@@ -52,30 +55,24 @@ def check_sampling(sampling: SamplingInput, vocab_size: int) -> None:
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise WorkerError(f"vocab_size must be at most {MAX_VOCAB_SIZE} to sample. Given: {vocab_size}")
+    num_samples = sampling.num_samples
     for name in SAMPLE_FIELDS:
-        if len(getattr(sampling, name)) != sampling.num_samples:
-            raise WorkerError(f"{name} must have {sampling.num_samples} entries. Given: {len(getattr(sampling, name))}")
-    for name, offsets, token_ids in (
-        ("history", sampling.history_offsets, sampling.history_token_ids),
-        ("bias", sampling.bias_offsets, sampling.bias_token_ids),
-    ):
-        if len(offsets) != sampling.num_samples + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids):
-            raise WorkerError(
-                f"{name}_offsets must cut {len(token_ids)} ids into {sampling.num_samples} parts. "
-                f"Given: {offsets.tolist()[:8]}"
-            )
-        if (offsets[1:] < offsets[:-1]).any() or (token_ids.size and token_ids.max() >= vocab_size):
-            raise WorkerError(f"{name}_offsets must not fall and {name}_token_ids must be below {vocab_size}")
-    check_allowed(sampling, vocab_size)
-    if len(sampling.bias_values) != len(sampling.bias_token_ids):
-        raise WorkerError(
-            f"bias_values must have {len(sampling.bias_token_ids)} entries. Given: {len(sampling.bias_values)}"
-        )
-    if sampling.bias_token_ids.size and sampling.bias_token_ids.min() < 0:
-        raise WorkerError(f"bias_token_ids must be at least 0. Given: {sampling.bias_token_ids.min()}")
-    if not (sampling.bias_values <= _BIAS_HIGH).all():  # minus infinity forbids
+        if len(getattr(sampling, name)) != num_samples:
+            raise WorkerError(f"{name} must have {num_samples} entries. Given: {len(getattr(sampling, name))}")
+    history, biased = sampling.history_token_ids, sampling.bias_token_ids
+    _check_offsets("history", sampling.history_offsets, len(history), num_samples)
+    if history.size and history.max() >= vocab_size:
+        raise WorkerError(f"history_token_ids must be below {vocab_size}. Given: {history.max()}")
+    _check_offsets("bias", sampling.bias_offsets, len(biased), num_samples)
+    if not are_below(biased, vocab_size):
+        raise WorkerError(f"bias_token_ids must be from 0 to {vocab_size - 1}. Given: {biased.min()} to {biased.max()}")
+    if len(sampling.bias_values) != len(biased):
+        raise WorkerError(f"bias_values must have {len(biased)} entries. Given: {len(sampling.bias_values)}")
+    if biased.size and not (sampling.bias_values <= _BIAS_HIGH).all():  # minus infinity forbids
         raise WorkerError(f"bias_values must be at most {_BIAS_HIGH}. Given: {sampling.bias_values.max()}")
-    _check_ranges(sampling)
+    check_allowed(sampling, vocab_size)
+    if num_samples:
+        _check_ranges(sampling)
 
 
 def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
@@ -84,31 +81,34 @@ def check_allowed(sampling: SamplingInput, vocab_size: int) -> None:
     Raises:
         WorkerError: Offsets do not cut the words, or these are more than the tokens need.
     """
-    offsets = sampling.allowed_offsets
-    widths = offsets[1:] - offsets[:-1]
-    if len(offsets) != sampling.num_samples + 1 or offsets[0] != 0 or offsets[-1] != len(sampling.allowed_words):
+    offsets, num_words = sampling.allowed_offsets, len(sampling.allowed_words)
+    _check_offsets("allowed", offsets, num_words, sampling.num_samples)
+    if num_words and (offsets[1:] - offsets[:-1]).max() > -(-vocab_size // 32):
+        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
+
+
+def _check_offsets(name: str, offsets: Int32Array, num_entries: int, num_samples: int) -> None:
+    if not cut(offsets, num_entries, num_samples):
         raise WorkerError(
-            f"allowed_offsets must cut {len(sampling.allowed_words)} words into {sampling.num_samples} parts. "
+            f"{name}_offsets must cut {num_entries} entries into {num_samples} parts and never fall. "
             f"Given: {offsets.tolist()[:8]}"
         )
-    if widths.size and (widths.min() < 0 or widths.max() > -(-vocab_size // 32)):
-        raise WorkerError(f"allowed_words must have a bit for each of {vocab_size} tokens at most")
 
 
 def _check_ranges(sampling: SamplingInput) -> None:
     """Checks the numbers that `SamplingParams` checked at the door, as they arrive."""
-    if not sampling.num_samples:
-        return
-    reals = np.stack([getattr(sampling, name) for name in _REALS])
-    inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & ~((reals == _REALS_LOW) & _REALS_LOW_OUTSIDE)
+    reals = rows_of([getattr(sampling, name) for name in _REALS])
+    inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & (reals != _REALS_EXCLUDED)
     if not inside.all():
         row, sample = np.argwhere(~inside)[0].tolist()
         name, rule = list(_REALS.items())[row]
         raise WorkerError(f"{name} {rule.text}. Given: {reals[row, sample]}")
-    for name, least in _LEAST.items():
-        smallest = getattr(sampling, name).min()
-        if smallest < least:
-            raise WorkerError(f"{name} must be at least {least}. Given: {smallest}")
+    whole = rows_of([getattr(sampling, name) for name in _WHOLE])
+    too_small = whole < _WHOLE_LEAST
+    if too_small.any():
+        row, sample = np.argwhere(too_small)[0].tolist()
+        name, least = list(_WHOLE.items())[row]
+        raise WorkerError(f"{name} must be at least {least}. Given: {whole[row, sample]}")
 
 
 def sample(

@@ -10,6 +10,7 @@ import numpy as np
 from llm_serving.core.step import Float32Array, Int32Array, SamplingInput, Scores, ScoringInput, TopTokens
 from llm_serving.errors import WorkerError
 from llm_serving.models.memory import LOGITS_BYTES
+from llm_serving.worker.array_checks import are_below, cut
 from llm_serving.worker.logprobs import log_normalizers, logprobs_of
 from llm_serving.worker.model_inputs import NO_TOKENS
 from llm_serving.worker.token_choice import Choices, Failure
@@ -31,11 +32,10 @@ def check_scoring(scoring: ScoringInput, vocab_size: int) -> None:
     Raises:
         WorkerError: Offsets do not cut their list, a token id lies outside the vocabulary, or a count is below 0.
     """
-    offsets, token_ids = scoring.offsets, scoring.token_ids
-    count = scoring.num_results
-    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids) or (np.diff(offsets) < 0).any():
+    token_ids, count = scoring.token_ids, scoring.num_results
+    if not cut(scoring.offsets, len(token_ids), count):
         raise WorkerError(f"offsets of scoring must cut {len(token_ids)} ids into {count} parts")
-    if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= vocab_size):
+    if not are_below(token_ids, vocab_size):
         raise WorkerError(f"token_ids of scoring must be from 0 to {vocab_size - 1}")
     if count and scoring.num_logprobs.min() < 0:
         raise WorkerError(f"num_logprobs of scoring must be at least 0. Given: {scoring.num_logprobs.min()}")

@@ -72,7 +72,7 @@ def measure(device: str, name: str) -> dict[str, object]:
     from families import models
     from families.precision import greedy
     from graph_model import BLOCK_SIZE, GraphModel
-    from llm_serving.config.schema import DeviceConfig
+    from llm_serving.config.sections.device import DeviceConfig
     from llm_serving.errors import ModelError
     from llm_serving.models.spec import ModelSpec
     from llm_serving.worker.device import backend_for, configure_device

@@ -48,6 +48,9 @@ class Greeting(asyncio.Protocol):
         transport.write(self.address.encode())
         transport.close()
 
+    def abandon(self):
+        """It was never made."""
+
 
 def run(main):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
+import ssl
 import threading
+from functools import partial
 
 import pytest
-from fakes import FakeEngine
-from http_serving import connect, get, post, read_all, serving
+import trustme
+from fakes import FakeEngine, Script
+from http_serving import connect, get, post, read_all, read_until, serving
 
 CLOSE = "Connection: close"
 REQUESTS = {
@@ -29,6 +33,26 @@ def ask(url, request):
             assert read_all(client)
 
 
+def left_behind(act, settle):
+    """Types of what twenty times leave to a search; `settle` returns when what was before has been seen."""
+    for _ in range(3):
+        act()  # the first fill caches
+    settle()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            act()
+        settle()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return collections.Counter(type(each).__qualname__ for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
 @pytest.fixture(scope="module")
 def url():
     with serving(FakeEngine()) as url:
@@ -37,21 +61,54 @@ def url():
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_no_request_leaves_what_only_a_search_finds(url, name):
-    for _ in range(3):
-        ask(url, REQUESTS[name])  # the first fill caches
-    ask(url, REQUESTS["a probe"])
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(20):
-            ask(url, REQUESTS[name])
-        ask(url, REQUESTS["a probe"])  # when it is answered, the ends before it have been seen
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        found = collections.Counter(type(each).__qualname__ for each in gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
+    found = left_behind(partial(ask, url, REQUESTS[name]), partial(ask, url, REQUESTS["a probe"]))
     assert threading.active_count() < 50
+    assert found.total() < 40, found.most_common(40)
+
+
+def test_nor_does_a_client_that_leaves_before_its_answer_begins():
+    engine, aborted = FakeEngine(Script(hold_after=1)), threading.Semaphore(0)
+    engine.aborted = type("Aborted", (list,), {"append": lambda self, item: aborted.release()})()
+
+    def leave():
+        with connect(url) as client:
+            client.sendall(post("/v1/completions", b'{"prompt": "x"}') + get())
+            while not engine.submitted:
+                pass
+            engine.submitted.clear()
+        assert aborted.acquire(timeout=30)
+
+    with serving(engine) as url:
+        found = left_behind(leave, partial(ask, url, REQUESTS["a probe"]))
+    assert found.total() < 40, found.most_common(40)
+
+
+@pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x40\x00" + bytes(65536), b"GET / HTTP/1.1\r\n\r\n"])
+def test_nor_does_tls_with_a_handshake_or_without(tmp_path, hello):
+    authority, file = trustme.CA(), tmp_path / "certificate.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(file)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+
+    def fail():
+        with connect(url) as client, contextlib.suppress(ConnectionError):
+            client.sendall(hello)
+            read_all(client)
+
+    def probe():
+        with trust.wrap_socket(connect(url), server_hostname="127.0.0.1") as client:
+            client.sendall(get("/health", CLOSE))
+            assert read_all(client)
+
+    with serving(FakeEngine(limits={"ssl_certfile": file})) as url:
+        found = left_behind(probe if hello is None else fail, probe)
+    assert found.total() < 40, found.most_common(40)
+
+
+def test_nor_does_one_for_which_there_is_no_place():
+    engine = FakeEngine(Script(hold_after=1), limits={"max_connections_per_address": 1})
+    with serving(engine) as url, connect(url) as first:
+        first.sendall(post("/v1/completions", b'{"prompt": "x", "stream": true}'))
+        read_until(first, b"Hello")
+        found = left_behind(partial(ask, url, REQUESTS["a probe"]), lambda: None)
     assert found.total() < 40, found.most_common(40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import uvicorn
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door import Connection, Guests, Turns
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState

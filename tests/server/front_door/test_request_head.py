@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 import pytest
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door.request_head import RequestHead, without_upgrade
 
 LIMITS = ServerConfig(max_url_bytes=256, max_header_bytes=1024, max_headers=8)

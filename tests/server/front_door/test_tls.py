@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import ssl
 import threading
+from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import trustme
+import uvloop
+from attackers import client_hello
 from fakes import FakeEngine, Piece, Script
 from http_serving import connect, get, post, read_all, read_until, serving
 from llm_serving.errors import ConfigError
-from llm_serving.server.front_door import Certificates, acceptor, certificates, parting
+from llm_serving.server.front_door import Acceptor, Certificates, Guests, Turns, acceptor, certificates, parting
 from llm_serving.server.front_door.connection import Connection
+from llm_serving.server.front_door.turns import TURN_S
 
 STREAM = b'{"prompt": "x", "stream": true}'
 
@@ -145,6 +152,28 @@ def test_files_that_cannot_be_used_at_first_are_an_error(tmp_path):
         Certificates(tmp_path / "none.pem", None)
 
 
+class CountingContext(ssl.SSLContext):
+    """Tells of each handshake that begins."""
+
+    def wrap_bio(self, *args, **kwargs):
+        self.on_begin()
+        return super().wrap_bio(*args, **kwargs)
+
+
+class Silent(asyncio.Protocol):
+    """A connection that says nothing."""
+
+    is_served = False
+    weight = 0
+    welcome = None
+
+    def __init__(self, address):
+        self.address = address
+
+    def abandon(self):
+        pass
+
+
 class TestHandshakes:
     def test_one_that_does_not_come_ends(self, authority, tmp_path):
         limits = issue(authority, tmp_path) | {"header_timeout_s": 0.05}
@@ -183,3 +212,37 @@ class TestHandshakes:
             client.sendall(b"\x16")
         with client:
             assert read_all(client) == b""
+
+    @pytest.mark.parametrize(("count", "leaves"), [(40, False), (40, True)])
+    def test_those_that_come_together_begin_a_few_a_turn(self, authority, tmp_path, count, leaves):
+        """And those of clients that have left meanwhile never do."""
+        context = CountingContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(context)
+
+        async def main():
+            loop, turn = asyncio.get_running_loop(), 0
+            context.on_begin = lambda: begun.append(turn)
+            with socket.create_server(("127.0.0.1", 0), backlog=200) as listener, contextlib.ExitStack() as clients:
+                for number in range(count):
+                    source = (f"127.0.1.{1 + number % 10}", 0)
+                    client = clients.enter_context(
+                        socket.create_connection(listener.getsockname(), source_address=source)
+                    )
+                    client.sendall(client_hello())
+                    if leaves and number != count - 1:
+                        client.close()
+                turns = Turns(loop, clock=lambda: 0.0)
+                guests = Guests(200, 200, 9)
+                files = SimpleNamespace(context=context)
+                door = Acceptor(listener, guests, Silent, files, 30.0, turns)
+                while len(begun) < (1 if leaves else count):
+                    await asyncio.sleep(0)
+                    turn += 1
+                door.close()
+                await door.wait_closed()
+
+        begun = []
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+        assert len(begun) == (1 if leaves else count)
+        assert max(Counter(begun).values()) <= 2 * TURN_S / acceptor.HANDSHAKE_S

@@ -130,23 +130,52 @@ void add_scaled_row(const Element* a, const Element* b, float scale, Element* y,
   }
 }
 
-template <class Element>
-void add_elements(const AddArgs& args) {
+// Calls combine(a, b, y, size) for runs of elements that lie side by side; a may be null.
+template <class Element, class Combine>
+void for_runs(const AddArgs& args, Combine combine) {
   const Element* a = static_cast<const Element*>(args.a);
   const Element* b = static_cast<const Element*>(args.b);
   Element* y = static_cast<Element*>(args.y);
   if (args.rows > 1) {
     return for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
       for (size_t row = first; row < last; row++) {
-        add_scaled_row(a == nullptr ? a : a + row * args.a_stride, b + row * args.b_stride, args.scale,
-                       y + row * args.y_stride, args.size);
+        combine(a == nullptr ? a : a + row * args.a_stride, b + row * args.b_stride, y + row * args.y_stride,
+                args.size);
       }
     });
   }
   for_row_ranges((args.size + kLanes - 1) / kLanes, kLanes, [&](size_t first, size_t last) {
     const size_t at = first * kLanes;
     const size_t end = last * kLanes < args.size ? last * kLanes : args.size;
-    add_scaled_row(a == nullptr ? a : a + at, b + at, args.scale, y + at, end - at);
+    combine(a == nullptr ? a : a + at, b + at, y + at, end - at);
+  });
+}
+
+template <class Element>
+void add_elements(const AddArgs& args) {
+  for_runs<Element>(args, [&](const Element* a, const Element* b, Element* y, size_t size) {
+    add_scaled_row(a, b, args.scale, y, size);
+  });
+}
+
+template <class Element>
+void multiply_elements(const AddArgs& args) {
+  for_runs<Element>(args, [](const Element* a, const Element* b, Element* y, size_t size) {
+    for (size_t i = 0; i < size; i += kLanes) {
+      const size_t left = size - i;
+      store_first(y + i, load_first(a + i, left) * load_first(b + i, left), left);
+    }
+  });
+}
+
+template <class Element>
+void silu_elements(const SiluArgs& args) {
+  const AddArgs runs = {nullptr, args.x, args.y, args.dtype, args.size};
+  for_runs<Element>(runs, [](const Element*, const Element* x, Element* y, size_t size) {
+    for (size_t i = 0; i < size; i += kLanes) {
+      const size_t left = size - i;
+      store_first(y + i, gate_times<Gate::kSilu>(load_first(x + i, left), broadcast(1.0f)), left);
+    }
   });
 }
 

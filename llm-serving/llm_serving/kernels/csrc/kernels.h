@@ -114,6 +114,14 @@ struct AddArgs {
   size_t rows = 1, a_stride = 0, b_stride = 0, y_stride = 0;
 };
 
+// y = x * sigmoid(x), element by element.
+struct SiluArgs {
+  const void* x;
+  void* y;
+  DType dtype;
+  size_t size;
+};
+
 // y = added + scale * (x, rounded to the element type); without `added`, y = x rounded. x is float32 [rows, size].
 struct RoundArgs {
   const float* x;
@@ -204,6 +212,8 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
+  void (*multiply)(const AddArgs&);  // y = a * b; a is there, and scale has no meaning
+  void (*silu)(const SiluArgs&);
   void (*round)(const RoundArgs&);
   void (*weigh)(const WeighArgs&);
   void (*cap)(const CapArgs&);

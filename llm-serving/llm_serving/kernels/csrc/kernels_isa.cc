@@ -52,6 +52,14 @@ void add(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { add_elements<typename decltype(tag)::Element>(args); });
 }
 
+void multiply(const AddArgs& args) {
+  with_element(args.dtype, [&](auto tag) { multiply_elements<typename decltype(tag)::Element>(args); });
+}
+
+void silu(const SiluArgs& args) {
+  with_element(args.dtype, [&](auto tag) { silu_elements<typename decltype(tag)::Element>(args); });
+}
+
 void round(const RoundArgs& args) {
   with_element(args.dtype, [&](auto tag) { round_rows<typename decltype(tag)::Element>(args); });
 }
@@ -95,8 +103,22 @@ void linear_of_format(const LinearArgs& args) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {
-    LLM_TEXT(LLM_ISA), linear_of_format, passes,     kToFixedPoint, rms_norm, rotary, swiglu, add, round, weigh,
-    cap_logits,        route_rows,       gather_sum, attention,     sample};
+const Kernels kKernels = {LLM_TEXT(LLM_ISA),
+                          linear_of_format,
+                          passes,
+                          kToFixedPoint,
+                          rms_norm,
+                          rotary,
+                          swiglu,
+                          add,
+                          multiply,
+                          silu,
+                          round,
+                          weigh,
+                          cap_logits,
+                          route_rows,
+                          gather_sum,
+                          attention,
+                          sample};
 
 }  // namespace llm::LLM_ISA

@@ -1,4 +1,4 @@
-// Gather, SplitWithSize and MoveTo: nothing is computed.
+// Gather, SplitWithSize, Reshape and MoveTo: nothing is computed.
 #include "parts.h"
 #include "thread_pool.h"
 
@@ -126,12 +126,26 @@ LLM_OPERATOR(SplitWithSize) {
   return 0;
 }
 
-// x, device, whether to wait | y; all memory is this machine's
-LLM_OPERATOR(MoveTo) {
+namespace llm {
+namespace {
+
+// The first parameter to the last, which has the same elements.
+int copy(const Call& call) {
   const int y = call.count() - 1;
-  if (y < 1 || call.elements(y) != call.elements(0) || call.element_bytes(y) != call.element_bytes(0)) {
+  const size_t bytes = y < 1 ? 0 : call.element_bytes(0);
+  if (bytes == 0 || call.elements(y) != call.elements(0) || call.element_bytes(y) != bytes) {
     return call.fail("the result must be like the input");
   }
-  std::memcpy(call.data<void>(y), call.data<void>(0), call.elements(0) * call.element_bytes(0));
+  if (call.data<void>(y) == call.data<void>(0)) return 0;
+  std::memcpy(call.data<void>(y), call.data<void>(0), call.elements(0) * bytes);
   return 0;
 }
+
+}  // namespace
+}  // namespace llm
+
+// x, shape | y; MindSpore has none of bfloat16 on a CPU
+LLM_OPERATOR(Reshape) { return llm::copy(call); }
+
+// x, device, whether to wait | y; all memory is this machine's
+LLM_OPERATOR(MoveTo) { return llm::copy(call); }

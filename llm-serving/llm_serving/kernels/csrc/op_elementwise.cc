@@ -1,4 +1,4 @@
-// RmsNorm, AddRmsNorm, Swiglu, AddExt and ApplyRotaryPosEmb.
+// RmsNorm, AddRmsNorm, Swiglu and ApplyRotaryPosEmb.
 #include <vector>
 
 #include "call.h"
@@ -57,21 +57,6 @@ LLM_OPERATOR(Swiglu) {
   if (width % 2 != 0) return call.fail("the last axis must be even, is %zu", width);
   const size_t rows = width == 0 ? 0 : call.elements(0) / width;
   kernels().swiglu({call.data<void>(0), call.data<void>(2), call.dtype(0), rows, width / 2});
-  return 0;
-}
-
-// a, b, alpha | a + alpha * b
-LLM_OPERATOR(AddExt) {
-  using namespace llm;
-  if (call.count() < 4) return call.fail("expects 4 parameters, got %d", call.count());
-  const bool same_shape = call.elements(0) == call.elements(1) && call.elements(0) == call.elements(3);
-  if (!is_float(call.dtype(0)) || call.dtype(0) != call.dtype(1) || call.dtype(0) != call.dtype(3) || !same_shape) {
-    return call.fail("both inputs must be floats of one type and shape");
-  }
-  const bool one =
-      call.is_integer(2) ? call.integer(2) == 1 : call.dtype(2) == DType::kFloat32 && call.number(2) == 1.0f;
-  if (!one) return call.fail("alpha must be 1");
-  kernels().add({call.data<void>(0), call.data<void>(1), call.data<void>(3), call.dtype(0), call.elements(0)});
   return 0;
 }
 

@@ -18,11 +18,15 @@ const char* kOperators[] = {"MatMul",
                             "AddRmsNorm",
                             "Swiglu",
                             "AddExt",
+                            "Add",
+                            "Mul",
+                            "SiLU",
                             "ApplyRotaryPosEmb",
                             "ReshapeAndCache",
                             "PagedAttention",
                             "FlashAttentionScore",
-                            "MoveTo"};
+                            "MoveTo",
+                            "Reshape"};
 constexpr int kNumOperators = static_cast<int>(sizeof(kOperators) / sizeof(kOperators[0]));
 const char* kNone[] = {nullptr};
 

@@ -32,6 +32,10 @@ PAUSE_S: Final = 0.25
 TLS_READ_BYTES: Final = 16 * 1024
 """Bytes that the kernel is asked to keep of a connection with TLS (it doubles them), and the layer of TLS of what was
 not taken: left alone, the two keep most of a megabyte of each."""
+HANDSHAKE_S: Final = 0.001
+"""Seconds of the event loop that a handshake is reckoned with: a signature, and objects for the connection."""
+ESTABLISHED: Final = 1
+"""Of Linux's `tcp_states.h`."""
 TLS_SHUTDOWN_S: Final = 2.0
 """Seconds a client gets to take leave of TLS."""
 
@@ -39,8 +43,10 @@ TLS_SHUTDOWN_S: Final = 2.0
 class Acceptor:
     """Welcomes connections, as many as there is room for; the others are told so.
 
-    A connection counts from before its handshake. When the process has no file descriptor left, connections wait in
-    the kernel until there is one.
+    A connection counts from before its handshake. Handshakes begin when their first bytes have come, as many in a turn
+    of the event loop as there is time for; whoever has left by then has none.
+
+    When the process has no file descriptor left, connections wait in the kernel until there is one.
 
     Args:
         listener: Listening socket; the caller closes it.
@@ -151,6 +157,7 @@ class Acceptor:
             return
         connection = self._new_connection(address)
         if not self._guests.admit(connection):
+            connection.abandon()
             self._guests.on_refused(address, NO_PLACE.status)
             with client, contextlib.suppress(OSError):
                 if self._certificates is None:
@@ -167,6 +174,7 @@ class Acceptor:
             if error is None and not task.cancelled():
                 return
             self._guests.leave(connection)
+            connection.abandon()
             client.close()
             if not isinstance(error, OSError | None):  # what a client does wrong in a handshake is nothing to log
                 logger.error("a connection failed", exc_info=error)
@@ -177,7 +185,12 @@ class Acceptor:
         reader = Reader(connection)
         if self._certificates is None:
             await self._loop.connect_accepted_socket(lambda: reader, client)
-        else:
+            return
+        async with asyncio.timeout(self._handshake_timeout_s):
+            await self._hear(client)
+            await self._turns.spend(connection.address, HANDSHAKE_S)
+            if _has_left(client) or _has_ended(client):
+                raise ConnectionAbortedError
             transport, _ = await self._loop.connect_accepted_socket(
                 lambda: reader,
                 client,
@@ -185,7 +198,21 @@ class Acceptor:
                 ssl_handshake_timeout=self._handshake_timeout_s,
                 ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
-            transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only
+        transport.set_read_buffer_limits(TLS_READ_BYTES)  # type: ignore[attr-defined]  # of TLS only
+
+    async def _hear(self, client: socket.socket) -> None:
+        """Returns when the client has sent something, or has left."""
+        heard = self._loop.create_future()
+
+        def on_bytes() -> None:
+            if not heard.done():
+                heard.set_result(None)
+
+        self._loop.add_reader(client, on_bytes)
+        try:
+            await heard
+        finally:
+            self._loop.remove_reader(client)
 
 
 def _has_left(client: socket.socket) -> bool:
@@ -194,5 +221,13 @@ def _has_left(client: socket.socket) -> bool:
         return not client.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):
         return False
+    except OSError:
+        return True
+
+
+def _has_ended(client: socket.socket) -> bool:
+    """Whether it will send no more, whatever it has sent: its handshake cannot come to its end."""
+    try:
+        return client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
     except OSError:
         return True

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door.body_meter import BodyMeter
 from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
 from llm_serving.server.front_door.guests import Guests
@@ -136,6 +136,11 @@ class Connection(HttpToolsProtocol):
         """Whether more of a body is to come, for an answer that is not complete."""
         return self._in_body and not self.cycle.response_complete and not self.transport.is_closing()
 
+    def abandon(self) -> None:
+        """It will never be made. What refers to itself would stay until a search for such things: the parser, and the
+        welcome through the error that it ended with."""
+        self.parser = self.welcome = None
+
     # The transport's calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -177,6 +182,7 @@ class Connection(HttpToolsProtocol):
         # What refers to itself stays until a search for such things, which holds the event loop.
         if self.cycle is not None:
             self.cycle.on_response = _nothing
+            self.cycle.transport = self.transport
             self.cycle.__dict__.pop("receive", None)
         self.cycle = self._undigested = self._reader = self.welcome = None  # type: ignore[assignment]
         self._in_body = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from llm_serving.server.front_door.slow_reader import SlowReader
@@ -55,7 +56,7 @@ class PartingTransport:
         self._is_paused = False
         self._ends_when_taken = False
         # Bound here, so that a piece of a stream passes one call less.
-        self.write: Callable[[bytes], None] = self._write_in_pieces if self._is_tls else transport.write
+        self.write: Callable[[bytes], None] = partial(_write_in_pieces, transport) if self._is_tls else transport.write
         self.get_extra_info: Callable[..., Any] = transport.get_extra_info
         self.get_write_buffer_size = transport.get_write_buffer_size
         self.pause_reading = transport.pause_reading
@@ -127,10 +128,6 @@ class PartingTransport:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _write_in_pieces(self, data: bytes) -> None:
-        for begin in range(0, len(data), PIECE_BYTES):
-            self._transport.write(data[begin : begin + PIECE_BYTES])
-
     def _linger(self) -> None:
         self._num_dropped_before = self._num_dropped
         self._timer = self._loop.call_later(LINGER_S, self._end_lingering)
@@ -142,3 +139,8 @@ class PartingTransport:
             self._linger()
         else:
             self._transport.abort()
+
+
+def _write_in_pieces(transport: asyncio.Transport, data: bytes) -> None:
+    for begin in range(0, len(data), PIECE_BYTES):
+        transport.write(data[begin : begin + PIECE_BYTES])

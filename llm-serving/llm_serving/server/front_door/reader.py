@@ -17,10 +17,13 @@ class Reader(asyncio.BufferedProtocol):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.connection_made = connection.connection_made  # type: ignore[assignment]
-        self.connection_lost = connection.connection_lost  # type: ignore[method-assign]
         self.eof_received = connection.eof_received  # type: ignore[method-assign]
         self.pause_writing = connection.pause_writing  # type: ignore[method-assign]
         self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+        self.__dict__.clear()  # the layer of TLS keeps a method of this, and the connection that layer
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _BUFFER

@@ -6,7 +6,7 @@ import re
 from http import HTTPStatus
 from typing import Final
 
-from llm_serving.config.schema import ServerConfig
+from llm_serving.config.sections.server import ServerConfig
 from llm_serving.server.front_door.refusals import NOT_HTTP, Refusal
 
 BLANK_LINE: Final = b"\n\r\n"

@@ -96,11 +96,24 @@ class Turns:
         self._num_waiting += 1
         self._schedule()
 
-    async def wait(self, address: str) -> None:
-        """Returns when it is the address's turn."""
+    async def wait(self, address: str, expected_s: float | None = None) -> None:
+        """Returns when it is the address's turn.
+
+        Args:
+            address: Of the client.
+            expected_s: Seconds that the caller goes on for; None: as long as other steps that have waited.
+        """
         waiter = self._loop.create_future()
-        self.do_later(address, partial(self._release, waiter))
+        self.do_later(address, partial(self._release, waiter, expected_s))
         await waiter
+
+    async def spend(self, address: str, expected_s: float) -> None:
+        """Returns in this turn, or when it is the address's turn; what the caller goes on with takes so long."""
+        if self.has_time:
+            self._schedule()
+            self._spent_s += expected_s
+        else:
+            await self.wait(address, expected_s)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -144,10 +157,10 @@ class Turns:
 
         return run
 
-    def _release(self, waiter: asyncio.Future[None]) -> None:
+    def _release(self, waiter: asyncio.Future[None], expected_s: float | None) -> None:
         if not waiter.done():
             self._num_released += 1
-            self._spent_s += self._step_s  # it goes on after this turn's work
+            self._spent_s += self._step_s if expected_s is None else expected_s  # it goes on after this turn's work
             waiter.set_result(None)
 
     def _schedule(self) -> None:

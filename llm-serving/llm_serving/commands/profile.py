@@ -1,0 +1,200 @@
+"""`llm-serving profile`: measures what steps take, for `whatif`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from llm_serving import __version__
+from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say
+from llm_serving.config import ServingConfig
+from llm_serving.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llm_serving.whatif.calibration import Calibration
+    from llm_serving.whatif.http_player import Seen
+    from llm_serving.whatif.profiling_load import Limits
+
+SEEN: Final = "clients.json"
+"""What clients saw, beside the recordings of the same requests."""
+ATTEMPTS: Final = 3
+"""For a phase without other programs."""
+PAUSE_S: Final = 0.2
+"""Between two phases, for what was broken off to end."""
+
+
+def add_to(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "profile", help="measure what steps take on this machine, for whatif", allow_abbrev=False
+    )
+    parser.add_argument("out", type=Path, metavar="OUT.json", help="the profile")
+    parser.add_argument(
+        "--recording",
+        type=Path,
+        metavar="FILE",
+        help="fit it to a recording (*.rec, or a folder) in place of measuring",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="what was measured is kept here, and can be a --recording later"
+    )
+    parser.add_argument("--name", help="of the profile; default: model, type of its numbers and processor")
+    parser.add_argument(
+        "--effort", type=float, default=1.0, metavar="FACTOR", help="of the time that is measured; 1 is about a minute"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of what is asked, and of what is held out")
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llm_serving.whatif.profile import write_profile
+
+    if not arguments.effort > 0:
+        raise ConfigError(f"--effort must be above 0. Given: {arguments.effort:g}")
+    out: Path = arguments.out
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out}: its folder must be there")
+    calibration = _measured(arguments) if arguments.recording is None else _of_recording(arguments)
+    write_profile(calibration.profile, out)
+    print(described(calibration))
+    say(f"written to {out}")
+    return 0
+
+
+def described(calibration: Calibration) -> str:
+    """What a profile is made of and how far it is off."""
+    profile, step, take = calibration.profile, calibration.step, calibration.take
+    lines = [f"{profile.name}: {profile.source}"]
+    for name, model in (("a step", profile.step), ("forming one", profile.form), ("taking its reply", profile.take)):
+        lines += [f"{name}:", *(f"    {piece}" for piece in model.pieces)]
+    middle = len(profile.spread) // 2
+    shown = [profile.spread[place] for place in (0, middle // 2, middle, middle + middle // 2, -1)]
+    spread = ", ".join(f"{each:.2f}" for each in shown)
+    lines += [
+        f"a request until it is at the door {1e6 * profile.request_s:.0f} us, a token on its way out"
+        f" {1e6 * profile.token_s:.1f} us, between client and server {1e6 * profile.client_s:.0f} us",
+        f"{step.num_fitted:,} steps fitted; {step.num_held_out:,} held out: error median {step.median_error:.1%},"
+        f" p95 {step.p95_error:.1%}; taking replies: median {take.median_error:.1%}",
+        f"measured over predicted, quantiles 0, 25, 50, 75, 100 %: {spread}",
+    ]
+    return "\n".join(lines)
+
+
+def _of_recording(arguments: argparse.Namespace) -> Calibration:
+    from llm_serving.whatif.calibration import calibrate
+    from llm_serving.whatif.measured_steps import read_timings
+    from llm_serving.whatif.recorded_load import recording_files
+
+    path: Path = arguments.recording
+    timings, seen = read_timings(recording_files(path)), _read_seen(path)
+    name = arguments.name or path.stem
+    source = f"llm-serving profile --recording {path.name}, version {__version__}"
+    return calibrate(timings, seen, name=name, source=source, seed=arguments.seed)
+
+
+def _measured(arguments: argparse.Namespace) -> Calibration:
+    from llm_serving.whatif.calibration import calibrate
+    from llm_serving.whatif.measured_steps import read_timings
+    from llm_serving.whatif.recorded_load import recording_files
+
+    config = load_servable(arguments)
+    with _folder(arguments.keep) as folder:
+        seen = _play(arguments, folder)
+        (folder / SEEN).write_bytes(msgspec.json.encode(seen))
+        timings = read_timings(recording_files(folder))
+    notes = {
+        "machine": _machine(),
+        "model": config.model.model_name,
+        "date": time.strftime("%Y-%m-%d"),
+        "decode_batch_size": config.model.decode_batch_size,
+        "version": __version__,
+    }
+    source = f"llm-serving profile on {_machine()}, version {__version__}, {notes['date']}"
+    name = arguments.name or f"{config.model.model_name} {config.model.model_dtype}"
+    return calibrate(timings, seen, name=name, source=source, notes=notes, seed=arguments.seed)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """One that stays, if it is empty, or one that does not."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="llm-serving-profile-") as folder:
+            yield Path(folder)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigError(f"--keep must be a folder that is new or empty. Given: {keep}")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
+
+
+def _read_seen(path: Path) -> list[list[Seen]]:
+    """What clients saw, if it was kept beside the recordings."""
+    from llm_serving.whatif.http_player import Seen
+
+    try:
+        return msgspec.json.decode((path / SEEN).read_bytes(), type=list[list[Seen]])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path / SEEN}: {error}") from None
+
+
+def _play(arguments: argparse.Namespace, folder: Path) -> list[list[Seen]]:
+    """Plays all phases; what clients saw of each, of one that was disturbed the last time it was played."""
+    import uvloop
+
+    from llm_serving.commands.disturbance import MOST, Disturbance
+    from llm_serving.commands.own_server import own_server
+    from llm_serving.hub.progress import Progress
+    from llm_serving.models.spec import ModelSpec
+    from llm_serving.whatif.http_player import play
+    from llm_serving.whatif.profiling_load import phases
+
+    seen: list[list[Seen]] = []
+    say("starting a server to measure")
+    with own_server(arguments.config, arguments.overrides, arguments.model, folder) as config:
+        assert config.model.model_path is not None
+        vocab_size = ModelSpec.from_folder(config.model.model_path).vocab_size
+        planned = phases(_limits(config, vocab_size), arguments.seed, arguments.effort)
+        with Progress(total=len(planned), unit="phase") as bar:
+            for number, phase in enumerate(planned):
+                bar.set_postfix_str(phase.name)
+                for attempt in range(ATTEMPTS):
+                    watch, name = Disturbance(), f"profile-{number}-{attempt}"
+                    url = config.serving.url
+                    found = uvloop.run(play(url, phase.load, config.request_classes, name, phase.seconds)).seen
+                    time.sleep(PAUSE_S)
+                    share = watch.share()
+                    if share <= MOST:
+                        break
+                    say(f"{phase.name}: other programs took {share:.0%} of the processors")
+                seen.append(found)
+                bar.update()
+    return seen
+
+
+def _limits(config: ServingConfig, vocab_size: int) -> Limits:
+    from llm_serving.whatif.profiling_load import Limits
+
+    model, pa = config.model, config.pa
+    num_cached = model.decode_batch_size * model.max_generate_length
+    if pa.num_blocks is not None:
+        num_cached = pa.num_blocks * pa.block_size
+    return Limits(model.decode_batch_size, min(model.max_generate_length, num_cached), num_cached, vocab_size)
+
+
+def _machine() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.machine()

@@ -1,0 +1,1 @@
+"""What the YAML has: one file a section, with unit and meaning under each key."""

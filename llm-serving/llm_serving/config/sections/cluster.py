@@ -1,0 +1,38 @@
+"""Section `cluster_config`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config.rules import choice, integer, option, path, text
+from llm_serving.core.choices import EngineName, SpreadName
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Section `cluster_config`: the machines that WorkAgents run on."""
+
+    engine: str = option(EngineName.LOCAL.value, choice(tuple(EngineName)))
+    """Who starts WorkAgents. `local`: the master, on its own machine. `ray`: a Ray cluster (`pip install
+    'llm-serving[ray]'`); steps then travel by TCP under TLS."""
+
+    address: str | None = option(None, text())
+    """Of the Ray cluster, as in "10.0.0.1:6379"; `auto` finds one that runs on this machine. None: the master starts
+    Ray on its own machine, for itself."""
+
+    replicas: int | None = option(None, integer(1, 4096))
+    """WorkAgents, a replica of the model each. None: as many as `serving_config.agent_ports` has entries."""
+
+    cpus_per_replica: int | None = option(None, integer(1, 4096))
+    """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:
+    `device_config.num_threads`, or this machine's cores shared between the replicas."""
+
+    placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)))
+    """`spread`: WorkAgents on as many machines as there are. `pack`: on as few as will do."""
+
+    master_host: str | None = option(None, text())
+    """Address of this machine that WorkAgents connect to. None: the one Ray knows it by; where the master started Ray,
+    127.0.0.1."""
+
+    secret_file: Path | None = option(None, path())
+    """File with the cluster's secret, at least 32 characters, at this path on every machine: who has it is let in, and
+    nobody else. Must be given with `address`. None: the master makes one for as long as it lives."""

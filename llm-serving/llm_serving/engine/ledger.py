@@ -1,0 +1,57 @@
+"""What tenants are served by each replica, told to all others: so their shares are those of the whole."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from llm_serving.scheduler.fair_share import MAX_TENANTS
+
+Service = Mapping[tuple[str, str], int]
+"""(class, tenant) -> tokens, as virtual token counters count them."""
+_NOTHING: Final[Service] = {}
+
+
+class Ledger:
+    """One for all replicas of a master; each engine's thread tells and takes once a step.
+
+    A scheduler is told between two steps and records it, so its decisions follow from what it was told as before. What
+    others do during a step it learns for the next one: tenants that wait somewhere all the time differ by no more than
+    each replica alone allows, and what the others compute in two steps.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[int, Counter[tuple[str, str]]] = {}
+        """By replica: what it has not been told."""
+
+    def join(self, replica: int) -> None:
+        """A replica begins to serve; what was before it is not told."""
+        with self._lock:
+            self._pending[replica] = Counter()
+
+    def leave(self, replica: int) -> None:
+        """A replica serves no longer."""
+        with self._lock:
+            self._pending.pop(replica, None)
+
+    def served(self, replica: int, service: Service) -> None:
+        """A replica has formed a step."""
+        if len(self._pending) < 2:
+            return
+        with self._lock:
+            for other, pending in self._pending.items():
+                if other != replica:
+                    if len(pending) > MAX_TENANTS:  # it has slept for long, and knows none of them
+                        pending.clear()
+                    pending.update(service)
+
+    def take(self, replica: int) -> Service:
+        """What the others have served since the last call."""
+        if not self._pending.get(replica):
+            return _NOTHING
+        with self._lock:
+            service, self._pending[replica] = self._pending[replica], Counter()
+        return service

@@ -1,0 +1,33 @@
+"""Most of the prompt computed already, as long as the load is even; the rule of Ray Serve's prefix-aware router.
+
+https://docs.ray.io/en/latest/serve/llm/prefix-aware-request-router.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llm_serving.engine.routing.base import Candidate, Predict, load_of
+
+LEAST_MATCH: Final = 0.1
+"""Share of a prompt that must be there for it to count; Ray Serve's."""
+MOST_UNEVEN: Final = 16
+"""Requests that one replica may have more than another while prefixes are looked at. Ray Serve asks for a number and
+has none of its own."""
+
+
+class PrefixAffinity:
+    needs_prefixes = True
+
+    def choose(self, candidates: Sequence[Candidate], predict: Predict) -> Candidate:
+        del predict
+        loads = [each.num_unfinished for each in candidates]
+        most = max(candidates, key=lambda each: (each.num_cached_tokens, -each.num_unfinished, -each.replica))
+        is_even = max(loads) - min(loads) <= MOST_UNEVEN
+        if is_even and most.num_cached_tokens >= LEAST_MATCH * most.num_prompt_tokens:
+            return most
+        return min(candidates, key=load_of)
+
+    def chosen(self, replica: int) -> None:
+        del replica

@@ -1,0 +1,47 @@
+"""What a master and the process that is connected to Ray for it tell each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RayPlaces(msgspec.Struct, frozen=True):
+    """What is asked of a cluster. `RayStarter` says what each means."""
+
+    address: str | None
+    num_replicas: int
+    cpus: int
+    spread: str
+    with_device: bool
+
+
+class StartAgent(msgspec.Struct, tag="start", frozen=True):
+    number: int
+    """Of this start; each has its own."""
+    index: int
+    arguments: tuple[str, ...]
+
+
+class KillAgent(msgspec.Struct, tag="kill", frozen=True):
+    number: int
+
+
+class Connected(msgspec.Struct, tag="connected", frozen=True):
+    """There are places for all WorkAgents."""
+
+    host: str
+    """The address by which the cluster knows the master's machine."""
+    resources: str
+
+
+class Unusable(msgspec.Struct, tag="unusable", frozen=True):
+    error: str
+
+
+class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
+    number: int
+    how: str
+
+
+Order = StartAgent | KillAgent
+Report = Connected | Unusable | AgentEnded

@@ -1,0 +1,184 @@
+"""The process that is connected to Ray in place of the master, as Ray ends whoever has lost its head for a minute.
+
+Started by `RayStarter`, ends with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from llm_serving.core.agent_exit import described_exit
+from llm_serving.core.choices import SpreadName
+from llm_serving.errors import ChannelClosedError, ConfigError
+from llm_serving.executor.agent_host import AgentHost
+from llm_serving.executor.ray_orders import (
+    AgentEnded,
+    Connected,
+    KillAgent,
+    Order,
+    RayPlaces,
+    Report,
+    StartAgent,
+    Unusable,
+)
+from llm_serving.transport.channel import Channel
+
+NAMESPACE: Final = "llm-serving"
+PLACES_S: Final = 120.0
+"""Seconds in which the cluster must have room for all WorkAgents."""
+DEVICE: Final = "NPU"
+"""What Ray calls a device of Ascend."""
+_LOOK_EVERY_S: Final = 0.2
+
+
+def main(places: str, socket_fd: str) -> None:
+    channel: Channel[Order] = Channel(socket.socket(fileno=int(socket_fd)), Order)  # type: ignore[arg-type]
+    try:
+        wanted = msgspec.json.decode(places, type=RayPlaces)
+        with connected(wanted.address, wanted.num_replicas * wanted.cpus) as ray:
+            agents = Agents(ray, wanted, channel)
+            while True:
+                order = channel.receive()
+                if isinstance(order, StartAgent):
+                    agents.start(order)
+                else:
+                    agents.kill(order)
+    except ConfigError as error:
+        channel.send(Unusable(str(error)))
+    except ChannelClosedError:  # the master ends, or has ended
+        pass
+
+
+class Agents:
+    """WorkAgents, an actor each."""
+
+    def __init__(self, ray: Any, wanted: RayPlaces, channel: Channel[Order]) -> None:
+        """Raises ConfigError: the cluster has no room."""
+        self._ray, self._wanted, self._channel = ray, wanted, channel
+        self._lock = threading.Lock()
+        self._actors: dict[int, Any] = {}
+        self._running: dict[Any, int] = {}
+        """Number of the start, by what Ray gives when the actor ends."""
+        bundle = {"CPU": wanted.cpus, **({DEVICE: 1} if wanted.with_device else {})}
+        strategy = "SPREAD" if wanted.spread == SpreadName.SPREAD else "PACK"
+        groups = importlib.import_module("ray.util.placement_group")
+        self._group = groups.placement_group([bundle] * wanted.num_replicas, strategy=strategy)
+        if not self._group.wait(PLACES_S):
+            raise ConfigError(
+                f"cluster_config.replicas must be as many as the cluster has room for: it has {_resources(ray)}, "
+                f"and each takes {bundle}. Given: {wanted.num_replicas}"
+            )
+        self._tell(Connected(str(ray.util.get_node_ip_address()), _resources(ray)))
+        threading.Thread(target=self._watch, name="actors", daemon=True).start()
+
+    def start(self, order: StartAgent) -> None:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        options: dict[str, Any] = {
+            "max_restarts": 0,  # the supervisor starts WorkAgents again, whose connections are theirs alone
+            "max_task_retries": 0,
+            "num_cpus": self._wanted.cpus,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=order.index
+            ),
+        }
+        if self._wanted.with_device:
+            options["resources"] = {DEVICE: 1}
+        try:
+            actor = self._ray.remote(AgentHost).options(**options).remote()
+            running = actor.run.remote([*order.arguments])
+        except self._ray.exceptions.RayError as error:
+            self._tell(AgentEnded(order.number, f"Ray cannot start it: {error}"))
+            return
+        with self._lock:
+            self._actors[order.number] = actor
+            self._running[running] = order.number
+
+    def kill(self, order: KillAgent) -> None:
+        """Ends the actor, and by that its WorkAgent: at once where Ray reaches its machine; where it does not, the
+        WorkAgent finds that the master is gone."""
+        with self._lock:
+            actor = self._actors.pop(order.number, None)
+        if actor is not None:
+            self._ray.kill(actor, no_restart=True)
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_LOOK_EVERY_S):
+            with self._lock:
+                running = list(self._running)
+            if not running:
+                continue
+            for done in self._ray.wait(running, num_returns=len(running), timeout=0)[0]:
+                with self._lock:
+                    number = self._running.pop(done)
+                    self._actors.pop(number, None)
+                try:
+                    self._tell(AgentEnded(number, described_exit(self._ray.get(done))))
+                except self._ray.exceptions.RayError as error:
+                    self._tell(AgentEnded(number, str(error).strip().splitlines()[0]))
+
+    def _tell(self, report: Report) -> None:
+        with self._lock:
+            self._channel.send(report)
+
+
+@contextmanager
+def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
+    """A connection to Ray, whose package it gives. To be used in a thread that lives as long: the processes that Ray
+    starts here are told to end with the thread that started them.
+
+    Args:
+        address: Of the cluster; None: one is started on this machine, for as long as the connection lives.
+        num_cpus: The cluster that is started has at least so many.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no cluster at the address, or none can be started here.
+    """
+    ray = import_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    here = {"num_cpus": max(num_cpus, os.cpu_count() or 1)} if address is None else {}
+    try:
+        ray.init(
+            address=address or "local", namespace=NAMESPACE, include_dashboard=False, logging_level="ERROR", **here
+        )
+    except Exception as error:
+        where = "on this machine" if address is None else f"at cluster_config.address {address}"
+        raise ConfigError(f"Ray cannot be used {where}: {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def import_ray() -> Any:
+    """The package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError(
+            "`cluster_config.engine: ray` needs the package ray: pip install 'llm-serving[ray]'"
+        ) from None
+
+
+def _resources(ray: Any) -> str:
+    found = ray.cluster_resources()
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    devices = f", {found[DEVICE]:g} devices" if DEVICE in found else ""
+    return f"{nodes} machines, {found.get('CPU', 0):g} cores{devices}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

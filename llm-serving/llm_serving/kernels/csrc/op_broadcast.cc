@@ -1,0 +1,178 @@
+// AddExt, Add and Mul of any shapes that broadcast and of any type of numbers, and SiLU.
+//
+// An operator that this library claims comes here whatever calls it, so that none of these may leave anything out that
+// MindSpore's own would compute, complex numbers aside; and of bfloat16 MindSpore has none on a CPU.
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "call.h"
+#include "kernels.h"
+
+namespace llm {
+namespace {
+
+// Inputs a and b are parameters 0 and 1.
+struct Binary {
+  int y;
+  bool multiplies;  // y = a * b; otherwise y = a + alpha * b
+  double alpha;
+  int64_t of_integers;  // alpha, exactly
+};
+
+// An input beside the result: rows that are `stride` elements apart, 0 where one row is that of all.
+struct Operand {
+  const char* data;
+  size_t stride;
+};
+
+size_t columns_of(const Call& call, int i) { return call.rank(i) == 0 ? 1 : call.dim(i, -1); }
+
+// Every axis of input `i` is as long as that of the result, counted from the last, or 1.
+bool broadcasts(const Call& call, int i, int y) {
+  if (call.rank(i) > call.rank(y)) return false;
+  for (int axis = 1; axis <= call.rank(i); axis++) {
+    if (call.dim(i, -axis) != 1 && call.dim(i, -axis) != call.dim(y, -axis)) return false;
+  }
+  return true;
+}
+
+// Copies input `i` as often as its axes repeat in the result.
+void repeat(const Call& call, int i, int y, size_t bytes, char* target) {
+  std::vector<size_t> steps(static_cast<size_t>(call.rank(y)), 0);  // elements of `i` from one index to the next
+  size_t step = 1;
+  for (int axis = 1; axis <= call.rank(i); axis++) {
+    if (call.dim(i, -axis) != 1) steps[static_cast<size_t>(call.rank(y) - axis)] = step;
+    step *= call.dim(i, -axis);
+  }
+  std::vector<size_t> index(steps.size(), 0);
+  size_t at = 0;
+  for (size_t left = call.elements(y); left > 0; left--, target += bytes) {
+    std::memcpy(target, call.data<const char>(i) + at * bytes, bytes);
+    for (size_t axis = index.size(); axis-- > 0;) {
+      at += steps[axis];
+      if (++index[axis] < call.dim(y, static_cast<int>(axis))) break;
+      at -= index[axis] * steps[axis];
+      index[axis] = 0;
+    }
+  }
+}
+
+Operand operand(const Call& call, int i, int y, size_t bytes, std::vector<char>& room) {
+  const char* data = call.data<const char>(i);
+  const size_t columns = columns_of(call, y);
+  const size_t count = call.elements(i);
+  if (count == call.elements(y)) return {data, columns};
+  if (count == columns && columns_of(call, i) == columns) return {data, 0};
+  if (count == 1) {
+    room.resize(columns * bytes);
+    for (size_t column = 0; column < columns; column++) std::memcpy(room.data() + column * bytes, data, bytes);
+    return {room.data(), 0};
+  }
+  room.resize(call.elements(y) * bytes);
+  repeat(call, i, y, bytes, room.data());
+  return {room.data(), columns};
+}
+
+template <class Number>
+Number combine(Number a, Number b, const Binary& binary) {
+  if constexpr (std::is_same_v<Number, bool>) {
+    return binary.multiplies ? a && b : a || (b && binary.of_integers != 0);
+  } else if constexpr (std::is_integral_v<Number>) {  // what overflows wraps
+    using Wide = uint64_t;
+    const Wide product =
+        static_cast<Wide>(b) * (binary.multiplies ? static_cast<Wide>(a) : static_cast<Wide>(binary.of_integers));
+    return static_cast<Number>(binary.multiplies ? product : static_cast<Wide>(a) + product);
+  } else {
+    return binary.multiplies ? a * b : a + static_cast<Number>(binary.alpha) * b;
+  }
+}
+
+template <class Number>
+void combine_all(const Operand& a, const Operand& b, const Binary& binary, size_t rows, size_t columns, void* result) {
+  const Number* left = reinterpret_cast<const Number*>(a.data);
+  const Number* right = reinterpret_cast<const Number*>(b.data);
+  Number* y = static_cast<Number*>(result);
+  for (size_t row = 0; row < rows; row++, left += a.stride, right += b.stride, y += columns) {
+    for (size_t i = 0; i < columns; i++) y[i] = combine(left[i], right[i], binary);
+  }
+}
+
+using CombineAll = void (*)(const Operand&, const Operand&, const Binary&, size_t, size_t, void*);
+
+struct NumberType {
+  const char* name;
+  CombineAll combine_all;
+};
+
+constexpr NumberType kNumberTypes[] = {
+    {"bool", combine_all<bool>},       {"int8", combine_all<int8_t>},     {"int16", combine_all<int16_t>},
+    {"int32", combine_all<int32_t>},   {"int64", combine_all<int64_t>},   {"uint8", combine_all<uint8_t>},
+    {"uint16", combine_all<uint16_t>}, {"uint32", combine_all<uint32_t>}, {"uint64", combine_all<uint64_t>},
+    {"float64", combine_all<double>},
+};
+
+int compute(const Call& call, const Binary& binary) {
+  const int y = binary.y;
+  if (std::strcmp(call.dtype_name(0), call.dtype_name(1)) != 0 ||
+      std::strcmp(call.dtype_name(0), call.dtype_name(y)) != 0) {
+    return call.fail("inputs and result must be of one type, are %s, %s and %s", call.dtype_name(0), call.dtype_name(1),
+                     call.dtype_name(y));
+  }
+  if (!broadcasts(call, 0, y) || !broadcasts(call, 1, y)) return call.fail("shapes do not broadcast to the result's");
+  const size_t bytes = call.element_bytes(0);
+  const size_t count = call.elements(y);
+  if (count == 0) return 0;
+  std::vector<char> room_of_a, room_of_b;
+  const Operand a = operand(call, 0, y, bytes, room_of_a);
+  const Operand b = operand(call, 1, y, bytes, room_of_b);
+  const bool is_whole = a.stride != 0 && b.stride != 0;
+  const size_t columns = is_whole ? count : columns_of(call, y);
+  const size_t rows = count / columns;
+  void* result = call.data<void>(y);
+  if (is_float(call.dtype(y))) {
+    const AddArgs args = {a.data, b.data,   result,   call.dtype(y), columns, static_cast<float>(binary.alpha),
+                          rows,   a.stride, b.stride, columns};
+    binary.multiplies ? kernels().multiply(args) : kernels().add(args);
+    return 0;
+  }
+  for (const NumberType& type : kNumberTypes) {
+    if (std::strcmp(type.name, call.dtype_name(y)) != 0) continue;
+    type.combine_all(a, b, binary, rows, columns, result);
+    return 0;
+  }
+  return call.fail("%s is no type of numbers that is added or multiplied here", call.dtype_name(y));
+}
+
+}  // namespace
+}  // namespace llm
+
+// a, b, alpha | a + alpha * b
+LLM_OPERATOR(AddExt) {
+  if (call.count() < 4) return call.fail("expects 4 parameters, got %d", call.count());
+  if (call.is_integer(2)) return llm::compute(call, {3, false, static_cast<double>(call.integer(2)), call.integer(2)});
+  if (call.dtype(2) != llm::DType::kFloat32) return call.fail("alpha must be an integer or a float32");
+  return llm::compute(call, {3, false, call.number(2), static_cast<int64_t>(call.number(2))});
+}
+
+// a, b | a + b
+LLM_OPERATOR(Add) {
+  if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
+  return llm::compute(call, {2, false, 1.0, 1});
+}
+
+// a, b | a * b
+LLM_OPERATOR(Mul) {
+  if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
+  return llm::compute(call, {2, true, 1.0, 1});
+}
+
+// x | x * sigmoid(x)
+LLM_OPERATOR(SiLU) {
+  if (call.count() < 2) return call.fail("expects 2 parameters, got %d", call.count());
+  if (!llm::is_float(call.dtype(0)) || call.dtype(1) != call.dtype(0) || call.elements(1) != call.elements(0)) {
+    return call.fail("x and the result must be floats of one type and shape");
+  }
+  llm::kernels().silu({call.data<void>(0), call.data<void>(1), call.dtype(0), call.elements(0)});
+  return 0;
+}

@@ -1,0 +1,123 @@
+"""What steps took, as recordings of the scheduler tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from llm_serving.errors import ConfigError, RecordingError
+from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Entry, Reader, Updated
+from llm_serving.recording.replay import Replay
+from llm_serving.whatif.step_shape import StepShape, shape_of_rows
+
+LONG_STEP_S: Final = 0.02
+"""Behind a step that takes longer the master waits for the announcement of its end before it forms the next one."""
+
+
+@dataclass(slots=True)
+class MeasuredStep:
+    """Seconds are those of the clock of the master."""
+
+    shape: StepShape
+    asked_s: float
+    """When the scheduler was asked for it."""
+    came_s: float | None
+    """When the request came for which it was formed, of a step formed for one while nothing was computed."""
+    before_s: float
+    """When the step before had been replied to; before all, minus infinity."""
+    replied_s: float = 0.0
+    goes_on_s: float | None = None
+    """When the scheduler was asked for a step after the reply, if that was at once."""
+    chosen: list[int] = field(default_factory=list)
+    """Requests, by the order in which they were added, that a token was chosen for."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it was there when the WorkAgent was done with the one before."""
+        return self.asked_s < self.before_s
+
+    @property
+    def seconds(self) -> float:
+        """From when it could begin to its reply; of one that was not there ahead, forming and sending it included."""
+        began = self.asked_s if self.came_s is None else self.came_s
+        return self.replied_s - max(began, self.before_s)
+
+
+@dataclass
+class Timings:
+    """Of one recording, or of several."""
+
+    steps: list[MeasuredStep] = field(default_factory=list)
+    arrivals: dict[str, float] = field(default_factory=dict)
+    """By the id of a request: when it was at the door."""
+    num_blocks: int | None = None
+    """Of the cache."""
+    replies: dict[str, list[float]] = field(default_factory=dict)
+    """By the id of a request: when the reply with each of its tokens came."""
+
+
+def read_timings(files: Iterable[Path]) -> Timings:
+    """Reads what recordings keep of times; nothing is decided again.
+
+    Raises:
+        ConfigError: A file cannot be read.
+        RecordingError: One is damaged, or of another version.
+    """
+    timings = Timings()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                reader = Reader(stream)
+                timings.num_blocks = Replay(reader).scheduler.blocks.pool.num_blocks
+                _read(iter(reader), timings)
+        except RecordingError as error:
+            raise RecordingError(f"{file}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from None
+    return timings
+
+
+def _read(entries: Iterator[Entry], timings: Timings) -> None:
+    in_flight: dict[int, MeasuredStep] = {}
+    names: list[str] = []
+    before_s, came_s, asked_s = float("-inf"), None, 0.0
+    replied: MeasuredStep | None = None
+    for entry in entries:
+        match entry.record:
+            case Added(request_id=name, arrival_time=time):
+                names.append(name)
+                timings.arrivals[name] = time
+                came_s = time if came_s is None else came_s
+            case Asked(now=now):
+                asked_s = now
+                if replied is not None:
+                    replied.goes_on_s, replied = now, None
+            case Decided(step=int(step)) as decided:
+                alone = not in_flight and came_s is not None and came_s > before_s
+                in_flight[step] = MeasuredStep(
+                    _shape(decided),
+                    asked_s,
+                    came_s if alone else None,
+                    before_s,
+                    chosen=[row[0] for row in decided.rows if row[3]],
+                )
+                came_s = None
+            case Updated(step=step, time=time) if step in in_flight:
+                replied = in_flight.pop(step)
+                replied.before_s, replied.replied_s = before_s, time
+                timings.steps.append(replied)
+                before_s = time
+                for number in replied.chosen:
+                    if number < len(names):
+                        timings.replies.setdefault(names[number], []).append(time)
+            case CacheLost():
+                in_flight.clear()
+
+
+def _shape(decided: Decided) -> StepShape:
+    rows = np.array([row[1:4] for row in decided.rows], np.int32).reshape(-1, 3)
+    return shape_of_rows(rows[:, 1], rows[:, 0], int(rows[:, 2].sum()), len(decided.block_moves))

@@ -1,0 +1,94 @@
+"""What is asked of a server so that its steps are of all shapes: phases, each a load for some seconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from llm_serving.whatif.load import Asked, Load, Stream
+
+MAX_REQUESTS: Final = 4096
+"""Of a phase, more than any server answers meanwhile."""
+SECONDS_PER_CONCURRENCY: Final = 5.0
+ALONE_PER_S: Final = 5.0
+"""Requests with pauses between them."""
+LONGEST_ANSWER: Final = 128
+
+
+class Phase(NamedTuple):
+    name: str
+    seconds: float
+    load: Load
+
+
+class Limits(NamedTuple):
+    """Of the server."""
+
+    num_slots: int
+    """Requests that run at once."""
+    max_len: int
+    """Tokens of a prompt and its answer."""
+    num_cached: int
+    """Tokens that the cache has room for."""
+    vocab_size: int
+
+
+def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
+    """What is played one after the other, each for its seconds.
+
+    One request after the other, prompts of all lengths; the same with pauses; as many clients as slots, and half as
+    many, and so on, with prompts and answers of mixed lengths; long contexts; prompts alone, more than there are slots.
+
+    Args:
+        limits: Of the server.
+        seed: Of lengths and tokens.
+        scale: Of the seconds.
+    """
+    rng = random.Random(seed)
+    due = itertools.accumulate(rng.expovariate(ALONE_PER_S) for _ in range(MAX_REQUESTS))
+    most = max(2, limits.max_len - 2)
+
+    def clients(count: int, prompt: tuple[int, int], answer: tuple[int, int], seconds: float, name: str) -> Phase:
+        asked = itertools.islice(_requests(rng, name, limits, prompt, answer), MAX_REQUESTS)
+        return Phase(name, scale * seconds, Load(name, (Stream(name, list(asked), count),), 0, limits.vocab_size))
+
+    counts = [2**power for power in range(1, 1 + max(0, math.ceil(math.log2(limits.num_slots))))]
+    counts = [min(count, limits.num_slots) for count in counts]
+    found = [
+        clients(4, (16, 64), (8, 16), 1.0, "warming up"),
+        clients(1, (4, most // 2), (4, 24), 4.0, "one request at a time"),
+    ]
+    seldom = itertools.islice(_requests(rng, "seldom", limits, (4, most // 2), (4, 48)), MAX_REQUESTS)
+    asked = [replace(each, due_s=time) for each, time in zip(seldom, due, strict=True)]
+    load = Load("seldom", (Stream("seldom", asked),), 0, limits.vocab_size)
+    found.append(Phase("requests with pauses", 9.0 * scale, load))
+    for count in counts:
+        room = max(8, min(most, limits.num_cached // count))
+        answer = max(2, min(LONGEST_ANSWER, room // 3))
+        prompt = 4, max(5, min(room - answer - 1, most // 2))
+        found.append(clients(count, prompt, (2, answer), SECONDS_PER_CONCURRENCY, f"{count} clients"))
+    few = max(1, min(limits.num_slots, 8, limits.num_cached // limits.max_len))
+    found += [
+        clients(few, (most // 2, max(3, most * 3 // 4)), (16, max(17, most // 8)), 6.0, "long contexts"),
+        clients(2 * limits.num_slots, (4, max(5, most // 2)), (1, 2), 6.0, "prompts"),
+    ]
+    return found
+
+
+def _requests(
+    rng: random.Random, name: str, limits: Limits, prompt: tuple[int, int], answer: tuple[int, int]
+) -> Iterator[Asked]:
+    """Lengths are spread evenly over their orders of magnitude."""
+    while True:
+        num_prompt = _length(rng, *prompt)
+        num_answer = max(1, min(_length(rng, *answer), limits.max_len - num_prompt))
+        tokens = rng.choices(range(3, limits.vocab_size), k=num_prompt)
+        yield Asked(name, 0.0, tokens, num_answer, num_answer, ignore_eos=True)
+
+
+def _length(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(max(low, high)))))

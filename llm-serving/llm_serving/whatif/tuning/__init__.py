@@ -1,0 +1,1 @@
+"""The configuration that serves a goal best, looked for in simulations."""

@@ -1,0 +1,183 @@
+"""`llm-serving tune` on the real server: default, tuned and random YAMLs under the same loads, for three goals.
+
+    .venv/bin/python performance/tuning_proof.py --profile profile.json --keep proof/ --tune-only   # takes minutes
+    .venv/bin/python performance/tuning_proof.py --profile profile.json --keep proof/               # on an idle machine
+
+The first tunes `--config` for each goal; the second starts a server for each YAML, plays the goal's load on it over
+HTTP and compares what clients saw with what was predicted. What was measured already is kept; `--only` names goals.
+Random YAMLs turn the knobs that `tune` turns, by `--seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import uvloop
+from llm_serving.cli import main as llm_serving
+from llm_serving.commands.own_server import own_server
+from llm_serving.config import load_config
+from llm_serving.errors import ConfigError
+from llm_serving.whatif.figures import Figures, figures_of
+from llm_serving.whatif.http_player import play
+from llm_serving.whatif.profile import Profile, read_profile
+from llm_serving.whatif.report import number
+from llm_serving.whatif.simulation import Result, Simulation
+from llm_serving.whatif.tuning.goal import Constraint, Goal, read_goal
+from llm_serving.whatif.tuning.knobs import as_overrides, knobs_for
+from llm_serving.whatif.workload import read_workload
+
+
+class Task(NamedTuple):
+    """A goal and a load, as their files have them."""
+
+    goal: str
+    load: str
+
+
+LENGTHS: Final = "prompt_tokens: {median: 40, p99: 200}, answer_tokens: {median: 40, p99: 120}"
+TASKS: Final = {
+    "promises": Task(
+        "most: goodput\n",
+        f"streams:\n    people: {{rate: 200, ends_s: 4, class: interactive, {LENGTHS}}}\n",
+    ),
+    "first tokens": Task(
+        "constraints: {interactive.ttft_p50_ms: 80}\nmost: output_tokens\n",
+        "streams:\n    people: {rate: 12, ends_s: 4, class: interactive, prompt_tokens: 40, answer_tokens: 16}\n"
+        "    bulk: {concurrency: 96, requests: 180, class: batch, prompt_tokens: 300, answer_tokens: 60}\n",
+    ),
+    "smooth streams": Task(
+        "constraints: {standard.ttft_p99_ms: 1500}\nleast: interactive.itl_p99_ms\n",
+        "streams:\n    people: {concurrency: 8, requests: 24, class: interactive, prompt_tokens: 40,"
+        " answer_tokens: 200}\n"
+        "    prompts: {rate: 15, ends_s: 4, class: standard, prompt_tokens: 500, answer_tokens: 4}\n",
+    ),
+}
+WARM: Final = f"streams:\n    all: {{concurrency: 16, requests: 48, {LENGTHS}}}\n"
+VOCABULARY: Final = "vocab_size: 1024\n"
+DEFAULT, TUNED = "default", "tuned"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the files of one goal are."""
+
+    name: str
+    config: Path
+    folder: Path
+    profile: Profile
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path("goal").write_text(TASKS[self.name].goal)
+        self.path("load").write_text(f"seed: {self.seed}\n{VOCABULARY}{TASKS[self.name].load}")
+
+    @property
+    def goal(self) -> Goal:
+        return read_goal(self.path("goal"))
+
+    def path(self, name: str, suffix: str = "yaml") -> Path:
+        return self.folder / f"{name}.{suffix}"
+
+    def tune(self, profile: Path, num_trials: int) -> None:
+        files = {"config": self.config, "goal": self.path("goal"), "load": self.path("load"), "profile": profile}
+        arguments = [text for key, path in files.items() for text in (f"--{key}", str(path))]
+        rest = ["--out", str(self.path(TUNED)), "--seed", str(self.seed), "--trials", str(num_trials)]
+        llm_serving(["tune", *arguments, *rest])
+
+    def variants(self, num_random: int) -> Iterator[tuple[str, Path, list[str]]]:
+        """(name, YAML, overrides) of each configuration."""
+        yield DEFAULT, self.config, []
+        yield TUNED, self.path(TUNED), []
+        rng, found = random.Random(self.seed), 0
+        knobs = knobs_for(load_config(self.config), read_workload(self.path("load")), self.goal)
+        while found < num_random:
+            overrides = as_overrides({each.key: rng.choice(each.values) for each in knobs})
+            try:
+                load_config(self.config, overrides)
+            except ConfigError:  # a combination that is refused
+                continue
+            found += 1
+            yield f"random {found}", self.config, overrides
+
+    def measure(self, name: str, config: Path, overrides: Sequence[str]) -> None:
+        """Keeps the figures of what clients saw of a server of its own."""
+        load = read_workload(self.path("load"))
+        self.path("warm").write_text(f"{VOCABULARY}{WARM}")
+        with own_server(config, overrides, None) as served:
+            url, classes = served.serving.url, served.request_classes
+            uvloop.run(play(url, read_workload(self.path("warm")), classes, "warm"))
+            played = uvloop.run(play(url, load, classes))
+        figures = figures_of(Result(name, load.name, self.profile, played.outcomes))
+        self.path(name, "json").write_text(json.dumps(figures))
+
+    def predicted(self, config: Path, overrides: Sequence[str]) -> Figures:
+        load = read_workload(self.path("load"))
+        return figures_of(Simulation(load_config(config, overrides), load, self.profile, self.seed).run())
+
+    def table(self, num_random: int) -> str:
+        goal = self.goal
+        keys = list(dict.fromkeys([*(each.figure.key for each in goal.constraints), goal.objective.key]))
+        titles = [self.name, *(f"{key}: predicted / measured" for key in keys), "measured: keeps the constraints"]
+        lines, scores = [titles, ["---"] * len(titles)], {}
+        for name, config, overrides in self.variants(num_random):
+            if not self.path(name, "json").exists():
+                continue
+            measured, predicted = json.loads(self.path(name, "json").read_text()), self.predicted(config, overrides)
+            scores[name] = _score(goal, measured)
+            cells = [f"{number(key, predicted[key])} / {number(key, measured[key])}" for key in keys]
+            lines.append([name, *cells, "yes" if scores[name] > -math.inf and not _broken(goal, measured) else "no"])
+        best = max(scores, key=lambda name: scores[name]) if scores else "nothing"
+        return f"{goal}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nbest: {best}\n"
+
+
+def _score(goal: Goal, figures: Figures) -> float:
+    """Of measured figures: constraints without their margin, then the objective; more is better."""
+    if _broken(goal, figures):
+        return -1e9 * sum(Constraint(each.figure, each.limit).excess(figures) for each in goal.constraints)
+    value = figures[goal.objective.key]
+    return value if goal.most else -value
+
+
+def _broken(goal: Goal, figures: Figures) -> bool:
+    return any(not Constraint(each.figure, each.limit).kept(figures) for each in goal.constraints)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, required=True, help="of `llm-serving profile` on this machine")
+    parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="serving YAML to tune")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="of the goals")
+    parser.add_argument("--random", type=int, default=10, help="YAMLs beside default and tuned (default: 10)")
+    parser.add_argument("--trials", type=int, default=80, help="of the search (default: 80)")
+    parser.add_argument("--seed", type=int, default=1, help="of loads, search and random YAMLs (default: 1)")
+    parser.add_argument("--keep", type=Path, default=Path("tuning_proof"), help="folder for YAMLs and figures")
+    parser.add_argument("--tune-only", action="store_true", help="tune where that is still to be done; measure nothing")
+    parser.add_argument("--show-only", action="store_true", help="of what was measured before")
+    arguments = parser.parse_args()
+    profile = read_profile(arguments.profile)
+    for name in arguments.only:
+        folder: Path = arguments.keep / name.replace(" ", "_")
+        bench = Bench(name, arguments.config, folder, profile, arguments.seed)
+        if not bench.path(TUNED).exists():
+            bench.tune(arguments.profile, arguments.trials)
+        if arguments.tune_only:
+            continue
+        for each, config, overrides in bench.variants(arguments.random):
+            if not arguments.show_only and not bench.path(each, "json").exists():
+                bench.measure(each, config, overrides)
+        sys.stdout.write(bench.table(arguments.random) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What `llm-serving whatif` predicts beside what the server does: configurations x loads, each load played on both.
+
+    .venv/bin/python performance/whatif_scorecard.py --profile profile.json --keep measured/
+    .venv/bin/python performance/whatif_scorecard.py --profile other.json --against measured/     # nothing is measured
+
+Per configuration one server; on it, one after the other: a light load, as many clients as slots, and more than the
+server can do with classes and tenants. Lengths, arrivals and tokens are drawn by a seed; rates and numbers of requests
+follow from the capacity that the profile predicts, so that a cell takes some `--seconds`. Figures are those of
+`whatif`, counted alike from what clients saw and from the simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import uvloop
+from llm_serving.commands.disturbance import MOST, Disturbance
+from llm_serving.commands.own_server import own_server
+from llm_serving.config import ServingConfig, load_config
+from llm_serving.whatif.figures import Figures, figures_of
+from llm_serving.whatif.http_player import play
+from llm_serving.whatif.outcome import Outcome
+from llm_serving.whatif.profile import Profile, read_profile
+from llm_serving.whatif.simulation import Result, Simulation
+from llm_serving.whatif.workload import read_workload
+
+CONFIGS: Final = {
+    "default": [],
+    "16 slots": ["model_config.decode_batch_size=16"],
+    "4 slots": ["model_config.decode_batch_size=4"],
+    "128 tokens a step": ["scheduler_config.max_prefill_tokens=128"],
+    "decode first": ["scheduler_config.policy=decode_first", "model_config.decode_batch_size=32"],
+    "mixed": ["scheduler_config.policy=mixed", "model_config.decode_batch_size=64"],
+    "small cache": ["pa_config.num_blocks=160", "model_config.decode_batch_size=32"],
+    "not ahead": ["scheduler_config.schedule_ahead=False", "model_config.decode_batch_size=32"],
+}
+LOADS: Final = ("light", "at capacity", "overload")
+LENGTHS: Final = "prompt_tokens: {median: 40, p99: 250}, answer_tokens: {median: 40, p99: 150}"
+LIGHT: Final = 0.15
+"""Of the capacity."""
+OVERLOAD: Final = 1.4
+"""Of the capacity."""
+WITHIN: Final = {
+    "output_tokens_per_s": 0.10,
+    "ttft_p50_ms": 0.10,
+    "tpot_p50_ms": 0.10,
+    "ttft_p99_ms": 0.25,
+    "tpot_p99_ms": 0.25,
+}
+"""How far each figure may be off."""
+PAUSE_S: Final = 0.3
+"""Between two loads."""
+TRIAL_REQUESTS: Final = 6
+"""For each slot, of the simulation that tells the capacity."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    config: str
+    load: str
+
+
+class Row(NamedTuple):
+    cell: Cell
+    measured: Figures
+    predicted: Figures
+
+    def error(self, name: str) -> float:
+        """Relative; infinite where only one of them has the figure."""
+        measured, predicted = self.measured[name], self.predicted[name]
+        if math.isnan(measured) and math.isnan(predicted):
+            return 0.0
+        return abs(predicted / measured - 1) if measured > 0 and not math.isnan(predicted) else math.inf
+
+    def ok(self, name: str) -> bool:
+        return self.error(name) <= WITHIN[name]
+
+
+def workload(kind: str, slots: int, per_s: float, seconds: float, seed: int) -> str:
+    """A workload file.
+
+    Args:
+        kind: One of `LOADS`.
+        slots: Of the configuration.
+        per_s: Requests a second that it can answer.
+        seconds: That the load is to take.
+        seed: Of what is drawn.
+    """
+    head = f"seed: {seed}\nvocab_size: 1024\nstreams:\n"
+    if kind == "light":
+        return f"{head}    all: {{rate: {LIGHT * per_s:.4g}, ends_s: {seconds:g}, {LENGTHS}}}\n"
+    if kind == "at capacity":
+        count = max(2 * slots, round(seconds * per_s))
+        return f"{head}    all: {{concurrency: {slots}, requests: {count}, {LENGTHS}}}\n"
+    rate, ends = OVERLOAD * per_s, seconds / OVERLOAD
+    return (
+        f"{head}    people: {{rate: {0.4 * rate:.4g}, ends_s: {ends:g}, class: interactive, tenants: 3, {LENGTHS}}}\n"
+        f"    rest: {{rate: {0.4 * rate:.4g}, ends_s: {ends:g}, tenants: {{big: 3, small: 1}}, {LENGTHS}}}\n"
+        f"    bulk: {{rate: {0.2 * rate:.4g}, ends_s: {ends:g}, class: batch, {LENGTHS}}}\n"
+    )
+
+
+def cells_of(name: str, config: ServingConfig, profile: Profile, arguments: argparse.Namespace) -> Iterator[Cell]:
+    """Writes the loads of a configuration."""
+    slots, folder = config.model.decode_batch_size, arguments.keep
+    trial = folder / "trial.yaml"
+    trial.write_text(
+        workload("at capacity", slots, 0.0, 0.0, arguments.seed).replace(
+            f"requests: {2 * slots}", f"requests: {max(40, TRIAL_REQUESTS * slots)}"
+        )
+    )
+    per_s = figures_of(Simulation(config, read_workload(trial), profile).run())["requests_per_s"]
+    for kind in LOADS:
+        if kind in arguments.loads:
+            cell = Cell(name, kind)
+            path_of(folder, cell, "yaml").write_text(workload(kind, slots, per_s, arguments.seconds, arguments.seed))
+            yield cell
+
+
+def path_of(folder: Path, cell: Cell, suffix: str) -> Path:
+    return folder / f"{cell.config}, {cell.load}.{suffix}"
+
+
+def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
+    """Plays the loads of one configuration on a server of its own; keeps what clients saw, and its recordings."""
+    folder: Path = arguments.keep
+    settings = CONFIGS[name]
+    cells = list(cells_of(name, load_config(arguments.config, settings), profile, arguments))
+    with own_server(arguments.config, settings, None, (folder / name).resolve()) as config:
+        classes = config.request_classes
+        warm = read_workload(path_of(folder, cells[0], "yaml"), 99)
+        uvloop.run(play(config.serving.url, warm, classes, "warm", min(1.5, arguments.seconds)))
+        for cell in cells:
+            load = read_workload(path_of(folder, cell, "yaml"))
+            for _ in range(arguments.attempts):
+                time.sleep(PAUSE_S)
+                watch = Disturbance()
+                played = uvloop.run(play(config.serving.url, load, classes, cell.load.replace(" ", "-")))
+                share = watch.share()
+                if share <= MOST:
+                    break
+                sys.stderr.write(f"{cell.load}: other programs took {share:.0%} of the processors\n")
+            rows = [{**asdict(each), "request_class": each.request_class.name} for each in played.outcomes]
+            path_of(folder, cell, "json").write_text(json.dumps(rows))
+
+
+def compare(cell: Cell, folder: Path, arguments: argparse.Namespace, profile: Profile) -> Row:
+    config = load_config(arguments.config, CONFIGS[cell.config])
+    load = read_workload(path_of(folder, cell, "yaml"))
+    simulated = Simulation(config, load, profile, arguments.seed).run()
+    classes = {each.name: each for each in config.request_classes}
+    rows = json.loads(path_of(folder, cell, "json").read_text())
+    outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
+    return Row(cell, figures_of(Result("measured", load.name, profile, outcomes)), figures_of(simulated))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Predicted / measured and the error of each figure; an exclamation mark where it is off by more than it may be."""
+    titles = ["configuration", "load", "requests", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "TTFT p99 ms"]
+    titles += ["TPOT p99 ms"]
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        cells = [row.cell.config, row.cell.load, f"{row.measured['requests']:.0f}"]
+        for name in WITHIN:
+            predicted, measured = row.predicted[name], row.measured[name]
+            mark = "" if row.ok(name) else " !"
+            sign = predicted / measured - 1 if measured else math.nan
+            cells.append(f"{predicted:.4g} / {measured:.4g} ({sign:+.0%}){mark}")
+        lines.append(cells)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    told = [
+        f"{name}: {sum(row.ok(name) for row in rows)} of {len(rows)} within {most:.0%}" for name, most in WITHIN.items()
+    ]
+    total = sum(row.ok(name) for row in rows for name in WITHIN)
+    return f"{text}\n\n{'; '.join(told)}; in all {total} of {len(rows) * len(WITHIN)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, required=True, help="of `llm-serving profile` on this machine")
+    parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="serving YAML to vary")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="of the configurations")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS, help="of the loads")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a load (default: 6)")
+    parser.add_argument("--seed", type=int, default=1, help="of loads and simulation (default: 1)")
+    parser.add_argument(
+        "--attempts", type=int, default=3, help="to play a load while no other programs take processors (default: 3)"
+    )
+    parser.add_argument("--keep", type=Path, default=Path("scorecard"), help="folder for what was measured")
+    parser.add_argument("--measure-only", action="store_true", help="keep what was measured; compare it later")
+    parser.add_argument("--against", type=Path, help="folder of an earlier run: nothing is measured")
+    arguments = parser.parse_args()
+    profile = read_profile(arguments.profile)
+    folder: Path = arguments.against or arguments.keep
+    if arguments.against is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in arguments.only:
+            sys.stderr.write(f"{name}\n")
+            measure(name, arguments, profile)
+    if arguments.measure_only:
+        return 0
+    cells = [Cell(name, kind) for name in arguments.only for kind in LOADS if kind in arguments.loads]
+    rows = [compare(cell, folder, arguments, profile) for cell in cells if path_of(folder, cell, "json").exists()]
+    sys.stdout.write(table(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

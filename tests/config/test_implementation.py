@@ -1,0 +1,67 @@
+"""`model_config.implementation: mindformers`: what it asks of the rest of the configuration."""
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.errors import ConfigError
+
+GIVEN = "model_config.implementation=mindformers"
+
+
+def test_native_is_the_default():
+    assert load_config(None, []).model.implementation == "native"
+
+
+def test_kernels_become_the_primitives():
+    assert load_config(None, [GIVEN]).device.kernels == "primitives"
+    assert load_config(None, []).device.kernels == "auto"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "device_config.kernels=program",
+            "`device_config.kernels` must be auto or primitives with model_config.impl",
+        ),
+        (
+            "device_config.kernels=plain",
+            "`device_config.kernels` must be auto or primitives with model_config.impleme",
+        ),
+        (
+            "device_config.exactness=fast",
+            "`device_config.exactness` must be exact with model_config.implementation: ",
+        ),
+        (
+            "quant_config.quantization=w8a8",
+            "`quant_config.quantization` must be null with model_config.implementatio",
+        ),
+        (
+            "model_config.model_dtype=float32",
+            "`model_config.model_dtype` must be bfloat16 or float16 with model_confi",
+        ),
+        (
+            "model_config.mindir_path=.",
+            "`model_config.mindir_path` must be null with model_config.implementation: min",
+        ),
+        (
+            "model_config.implementation=torch",
+            "`model_config.implementation` must be one of native, mindformers",
+        ),
+    ],
+)
+def test_what_a_class_of_mindformers_cannot_do_is_refused(change, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [GIVEN, change])
+    assert message in str(error.value)
+
+
+def test_a_model_without_a_class_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["MistralForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, '
+        '"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}'
+    )
+    with pytest.raises(
+        ConfigError,
+        match="must be native for this model: MistralForCausalLM has",
+    ):
+        load_config(None, [GIVEN], tmp_path)

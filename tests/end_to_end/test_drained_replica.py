@@ -1,0 +1,59 @@
+"""Two real replicas, one of which leaves and joins while requests come: the answers are those of one alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from server_process import start_server
+
+pytestmark = pytest.mark.end_to_end
+
+NUM_REQUESTS = 12
+
+
+def body(number: int) -> dict[str, Any]:
+    return {
+        "prompt": f"Count from {number} to {number + 9}.",
+        "max_tokens": 24 + number,
+        "temperature": 1.0,
+        "seed": number,
+        "ignore_eos": True,
+    }
+
+
+async def ask(client: httpx.AsyncClient, number: int) -> str:
+    response = await client.post("/v1/completions", json=body(number))
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+async def reach(client: httpx.AsyncClient, state: str) -> None:
+    while (await client.get("/v1/replicas")).json()["replicas"][1]["state"] != state:
+        await asyncio.sleep(0.02)
+
+
+def test_a_replica_leaves_and_joins_under_load_and_nothing_is_lost() -> None:
+    server = start_server("--set", "model_config.decode_batch_size=4", num_agents=2)
+    try:
+
+        async def run() -> None:
+            async with asyncio.timeout(120), server.client() as client:
+                alone = [await ask(client, number) for number in range(NUM_REQUESTS)]
+                loaded = [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
+                assert (await client.post("/v1/replicas/1/drain")).status_code == 200
+                loaded += [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
+                await reach(client, "left")
+                assert len(server.work_agents()) == 1
+                assert (await client.post("/v1/replicas/1/join")).status_code == 200
+                await reach(client, "serving")
+                loaded += [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
+                assert await asyncio.gather(*loaded) == alone * 3
+                assert len(server.work_agents()) == 2
+
+        asyncio.run(run())
+    finally:
+        server.stop()

@@ -1,0 +1,127 @@
+"""Replicas leave and join under load; every request is answered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from async_engine_setup import Setup
+from fake_runner import expected_output
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.control import ReplicaRow
+from llm_serving.engine.request_stream import RequestStream
+from llm_serving.errors import RequestError
+
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+async def token_ids(stream: RequestStream) -> list[int]:
+    return [token async for piece in stream for token in piece.token_ids]
+
+
+async def reach(engine: AsyncEngine, state: str) -> None:
+    """Waits until replica 1 is in this state."""
+    async with asyncio.timeout(30):
+        while engine.replicas.state(1) != state:
+            await asyncio.sleep(0)
+
+
+def ask(engine: AsyncEngine, number: int) -> RequestStream:
+    return engine.generate([5 + number, 6], SAMPLING, request_id=str(number))
+
+
+def test_a_drained_replica_finishes_what_it_has_gets_nothing_more_and_leaves() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, max_num_seqs=2)
+        async with setup.running() as engine:
+            for runner in setup.runners.values():
+                runner.gate.clear()
+            streams = [ask(engine, number) for number in range(12)]  # most of them wait
+            engine.control.drain(1)
+            engine.control.drain(1)
+            assert engine.control.replica_rows() == [ReplicaRow(0, "serving", 6), ReplicaRow(1, "draining", 6)]
+            streams += [ask(engine, number) for number in range(12, 16)]
+            assert engine.control.replica_rows() == [ReplicaRow(0, "serving", 10), ReplicaRow(1, "draining", 6)]
+            for runner in setup.runners.values():
+                runner.gate.set()
+            answers = await asyncio.gather(*map(token_ids, streams))
+            assert answers == [expected_output([5 + number, 6], 6) for number in range(16)]
+            await reach(engine, "left")
+            health = engine.health()
+            assert (health.ready, health.detail, health.loading) == (True, "ready", False)
+
+    asyncio.run(run())
+
+
+def test_one_that_has_left_loads_and_serves_when_it_joins() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            engine.control.drain(1)  # it has nothing to finish
+            await reach(engine, "left")
+            before = setup.runners[1]
+            engine.control.join(1)
+            await reach(engine, "serving")
+            assert setup.runners[1] is not before
+            for runner in setup.runners.values():
+                runner.gate.clear()
+            streams = [ask(engine, number) for number in range(4)]
+            assert [row.num_unfinished for row in engine.control.replica_rows()] == [2, 2]
+            for runner in setup.runners.values():
+                runner.gate.set()
+            assert await asyncio.gather(*map(token_ids, streams)) == [expected_output([5 + n, 6], 6) for n in range(4)]
+
+    asyncio.run(run())
+
+
+def test_one_that_joins_before_it_has_left_goes_on() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            before = setup.runners[1]
+            before.gate.clear()
+            setup.runners[0].gate.clear()
+            streams = [ask(engine, number) for number in range(2)]
+            engine.control.drain(1)
+            engine.control.join(1)
+            for runner in setup.runners.values():
+                runner.gate.set()
+            await asyncio.gather(*map(token_ids, streams))
+            assert engine.replicas.state(1) == "serving"
+            assert setup.runners[1] is before
+
+    asyncio.run(run())
+
+
+def test_replicas_that_leave_and_join_in_turns_under_load_lose_nothing() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2, max_num_seqs=2)
+        async with setup.running() as engine:
+            streams: list[asyncio.Task[list[int]]] = []
+            for turn in range(6):
+                streams += [asyncio.create_task(token_ids(ask(engine, 8 * turn + number))) for number in range(8)]
+                engine.control.drain(1)
+                streams += [asyncio.create_task(token_ids(ask(engine, 100 + turn)))]
+                await reach(engine, "left")
+                engine.control.join(1)
+                if turn % 2:
+                    await reach(engine, "serving")
+            answers = await asyncio.gather(*streams)
+            assert len(answers) == 54 and all(len(answer) == 6 for answer in answers)
+
+    asyncio.run(run())
+
+
+def test_the_last_one_stays_and_what_is_not_there_is_no_replica() -> None:
+    async def run() -> None:
+        setup = Setup(num_replicas=2)
+        async with setup.running() as engine:
+            engine.control.drain(1)
+            for replica, rule in ((0, "must not be the only one that serves"), (2, "must be an integer from 0 to 1")):
+                with pytest.raises(RequestError, match=rule):
+                    engine.control.drain(replica)
+            with pytest.raises(RequestError, match="must be an integer from 0 to 1"):
+                engine.control.join(-1)
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""AddExt, Add, Mul and SiLU: whatever MindSpore would compute by operators of these names."""
+
+import numpy as np
+import pytest
+from kernel_calls import FLOAT32_UNIT, FLOAT_TYPES, Typed, assert_close, call, empty, integers, scalar, status_of, typed
+from llm_serving.kernels import library, reference
+
+SHAPES = [
+    ((3, 37), (3, 37)),
+    ((64, 1024), (64, 1024)),
+    ((5, 40), (40,)),
+    ((5, 40), (1, 40)),
+    ((40,), (5, 40)),
+    ((5, 40), ()),
+    ((), (5, 40)),
+    ((5, 40), (5, 1)),
+    ((5, 1), (1, 40)),
+    ((2, 1, 3, 1), (4, 1, 7)),
+    ((1, 7), (1, 1)),
+    ((1,), ()),
+    ((0, 8), (1, 8)),
+]
+"""Of both inputs."""
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def numbers(values: object, dtype: str) -> Typed:
+    return scalar(np.array(values), dtype)
+
+
+def result(operator: str, a: Typed, b: Typed, *more: Typed) -> Typed:
+    y = empty(np.broadcast_shapes(a.array.shape, b.array.shape), a.dtype)
+    call(operator, a, b, *more, y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_floats_of_every_shape_are_rounded_once(isa: str, dtype: str) -> None:
+    for a_shape, b_shape in SHAPES:
+        a, b = typed(normal(1, *a_shape), dtype), typed(normal(2, *b_shape), dtype)
+        left, right = a.values.astype(np.float32), b.values.astype(np.float32)
+        total, product = typed(left + right, dtype), typed(left * right, dtype)
+        assert np.array_equal(result("Add", a, b).bits, total.bits), (a_shape, b_shape)
+        assert np.array_equal(result("AddExt", a, b, scalar(1, "int64")).bits, total.bits), (a_shape, b_shape)
+        assert np.array_equal(result("Mul", a, b).bits, product.bits), (a_shape, b_shape)
+
+
+def test_alpha_multiplies_the_second() -> None:
+    a, b = typed(normal(1, 3, 40), "float32"), typed(normal(2, 40), "float32")
+    y = result("AddExt", a, b, scalar(0.5, "float32"))
+    assert np.array_equal(y.array, a.array + np.float32(0.5) * b.array)
+    assert result("AddExt", integers([7, 9]), integers(4), scalar(-2, "int64")).array.tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap(dtype: str) -> None:
+    a = integers(np.array([[1, 2, 3], [100, 101, 127]]), dtype)
+    for b in (integers([[5], [3]], dtype), integers([7, 8, 9], dtype), integers(2, dtype), a):
+        with np.errstate(over="ignore"):
+            assert np.array_equal(result("Add", a, b).array, a.array + b.array)
+            assert np.array_equal(result("AddExt", a, b, scalar(1, "int64")).array, a.array + b.array)
+            assert np.array_equal(result("Mul", a, b).array, a.array * b.array)
+
+
+def test_other_numbers() -> None:
+    a, b = numbers([0.1, 0.2], "float64"), numbers(0.3, "float64")
+    assert np.array_equal(result("Add", a, b).array, a.array + b.array)
+    assert np.array_equal(result("Mul", a, b).array, a.array * b.array)
+    left, right = numbers([[False], [True]], "bool"), numbers([False, True], "bool")
+    assert np.array_equal(result("Add", left, right).array, left.array | right.array)
+    assert np.array_equal(result("Mul", left, right).array, left.array & right.array)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        (typed(np.ones((2, 8)), "float32"), typed(np.ones(7), "float32"), "shapes do not broadcast to the result's"),
+        (typed(np.ones(8), "float32"), typed(np.ones(8), "bfloat16"), "inputs and result must be of one type, are fl"),
+        (numbers([1, 2], "complex64"), numbers(1, "complex64"), "complex64 is no type of numbers that is added or m"),
+    ],
+)
+def test_what_is_refused(a: Typed, b: Typed, reason: str) -> None:
+    assert status_of("Mul", a, b, empty(a.array.shape, a.dtype)) != 0
+    assert library.last_error().startswith(f"Mul: {reason}")
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_silu_is_a_gate_times_one(isa: str, dtype: str) -> None:
+    for width in (1, 15, 16, 100, 40_000):
+        x, y = typed(3 * normal(width, width), dtype), empty((width,), dtype)
+        call("SiLU", x, y)
+        expected = reference.swiglu(np.concatenate([x.values, np.ones(width)])[None])[0]
+        assert_close(y, expected, 12 * FLOAT32_UNIT * np.abs(expected))

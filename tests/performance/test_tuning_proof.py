@@ -1,0 +1,22 @@
+"""The goals and loads that tuning is proved with, and the YAMLs that it is compared with."""
+
+import pytest
+from llm_serving.config import load_config
+from llm_serving.whatif.tuning.knobs import classes_in, tenants_in
+from llm_serving.whatif.workload import read_workload
+from tuning_proof import DEFAULT, TASKS, TUNED, Bench
+from whatif_loads import create_profile
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_goals_are_of_their_loads_and_random_yamls_can_be_served(tmp_path, name):
+    config = tmp_path / "my.yaml"
+    config.write_text("model_config: {decode_batch_size: 64}\npa_config: {num_blocks: 1024}\n")
+    bench = Bench(name, config, tmp_path / name, create_profile(), 1)
+    load = read_workload(bench.path("load"))
+    bench.goal.check_groups(classes_in(load_config(config), load), tenants_in(load))
+    variants = list(bench.variants(3))
+    assert [each[0] for each in variants] == [DEFAULT, TUNED, "random 1", "random 2", "random 3"]
+    assert len({str(overrides) for _, _, overrides in variants[2:]}) == 3
+    for _, _, overrides in variants[2:]:
+        load_config(config, overrides)

@@ -1,0 +1,40 @@
+"""In place of the process that is connected to Ray: no Ray, and WorkAgents that do what their arguments say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+from llm_serving.executor.ray_orders import AgentEnded, Connected, KillAgent, Order, RayPlaces, Unusable
+from llm_serving.transport.channel import Channel
+
+NOWHERE = "10.0.0.1:1"
+"""An address without a cluster."""
+HANGS = "hangs"
+"""An address whose cluster never lets go."""
+
+
+def main(places: str, socket_fd: str) -> None:
+    channel: Channel[Order] = Channel(socket.socket(fileno=int(socket_fd)), Order)  # type: ignore[arg-type]
+    address = msgspec.json.decode(places, type=RayPlaces).address
+    if address == NOWHERE:
+        channel.send(Unusable(f"there is no cluster at {address}"))
+        return
+    channel.send(Connected("127.0.0.1", f"process {os.getpid()}"))
+    if address == HANGS:
+        signal.pause()
+    while True:
+        order = channel.receive()
+        if isinstance(order, KillAgent):
+            channel.send(AgentEnded(order.number, "killed"))
+        elif "end" in order.arguments:
+            channel.send(AgentEnded(order.number, f"ended with {' '.join(order.arguments)}"))
+        elif "lose Ray" in order.arguments:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,69 @@
+"""MindFormers' own networks: the bytes of a request, and the native network's tokens; skipped where it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families.exactness import MINDFORMERS, Served, differing
+from graph_model import GraphModel, backend
+from llm_serving.config import load_config
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.kernels import library
+from llm_serving.offline import LLM
+from model_factories import random_weights, tiny_spec, write_safetensors
+
+pytestmark = [
+    pytest.mark.mindspore,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mindformers") is None,
+        reason="MindFormers is not installed: scripts/install_mindformers.sh",
+    ),
+]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = [
+    "Add 17 and 25.",
+    "Count from 1 to 9.",
+    "Sort these words alphabetically: sail rocket beach. " * 4,
+]
+CHUNKS = ("pa_config.num_blocks=64", "scheduler_config.max_prefill_tokens=48", "model_config.decode_batch_size=8")
+LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
+"""Of a logit, as a share of the largest: MindFormers rounds a gate before it multiplies by it."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama3.1", "float16"), ("qwen3", "bfloat16")])
+def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, dtype: str) -> None:
+    assert not differing(Served(name, tmp_path, MINDFORMERS, dtype))
+
+
+@pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_logits_are_those_of_the_native_network_but_for_roundings(
+    tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    tied = architecture == "Qwen3ForCausalLM"
+    spec = tiny_spec(architectures=[architecture], tie_word_embeddings=tied, rope_theta=1e6)
+    write_safetensors(tmp_path / "model.safetensors", random_weights(spec))
+    step = (list(range(40)), 0, [5, 2, 7])
+    theirs, native = (
+        GraphModel(spec, tmp_path, backend("cpu", dtype), as_program=not by_mindformers, by_mindformers=by_mindformers)
+        for by_mindformers in (True, False)
+    )
+    logits, expected = theirs.logits(step), native.logits(step)
+    assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
+    assert theirs.num_compilations == 1
+
+
+@pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
+def test_the_shipped_model_gives_the_native_tokens_in_one_graph(dtype: str) -> None:
+    settings = [*CHUNKS, f"model_config.model_dtype={dtype}"]
+    native = LLM(load_config(None, settings, Path("demo"))).generate(PROMPTS, GREEDY)
+    model = LLM(load_config(None, [*settings, "model_config.implementation=mindformers"], Path("demo")))
+    with library.profiling():
+        outputs = model.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in native]
+    called = {time.name for time in library.operator_times() if time.calls}
+    assert {"PagedAttention", "SiLU", "Mul", "Add"} <= called and "Swiglu" not in called

@@ -1,0 +1,76 @@
+"""A real connection between two network namespaces, whose link is cut with nobody told."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llm_serving.transport import connections
+from llm_serving.transport.connections import notice_silence
+from virtual_network import HERE, Link, VirtualNetwork, usable, virtual_network
+
+pytestmark = pytest.mark.skipif(not usable(), reason="needs root, ip and /dev/net/tun")
+
+ECHO = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
+    while data := connection.recv(4096):
+        connection.sendall(data)
+"""
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[VirtualNetwork]:
+    with virtual_network(HERE, "there") as network:
+        yield network
+
+
+@pytest.fixture
+def connection(network: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """To a program on the other machine that sends back what it gets; 1 s of silence is too much."""
+    monkeypatch.setattr(connections, "SILENCE_S", 1)
+    monkeypatch.setattr(connections, "_PROBE_S", 1)
+    with socket.create_server((network.hosts[HERE].address, 0)) as listener:
+        command = network.hosts["there"].command([sys.executable, "-c", ECHO])
+        process = subprocess.Popen([*command, *map(str, listener.getsockname())], stderr=subprocess.DEVNULL)
+        listener.settimeout(DEADLINE_S)
+        connection, _ = listener.accept()
+    connection.settimeout(DEADLINE_S)
+    notice_silence(connection)
+    with connection:
+        yield connection
+    network.mend("there")
+    process.kill()
+    process.wait()
+
+
+def echoes(connection: socket.socket) -> bool:
+    connection.sendall(b"?")
+    return connection.recv(1) == b"?"
+
+
+CUTS = [(False, ("to", "from")), (True, ("to", "from")), (True, ("to",)), (True, ("from",))]
+
+
+@pytest.mark.parametrize("busy, directions", CUTS)
+def test_a_link_that_is_cut_ends_the_connection(
+    network: VirtualNetwork, connection: socket.socket, busy: bool, directions: Any
+) -> None:
+    assert echoes(connection)
+    network.cut("there", *directions)
+    if busy:
+        connection.sendall(b"?")
+    with pytest.raises(OSError) as raised:
+        connection.recv(1)
+    assert raised.value.errno is not None, "the kernel ended it, not the deadline of this test"
+
+
+def test_a_link_that_loses_and_repeats_ends_nothing(network: VirtualNetwork, connection: socket.socket) -> None:
+    for direction in ("to", "from"):
+        network.set_link("there", direction, Link(delay_s=0.001, loss=0.05, duplicates=0.3))
+    assert all(echoes(connection) for _ in range(20))

@@ -1,0 +1,61 @@
+import pytest
+from llm_serving.errors import RecordingError
+from llm_serving.whatif.calibration import calibrate
+from llm_serving.whatif.cost_model import CostModel, Piece
+from llm_serving.whatif.http_player import Seen
+from llm_serving.whatif.measured_steps import MeasuredStep, Timings
+from llm_serving.whatif.step_shape import StepShape
+
+STEP = CostModel((Piece("step", 0.002), Piece("rows", 0.0001)))
+TAKE_S, FORM_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0005, 0.001, 0.00002, 0.0004
+
+
+@pytest.fixture
+def timings():
+    """Of a server that keeps exactly to these figures: every tenth step is formed while nothing is computed."""
+    timings, before = Timings(num_blocks=7), 10.0
+    for number in range(400):
+        rows = 1 + number % 7
+        alone = number % 10 == 0
+        asked = before + 1.0 if alone else before - 0.001
+        replied = (asked + FORM_S if alone else before) + STEP.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0))
+        step = MeasuredStep(shape, asked, asked if alone else None, before, replied, replied + TAKE_S)
+        timings.steps.append(step)
+        before = replied
+        name = f"play-{number}-abcd"
+        timings.arrivals[name] = asked
+        timings.replies[name] = [replied]
+    return timings
+
+
+@pytest.fixture
+def seen(timings):
+    return [
+        Seen(
+            f"play-{number}",
+            step.asked_s - REQUEST_S - CLIENT_S,
+            [step.replied_s + TAKE_S + TOKEN_S + CLIENT_S],
+        )
+        for number, step in enumerate(timings.steps)
+    ]
+
+
+def test_the_figures_of_a_server_are_found(timings, seen):
+    profile = calibrate(timings, [seen], name="n", source="s").profile
+    shape = StepShape(5, 5, 5, 99, 0, 0)
+    assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=1e-3)
+    assert profile.take.seconds(shape) == pytest.approx(TAKE_S, rel=1e-3)
+    assert profile.form.seconds(shape) == pytest.approx(FORM_S, rel=1e-2)
+    assert min(profile.request_s, profile.token_s, profile.client_s) > 0
+    assert (profile.measured, profile.num_blocks) == (True, 7)
+    assert profile.notes["step_error_p95"] < 0.01
+
+
+def test_without_clients_the_event_loop_takes_nothing(timings):
+    profile = calibrate(timings, name="n", source="s").profile
+    assert (profile.request_s, profile.token_s, profile.client_s) == (0.0, 0.0, 0.0)
+
+
+def test_too_few_steps_are_an_error():
+    with pytest.raises(RecordingError, match="at least 50 steps"):
+        calibrate(Timings(), name="n", source="s")

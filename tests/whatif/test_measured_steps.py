@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+from factories import create_request
+from llm_serving.errors import RecordingError
+from llm_serving.whatif.measured_steps import read_timings
+from llm_serving.whatif.step_shape import StepShape
+from recordings import MemoryFiles, create_recorded
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def recorded():
+    """A prompt alone, then two steps of which the second was formed ahead."""
+    files, clock = MemoryFiles(), Clock()
+    scheduler = create_recorded(files, clock=clock)
+    scheduler.add(create_request(6, request_id="a", arrival_time=1.0))
+    prompt = scheduler.schedule(1.5)
+    clock.now = 2.0
+    scheduler.update(prompt, [7])
+    first = scheduler.schedule(2.25)
+    ahead = scheduler.schedule(2.5)
+    clock.now = 3.0
+    scheduler.update(first, [8])
+    clock.now = 3.75
+    scheduler.update(ahead, [9])
+    return files.files[0]
+
+
+def written(data: bytes, folder: Path) -> Path:
+    (folder / "a.rec").write_bytes(data)
+    return folder / "a.rec"
+
+
+def test_steps_have_their_shapes_and_times(recorded, tmp_path):
+    timings = read_timings([written(recorded, tmp_path)])
+    prompt, first, ahead = timings.steps
+    assert prompt.shape == StepShape(rows=1, tokens=6, samples=1, context=6, pairs=21, moves=0)
+    assert ahead.shape == StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
+    assert (prompt.came_s, prompt.seconds, prompt.goes_on_s) == (1.0, 1.0, 2.25)
+    assert (first.ahead, first.seconds) == (False, 0.75)
+    assert (ahead.ahead, ahead.seconds) == (True, 0.75)
+
+
+def test_requests_have_their_arrival_and_the_times_of_their_tokens(recorded, tmp_path):
+    timings = read_timings([written(recorded, tmp_path)])
+    assert timings.arrivals == {"a": 1.0}
+    assert timings.replies == {"a": [2.0, 3.0, 3.75]}
+
+
+def test_a_damaged_recording_is_named(recorded, tmp_path):
+    with pytest.raises(RecordingError, match=r"a\.rec: record \d+ at byte \d+ is damaged"):
+        read_timings([written(recorded[:-20] + b"\0" + recorded[-19:], tmp_path)])

@@ -1,0 +1,23 @@
+from llm_serving.whatif.profiling_load import Limits, phases
+
+
+def test_every_request_fits_the_server():
+    limits = Limits(num_slots=12, max_len=200, num_cached=640, vocab_size=50)
+    found = phases(limits)
+    assert [each.name for each in found][3:7] == ["2 clients", "4 clients", "8 clients", "12 clients"]
+    for phase in found:
+        for asked in phase.load.streams[0].requests:
+            assert 1 <= len(asked.prompt_token_ids) + asked.num_output_tokens <= 200
+            assert asked.num_output_tokens >= 1
+            assert all(3 <= token < 50 for token in asked.prompt_token_ids)
+
+
+def test_the_smallest_server_has_phases_too():
+    for phase in phases(Limits(1, 8, 8, 16)):
+        assert phase.load.streams[0].requests[0].num_output_tokens >= 1
+
+
+def test_the_same_seed_asks_for_the_same():
+    limits = Limits(2, 64, 640, 50)
+    first, again, other = (phases(limits, seed)[3].load.streams[0].requests[:9] for seed in (1, 1, 2))
+    assert first == again != other
