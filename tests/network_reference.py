@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from llm_serving.kernels.reference import all_reduce
 from llm_serving.network.description import SIGNATURES, Network, Operation, Value, Weight
 from llm_serving.network.program import FUNCTIONS, KINDS, SCORES, Program
 from llm_serving.network.weights import Tensors, parameter
@@ -53,19 +54,34 @@ def parameters(network: Network, tensors: Tensors, num_positions: int) -> dict[W
 
 def run(operations: list[Operation], weights: dict[Weight, Array], step: Step) -> Array:
     """Float32 logits [S, V] of a step."""
-    values: dict[Value, Array] = {}
-
-    def read(value: Value) -> Array:
-        return values[value.root][:, value.start : value.start + value.width]
-
-    for each in operations:
-        roles: dict[str, Any] = {role: read(value) for role, value in each.inputs.items()}
-        roles |= {role: weights[weight] for role, weight in each.weights.items()}
-        result = globals()[f"_{each.kind}"](step, **roles, **each.attributes)
-        results = result if isinstance(result, tuple) else (result,)
-        values |= {y: results[("y", "sum", "shares", "chosen").index(role) % 2] for role, y in each.outputs.items()}
-    logits: Array = result
+    (logits,) = run_ranks([operations], [weights], [step])
     return logits
+
+
+def run_ranks(
+    operations: Sequence[list[Operation]], weights: Sequence[dict[Weight, Array]], steps: Sequence[Step]
+) -> list[Array]:
+    """As `run`, of several ranks side by side, each with its own operations, weights and caches."""
+    values: list[dict[Value, Array]] = [{} for _ in operations]
+
+    def read(rank: int, value: Value) -> Array:
+        return values[rank][value.root][:, value.start : value.start + value.width]
+
+    results: list[Any] = []
+    for together in zip(*operations, strict=True):
+        results = []
+        if together[0].kind == "all_reduce":
+            total = all_reduce([read(rank, each.inputs["x"]) for rank, each in enumerate(together)])
+            results = [total] * len(together)
+        for rank, each in enumerate(together if not results else ()):
+            roles: dict[str, Any] = {role: read(rank, value) for role, value in each.inputs.items()}
+            roles |= {role: weights[rank][weight] for role, weight in each.weights.items()}
+            results.append(globals()[f"_{each.kind}"](steps[rank], **roles, **each.attributes))
+        for rank, each in enumerate(together):
+            written = results[rank] if isinstance(results[rank], tuple) else (results[rank],)
+            for role, y in each.outputs.items():
+                values[rank][y] = written[("y", "sum", "shares", "chosen").index(role) % 2]
+    return results
 
 
 def run_program(program: Program, weights: Sequence[Array], step: Step) -> Array:

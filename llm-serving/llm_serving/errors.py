@@ -22,6 +22,7 @@ LLMServingError
 ├── NoWorkAgentsError           every WorkAgent has used up its restarts, and the server shall end then
 ├── WorkerError           500   a WorkAgent failed on a step
 │   ├── WorkerDiedError         its process ended or its channel broke
+│   ├── RankLostError           another process of the same replica is gone, or computes something else
 │   └── StepMismatchError       a reply does not match the step in flight
 ├── ReceiptError                a receipt cannot be read
 ├── RecordingError              a recording of the scheduler is damaged, or cannot be replayed
@@ -211,6 +212,10 @@ class WorkerError(LLMServingError):
 
 class WorkerDiedError(WorkerError):
     """The process of a WorkAgent ended, or its channel broke."""
+
+
+class RankLostError(WorkerError):
+    """Of the processes that compute a replica together one is gone, or does something else: none can go on."""
 
 
 class StepMismatchError(WorkerError):

@@ -185,6 +185,20 @@ def load() -> ctypes.CDLL:
     library.llm_sample_args_size.restype = ctypes.c_int64
     library.llm_read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.llm_read_memory.restype = ctypes.c_uint64
+    library.llm_join_ranks.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double]
+    library.llm_join_ranks.restype = ctypes.c_void_p
+    library.llm_error_of_ranks.argtypes = [ctypes.c_void_p]
+    library.llm_error_of_ranks.restype = ctypes.c_char_p
+    library.llm_begin_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
+    library.llm_all_reduce.argtypes = [*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_char_p]
+    library.llm_exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    for function in (library.llm_leave_ranks, library.llm_use_ranks):
+        function.argtypes = [ctypes.c_void_p]
+    for function in (
+        *(library.llm_leave_ranks, library.llm_use_ranks, library.llm_begin_step),
+        *(library.llm_all_reduce, library.llm_exchange),
+    ):
+        function.restype = None
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)
     return library
 

@@ -6,6 +6,7 @@ of its sums and of its result; the tests derive by how much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,14 @@ def weigh(x: Floats, gate: Floats) -> Doubles:
     """[T, H] times the sigmoid of [T, 1]"""
     weighed: Doubles = _double(x) / (1 + np.exp(-_double(gate)))
     return weighed
+
+
+def all_reduce(parts: Sequence[Floats]) -> NDArray[np.float32]:
+    """The sum of what each rank has, [T, H], added in float32 and in their order."""
+    total = np.zeros_like(np.asarray(parts[0], dtype=np.float32))
+    for part in parts:
+        total = total + np.asarray(part, dtype=np.float32)
+    return total
 
 
 def cap(x: Floats, scale: float, largest: float) -> Doubles:

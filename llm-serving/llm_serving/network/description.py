@@ -16,6 +16,7 @@ The operations (SIGNATURES has what each reads and writes):
     weigh       x * sigmoid(gate), one gate for each row
     route       the experts of each row, and their shares
     experts     the sum over a row's experts of share * down(silu(gate) * up)
+    all_reduce  the sum of a value over all ranks, in their order
     output      float32 logits of the rows that give a result
     states      those rows themselves, in float32
 """
@@ -74,9 +75,10 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "select": _signature("y", "x", "", ""),
     "weigh": _signature("y", "x gate", "", ""),
     "states": _signature("", "x", "", ""),
+    "all_reduce": _signature("y", "x", "", ""),
 }
 """By kind, in the order of their numbers. No family writes `select`, `states`, `added`, `sum`, `ordered`, `reader`, nor
-what `attend` has of keys and rotation: those are for `network.rewriting`."""
+what `attend` has of keys and rotation: those are for `network.rewriting`, as `all_reduce` is for `network.sharding`."""
 
 
 @dataclass(frozen=True, eq=False)

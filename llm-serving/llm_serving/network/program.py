@@ -40,6 +40,7 @@ _IN_PLACE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "experts": {"y": ("added",)},
     "norm": {"sum": ("added", "x")},
     "add": {"y": ("a", "b")},
+    "all_reduce": {"y": ("x",)},
 }
 
 

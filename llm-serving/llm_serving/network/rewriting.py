@@ -10,7 +10,9 @@ from llm_serving.network.description import PANEL, Operation, Value, Weight
 
 Operations = list[Operation]
 
-_ROW_BY_ROW: Final = frozenset({"linear", "norm", "activate", "add", "weigh", "route", "experts", "output", "states"})
+_ROW_BY_ROW: Final = frozenset(
+    {"linear", "norm", "activate", "add", "weigh", "route", "experts", "output", "states", "all_reduce"}
+)
 """What computes a row from that row alone."""
 
 

@@ -8,8 +8,8 @@ namespace llm {
 namespace {
 
 // In the order of their numbers.
-const Operation* const kOperations[] = {&kGather, &kLinear, &kNorm,    &kRotate, &kStore,  &kAttend, &kActivate,
-                                        &kAdd,    &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh,  &kStates};
+const Operation* const kOperations[] = {&kGather, &kLinear,  &kNorm,   &kRotate, &kStore, &kAttend, &kActivate, &kAdd,
+                                        &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh, &kStates, &kAllReduce};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
 constexpr int kTable = 2;  // where the operator is given the addresses

@@ -193,6 +193,7 @@ extern const Operation kGather, kNorm, kActivate, kAdd, kSelect, kWeigh, kStates
 extern const Operation kLinear, kOutput;                                           // program_products.cc
 extern const Operation kRotate, kStore, kAttend;                                   // program_attention.cc
 extern const Operation kRoute, kExperts;                                           // program_experts.cc
+extern const Operation kAllReduce;                                                 // program_ranks.cc
 
 // What attribute `function` numbers: 0 none, 1 silu, 2 gelu_tanh.
 inline bool is_gate(int32_t function) { return function == 1 || function == 2; }

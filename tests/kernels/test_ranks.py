@@ -1,0 +1,172 @@
+"""Sums over ranks: here threads, each with its own way into the memory; between processes it is the same memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from decoder_calls import Step
+from kernel_calls import FLOAT_TYPES, Typed, typed
+from llm_serving.errors import RankLostError
+from llm_serving.kernels import library, reference
+from llm_serving.kernels.ranks import Ranks
+from llm_serving.network.description import Network
+from program_calls import Runnable, run, runnable_of
+
+PIECE_BYTES = 1 << 20
+
+
+def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
+    return typed(np.random.default_rng(seed).standard_normal((count, width)), dtype)
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[int], int]]:
+    """Makes the memory of so many ranks."""
+    made: list[int] = []
+
+    def create(count: int) -> int:
+        made.append(os.memfd_create("ranks"))
+        os.ftruncate(made[-1], 4096 + 2 * count * PIECE_BYTES)
+        return made[-1]
+
+    yield create
+    for fd in made:
+        os.close(fd)
+
+
+def together(fd: int, count: int, body: Callable[[Ranks], Any]) -> list[Any]:
+    """What each rank makes of it, in a thread of its own."""
+
+    def one(rank: int) -> Any:
+        ranks = Ranks(fd, rank, count, 60)
+        try:
+            return body(ranks)
+        finally:
+            ranks.leave()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(one, rank) for rank in range(count)]]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_are_added_in_the_order_of_ranks_and_rounded_once(
+    isa: str, memory: Callable[[int], int], dtype: str, count: int
+) -> None:
+    parts = [[random(1, size, dtype, seed=rank) for rank in range(count)] for size in (1, 70, 33 * 1024)]
+    found = together(
+        memory(count), count, lambda ranks: [ranks.all_reduce(each[ranks.rank].array, dtype) for each in parts]
+    )
+    for each, sums in zip(parts, zip(*found, strict=True), strict=True):
+        expected = typed(reference.all_reduce([part.values for part in each]), dtype)
+        assert all(np.array_equal(total, expected.array) for total in sums)
+
+
+def test_more_than_one_piece_and_one_sum_after_another(memory: Callable[[int], int]) -> None:
+    parts = [random(5, PIECE_BYTES // 4, "bfloat16", seed=rank) for rank in range(2)]
+
+    def several(ranks: Ranks) -> list[Any]:
+        return [ranks.all_reduce(parts[ranks.rank].array[rows], "bfloat16") for rows in (slice(0, 5), 3, slice(1, 3))]
+
+    for found in together(memory(2), 2, several):
+        for rows, each in zip((slice(0, 5), 3, slice(1, 3)), found, strict=True):
+            expected = typed(reference.all_reduce([part.values[rows] for part in parts]), "bfloat16")
+            assert np.array_equal(each, expected.array)
+
+
+def test_ranks_tell_each_other_numbers(memory: Callable[[int], int]) -> None:
+    told = together(memory(3), 3, lambda ranks: ranks.exchange([ranks.rank, 10 + ranks.rank]))
+    assert told == [[[0, 10], [1, 11], [2, 12]]] * 3
+
+
+def test_one_that_is_gone_is_noticed_and_nothing_goes_well_any_more(memory: Callable[[int], int]) -> None:
+    def body(ranks: Ranks) -> None:
+        ranks.begin(1, 3600)
+        ranks.exchange([1])
+        if ranks.rank == 0:
+            with pytest.raises(RankLostError, match="rank 1 is gone"):
+                ranks.all_reduce(np.zeros(4, np.float32), "float32")
+            with pytest.raises(RankLostError, match="rank 1 is gone"):
+                ranks.exchange([1])
+
+    together(memory(2), 2, body)
+
+
+def test_what_one_gave_before_it_left_counts(memory: Callable[[int], int]) -> None:
+    assert together(memory(2), 2, lambda ranks: ranks.exchange([7])) == [[[7], [7]]] * 2
+
+
+def test_one_that_does_not_come_is_not_waited_for_without_end(memory: Callable[[int], int]) -> None:
+    fd = memory(2)
+    with pytest.raises(RankLostError, match=r"rank 1 did not come to step 0 in 0\.001 s"):
+        Ranks(fd, 0, 2, 0.001)
+
+
+def test_parts_of_two_steps_are_not_added(memory: Callable[[int], int]) -> None:
+    def body(ranks: Ranks) -> str | None:
+        ranks.begin(4 + ranks.rank, 3600)
+        with pytest.raises(RankLostError):
+            ranks.all_reduce(np.zeros(4, np.float32), "float32")
+        return ranks.error
+
+    told = ["rank 1 gives 16 bytes of step 5, rank 0 has 16 of step 4"]
+    told += ["rank 0 gives 16 bytes of step 4, rank 1 has 16 of step 5"]
+    found = together(memory(2), 2, body)
+    # Whoever is seen to have left before it is looked at is gone, which is as good.
+    assert told[0] == found[0] or told[1] == found[1]
+
+
+def test_a_seat_is_taken_once_and_must_be_there(memory: Callable[[int], int]) -> None:
+    fd = memory(2)
+
+    def twice(ranks: Ranks) -> None:
+        ranks.exchange([1])
+        if ranks.rank == 0:
+            with pytest.raises(RankLostError, match="rank 1 is taken"):
+                Ranks(fd, 1, 2, 60)
+        ranks.exchange([2])
+
+    together(fd, 2, twice)
+    with pytest.raises(RankLostError, match="rank 2 of 2: there must be 2 to 16"):
+        Ranks(fd, 2, 2, 60)
+    with pytest.raises(RankLostError, match="the memory of 3 ranks must be a file of"):
+        Ranks(fd, 0, 3, 60)
+
+
+def program_of_sum(x: Typed) -> Runnable:
+    """Adds the sum over all ranks to rows."""
+    net = Network(x.array.shape[1], len(x.array))
+    rows = net.gather("x")
+    net.output(net.add(rows, net._record("all_reduce", {"x": rows}, {}, {})), "one")
+    given = {"x.weight": x.values, "one.weight": np.eye(x.array.shape[1])}
+    with library.isa_in_use("plain"):  # which keeps weights as they are
+        return runnable_of(net, {weight: given[weight.names[0]] for weight in net.weights}, x.dtype)
+
+
+def step_of_rows(count: int) -> Step:
+    return Step(list(range(count)), [0] * count, [-1] * count, [[0]], [count], [count], list(range(count)))
+
+
+def test_a_program_adds_up_what_all_ranks_have(memory: Callable[[int], int]) -> None:
+    x, other = random(9, 64, "bfloat16"), random(9, 64, "bfloat16", seed=2)
+    runnable = program_of_sum(x)
+
+    def one(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            return ranks.all_reduce(other.array, "bfloat16")
+        ranks.use()
+        with library.isa_in_use("plain"):
+            return run(runnable, step_of_rows(9), []).array
+
+    logits, total = together(memory(2), 2, one)
+    assert np.array_equal(logits, typed(x.values + Typed(total, "bfloat16").values, "bfloat16").values)
+
+
+def test_a_program_that_computes_alone_adds_up_nothing() -> None:
+    with pytest.raises(AssertionError, match="this process computes with no other"):
+        run(program_of_sum(random(3, 64, "float32")), step_of_rows(3), [])
