@@ -43,15 +43,30 @@ def made_of(weight: Weight, parts: Sequence[Array]) -> Array:
     """The same from its tensors."""
     if len({part.dtype for part in parts}) > 1 or (weight.change is not None and parts[0].dtype != np.float32):
         parts = [to_float32(part) for part in parts]
-    stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if weight.rows is not None:
-        stack = _picked(stack, weight.rows)
+        stack = _picked_of_stack(parts, weight.rows)
+    else:
+        stack = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if weight.columns is not None:
         stack = _picked(stack.T, weight.columns).T
     if weight.change is not None:
         stack = weight.change(stack)
     whole: Array = np.ascontiguousarray(stack.reshape(weight.shape))
     return whole
+
+
+def _picked_of_stack(parts: Sequence[Array], order: Sequence[int]) -> Array:
+    """Rows of a stack in another order; of a memory map those that are not picked are not read."""
+    if len(parts) == 1:
+        return _picked(parts[0], order)
+    at = np.array(order)
+    rows: Array = np.zeros((len(at), *parts[0].shape[1:]), parts[0].dtype)
+    first = 0
+    for part in parts:
+        of_part = (at >= first) & (at < first + len(part))
+        rows[of_part] = part[at[of_part] - first]
+        first += len(part)
+    return rows
 
 
 def _picked(array: Array, order: Sequence[int]) -> Array:

@@ -1,0 +1,116 @@
+"""What ranks compute together is what one computes alone, but for the order of sums."""
+
+import math
+
+import numpy as np
+import pytest
+from family_configs import CONFIGS, RandomTensors, config_of
+from llm_serving.errors import ModelError
+from llm_serving.models.facts import Facts
+from llm_serving.models.registry import describe
+from llm_serving.network.description import Network
+from llm_serving.network.program import program_of
+from llm_serving.network.rewriting import rewrite, select_rows
+from llm_serving.network.sharding import rule_against, sharded
+from llm_serving.network.weights import parameter
+from network_reference import parameters, run, run_ranks, step_of_prompt
+
+TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
+WIDE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "intermediate_size": 128}
+LATENT = "deepseek2"
+
+
+def network(name: str, **facts: object) -> Network:
+    config = config_of(name) | facts
+    return describe(config["architectures"][0], Facts(config, name))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != LATENT])
+def test_two_ranks_compute_what_one_does(name: str) -> None:
+    net = network(name, **(WIDE if name != "llama, odd heads and odd inner" else {}))
+    expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net, every=True))[-1:]
+    ranks = [sharded(net, rank, 2) for rank in range(2)]
+    assert [cache.kv_heads for cache in ranks[0].caches] == [cache.kv_heads // 2 for cache in net.caches]
+    weights = [parameters(rank, RandomTensors(), 64) for rank in ranks]
+    for plans in (
+        [select_rows(rank.operations) for rank in ranks],
+        [rewrite(select_rows(rank.operations)) for rank in ranks],
+    ):
+        steps = [step_of_prompt(TOKENS, rank) for rank in ranks]
+        first, second = run_ranks([plan.operations for plan in plans], weights, steps)
+        assert np.array_equal(first, second)
+        assert np.allclose(first, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_four_ranks_have_a_head_of_keys_each() -> None:
+    net = network("baichuan2, 13B", **WIDE)
+    expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net))
+    ranks = [sharded(net, rank, 4) for rank in range(4)]
+    assert [cache.kv_heads for cache in ranks[3].caches] == [1, 1, 1]
+    weights = [parameters(rank, RandomTensors(), 64) for rank in ranks]
+    results = run_ranks([rank.operations for rank in ranks], weights, [step_of_prompt(TOKENS, rank) for rank in ranks])
+    assert np.allclose(results[0], expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_a_layer_has_two_sums() -> None:
+    kinds = [each.kind for each in sharded(network("llama"), 1, 2).operations]
+    assert kinds.count("all_reduce") == 2 * 3
+    # The sum is added to what goes on in the norm behind it: no instruction more than that of the sum itself.
+    assert len(program_of(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 2
+
+
+def test_ranks_have_slices_of_the_weights() -> None:
+    net = network("llama, biases, tied")
+    ranks = [sharded(net, rank, 2) for rank in range(2)]
+    for at, each in enumerate(net.operations):
+        if each.kind != "linear":
+            continue
+        (name, *_) = each.weights["weight"].names
+        whole = parameter(each.weights["weight"], RandomTensors(), 64)
+        parts = [
+            parameter(found.weights["weight"], RandomTensors(), 64)
+            for rank in ranks
+            for found in rank.operations
+            if found.kind == "linear" and found.weights["weight"].names == each.weights["weight"].names
+        ]
+        if "o_proj" in name or "down_proj" in name:
+            assert np.array_equal(np.concatenate(parts, axis=1), whole), at
+        elif "gate_proj" in name:
+            halves = [half for index in range(2) for half in (np.split(part, 2)[index] for part in parts)]
+            assert np.array_equal(np.concatenate(halves), whole)
+        else:
+            q, k, v = ([np.split(part, [64, 96])[index] for part in parts] for index in range(3))
+            assert np.array_equal(np.concatenate([*q, *k, *v]), whole)
+
+
+def test_two_ranks_have_what_one_has_but_for_table_head_and_norms() -> None:
+    net = network("llama")
+    rank = sharded(net, 0, 2)
+    multiplied = {each.weights["weight"] for each in net.operations if each.kind == "linear"}
+    halved = sum(math.prod(weight.shape) for weight in multiplied)
+    sizes = [sum(math.prod(w.shape) for w in each.weights if w.made is None) for each in (net, rank)]
+    assert sizes[0] - sizes[1] == halved // 2
+
+
+def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:
+    first, second = (sharded(network("llama, biases, tied"), rank, 2) for rank in range(2))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    assert any(name in weight.names for weight in first.weights)
+    assert not any(name in weight.names for weight in second.weights)
+    assert name in second.optional
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "count", "rule"),
+    [
+        ("llama", {}, 4, "must divide the 2 heads of keys and values"),
+        ("llama", {"intermediate_size": 97}, 2, "must divide the 97 columns of a feed-forward layer"),
+        ("qwen3, experts", {}, 2, "times 16 must divide the 48 columns of an expert"),
+        (LATENT, {}, 2, "must be 1 for a model whose keys are latent"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(name: str, facts: dict[str, object], count: int, rule: str) -> None:
+    net = network(name, **facts)
+    assert rule_against(net, count) == rule
+    with pytest.raises(ModelError, match=f"cluster_config.tensor_parallel: {rule}. Given: {count}"):
+        sharded(net, 1, count)
