@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from llm_serving.core.choices import JsonWhitespaceName
 from llm_serving.errors import LLMServingError
+from llm_serving.text.constraints.formats import narrow_formats
 
 WHITESPACES: Final[Mapping[str, str]] = {
     JsonWhitespaceName.NONE: "",
@@ -84,6 +85,7 @@ def json_grammar(
         raise GrammarError(f"is no JSON schema: {error}") from None
     if not isinstance(content, dict):
         raise GrammarError("must be a JSON schema, an object")
+    narrow_formats(content)
     return _begun({"json_schema": {**content, **json_options(whitespace, lenient=lenient)}})
 
 

@@ -29,7 +29,7 @@ def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> 
     path: Path = ()
     trials = 0
     while True:
-        for step, part in _parts_of(schema):
+        for step, part in parts_of(schema):
             trials += 1
             if trials > MAX_TRIALS:
                 return _pointer(path)
@@ -40,7 +40,7 @@ def fault_in(schema: Any, error: str, error_of: Callable[[Any], str | None]) -> 
             return _pointer(path)
 
 
-def _parts_of(schema: Any) -> Iterator[tuple[Path, Any]]:
+def parts_of(schema: Any) -> Iterator[tuple[Path, Any]]:
     if not isinstance(schema, dict):
         return
     for key in _BY_NAME:
