@@ -10,7 +10,12 @@ from importlib.metadata import version
 URL = os.environ.get("ACCEPTANCE_URL", "http://127.0.0.1:8835")
 MODEL = os.environ.get("ACCEPTANCE_MODEL", "demo")
 CITIES = ["Zurich", "Oslo"]
-WEATHER = {"type": "object", "properties": {"city": {"type": "string", "enum": CITIES}}, "required": ["city"]}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": CITIES}},
+    "required": ["city"],
+    "additionalProperties": False,  # the shipped model would think of others without end
+}
 
 
 def package(name: str) -> None:

@@ -3,12 +3,13 @@ from typing import Literal
 import instructor
 import openai
 from checking import MODEL, URL, check, package
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 package("instructor")
 
 
 class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # the shipped model would think of others without end
     city: Literal["Zurich", "Oslo"]
 
 
