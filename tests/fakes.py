@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llm_serving.demo_model
@@ -27,6 +28,7 @@ from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import Admission
 from llm_serving.engine.control import ReplicaRow
 from llm_serving.engine.health import EngineHealth
+from llm_serving.engine.reloading import Reloading
 from llm_serving.engine.shared_answers import SharedAnswers, Sharing
 from llm_serving.errors import CapacityError, LLMServingError, RequestError
 from llm_serving.models.pooling import Pooling
@@ -42,6 +44,9 @@ DEMO_TOKENIZER = Tokenizer.load(DEMO_FOLDER)
 DEMO_SPEC = ModelSpec.from_folder(DEMO_FOLDER)
 DEMO_CONSTRAINTS = ConstraintCompiler(DEMO_TOKENIZER, frozenset(DEMO_TOKENIZER.eos_token_ids), DEMO_SPEC.vocab_size)
 MAX_MODEL_LEN = 128
+
+
+_NO_REPLICAS: Any = SimpleNamespace(reload=lambda config: {})
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class FakeEngine:
         self.tokenizer = DEMO_TOKENIZER
         self.sampling_defaults: dict[str, object] = {}
         self.metrics = Metrics("demo")
+        self.reloading = Reloading(self.config, _NO_REPLICAS, self.metrics)
         self.max_model_len = MAX_MODEL_LEN
         self.shared = SharedAnswers(2**20, 60.0, lambda: 0.0)
         self.computed_by = ComputedBy(kernels="program", instruction_set="plain")

@@ -7,12 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import httpx
 from fake_runner import FakeRunner
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER
+from llm_serving.config import load_config
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.cache import CacheConfig
@@ -59,8 +61,10 @@ class GatedServer:
         api_keys: tuple[ApiKey, ...] = (),
         serving: dict[str, Any] | None = None,
         accepted: AcceptedRequests | None = None,
+        yaml: Path | None = None,
         **scheduler: Any,
     ) -> None:
+        """`yaml` is read in place of everything else that configures."""
         self.runner = GatedRunner()
         config = ServingConfig(
             model=ModelConfig(
@@ -74,6 +78,8 @@ class GatedServer:
             scheduler=SchedulerConfig(**scheduler),
             api_keys=api_keys,
         )
+        if yaml is not None:
+            config = load_config(yaml, ["model_config.max_generate_length=512"])
         spec = replace(ModelSpec.from_folder(DEMO_FOLDER), eos_token_ids=())
         self.metrics = Metrics("demo")
         self.engine = AsyncEngine(config, spec, DEMO_TOKENIZER, self.metrics, self._open_replica)

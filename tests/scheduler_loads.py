@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from factories import create_classes, create_request
+from factories import create_classes, create_request, create_scheduler
 from hypothesis import strategies as st
 from llm_serving.core.request import Request
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.rules import Rules
 
 shares = st.sampled_from([0.1, 0.5, 1.0])
 
@@ -53,6 +54,16 @@ def scheduler_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_steps_in_flight": draw(st.integers(1, 2)),
         "classes": create_classes(draw(st.integers(0, 8)), **changes),
     }
+
+
+STAY = ("max_preemptions", "static_batching", "max_steps_in_flight", "window", "num_blocks", "num_swap_blocks")
+"""Options that no reload changes."""
+
+
+def other_rules(options: dict[str, Any], others: dict[str, Any]) -> Rules:
+    """The rules of `others`, as far as a scheduler of `options` may take them over."""
+    other = create_scheduler(**others | {name: options[name] for name in STAY})
+    return Rules(other.limits, other.policy, other.classes, other.order, other.blocks.prefix_caching)
 
 
 arrivals = st.lists(

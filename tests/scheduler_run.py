@@ -6,6 +6,7 @@ from collections import deque
 
 from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.rules import Rules
 
 
 class SchedulerRun:
@@ -24,6 +25,16 @@ class SchedulerRun:
         self._gaps: dict[str, int] = {}
         self._prompt_gaps: dict[str, int] = {}
         """By stay."""
+        self._held_before: dict[str, int] = {}
+        """Places that classes had when the rules changed, as long as they have not become fewer."""
+
+    def reload(self, rules: Rules) -> None:
+        """What was left out until now counts no more; places that somebody has are kept."""
+        self.scheduler.reload(rules)
+        self.scheduler.check_integrity()
+        self.longest_decode_gap = 0
+        self._gaps, self._prompt_gaps = {}, {}
+        self._held_before = dict(self.scheduler.held)
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -36,11 +47,11 @@ class SchedulerRun:
 
     def step(self, token_id: int = 7, now: float = 0.0) -> Schedule | None:
         """Schedules a step, and updates with the oldest one when enough are in flight."""
-        decoding, prompts = self._decoding(), self._prompts()
+        decoding, prompts, num_running = self._decoding(), self._prompts(), len(self.scheduler.running)
         schedule = self.scheduler.schedule(now)
         self.scheduler.check_integrity()
         if schedule is not None:
-            self._check(schedule)
+            self._check(schedule, num_running)
             self._measure(schedule, decoding, prompts)
             self._in_flight.append(schedule)
         else:
@@ -69,9 +80,9 @@ class SchedulerRun:
     def _is_idle(self) -> bool:
         return not self.scheduler.has_unfinished_requests
 
-    def _check(self, schedule: Schedule) -> None:
+    def _check(self, schedule: Schedule, num_running: int) -> None:
         scheduler, limits = self.scheduler, self.scheduler.limits
-        assert schedule.num_tokens <= limits.max_num_batched_tokens
+        assert schedule.num_tokens <= max(limits.max_num_batched_tokens, num_running)
         assert len({row.request.request_id for row in schedule.rows}) == len(schedule.rows)
         for row in schedule.rows:
             assert row.query_len > 0
@@ -84,7 +95,8 @@ class SchedulerRun:
         assert len(prompts) <= limits.max_prefill_seqs
         for each in scheduler.classes:
             members = [request for request in scheduler.running if request.request_class is each]
-            assert len(members) <= max(1, each.max_running_share * limits.max_num_seqs)
+            before = self._held_before[each.name] = min(self._held_before.get(each.name, 0), len(members))
+            assert len(members) <= max(1, each.max_running_share * limits.max_num_seqs, before)
         assert schedule.num_bound_violations == 0
 
     def _decoding(self) -> list[Request]:

@@ -5,8 +5,9 @@ threads, event loop, the processes of the WorkAgents, their sockets and their mo
 may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
 it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
 link to the master is slow or cut, in one direction or in both (`simulated_network.py`). Clients come together, are
-refused, leave in any state of their request. After every step the laws that hold at every moment are checked; at the
-end, that every request has ended and that what it got is what it would have got alone.
+refused, leave in any state of their request. Rules change while all that goes on. After every step the laws that hold
+at every moment are checked; at the end, that every request has ended and that what it got is what it would have got
+alone.
 
     python tests/simulation.py --seeds 100000 --processes 2
 """
@@ -49,7 +50,9 @@ from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
+from llm_serving.scheduler.rules import Rules
 from llm_serving.transport.messages import Loaded
+from scheduler_loads import STAY
 from simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
 from simulated_clock import Clock
@@ -187,6 +190,9 @@ class Simulation:
         for index, replica in enumerate(self.replicas):
             replica.engine.on_started = self._master.replicas._publish_started
             self._master.replicas.engines[index] = replica.engine
+        self._scheduler = scheduler
+        self._reloads = _draw_reloads(random.Random(f"reload {seed}"))
+        self._num_reloads = 0
         self._stop_round = rng.randint(0, 60) if rng.random() < 0.05 else None
         self.clients = draw_clients(rng, beams=not scheduler["static_batching"], window=scheduler["window"])
         self._to_come = deque(self.clients)
@@ -236,6 +242,8 @@ class Simulation:
             self._leave(client, moment if client.engine is engine else None)
         if self.rng.random() < 0.05 and self._by_request_id:
             self._change_a_priority()
+        if self._reloads and self._reloads[0][0] <= self._round:
+            self._reload(self._reloads.popleft()[1])
 
     def _ask(self, client: Client) -> None:
         master, limits = self._master, self._config.scheduler
@@ -281,6 +289,19 @@ class Simulation:
         if client.engine.dead is None and not client.has_ended:
             priority = self.rng.choice((-MAX_PRIORITY, -1, 0, 1, MAX_PRIORITY))
             client.engine.ask(functools.partial(client.engine.reprioritise, client.stream.request_id, priority))
+
+    def _reload(self, rng: random.Random) -> None:
+        """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
+        others = _draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
+        self._config = _draw_config(rng, others)
+        self._master._follow(self._config)
+        self._num_reloads += 1
+        for replica in self.replicas:
+            if replica.engine.dead is None:
+                max_steps = replica.scheduler.limits.max_steps_in_flight
+                other = create_scheduler(**others, max_steps_in_flight=max_steps)
+                rules = Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
+                replica.engine.ask(functools.partial(replica.engine.reload, rules))
 
     def _leaves(self, client: Client, moment: str | None, engine: Engine | None) -> bool:
         if self._round < client.leaves_from_round:
@@ -361,6 +382,7 @@ class Simulation:
                 "restarts": counts["llm_serving:worker_restarts_total"],
                 "replicas": len(self.replicas),
                 "restarts that failed": sum(each.num_failed_starts for each in self.replicas),
+                "reloads": self._num_reloads,
                 "masters stopped": int(self._stop_round is not None and self._stop_round <= self._round),
             }
         )
@@ -416,6 +438,12 @@ def _draw_scheduler(rng: random.Random) -> dict[str, Any]:
             high={"max_waiting": rng.choice((None, 1))},
         ),
     }
+
+
+def _draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
+    """(round, what draws the rules), in a quarter of the seeds."""
+    rounds = sorted(rng.randint(0, 40) for _ in range(rng.choice((1, 1, 3)))) if rng.random() < 0.25 else []
+    return deque((each, random.Random(rng.random())) for each in rounds)
 
 
 def _draw_network(rng: random.Random, clock: Clock) -> SimulatedNetwork | None:

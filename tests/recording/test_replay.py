@@ -17,13 +17,16 @@ from llm_serving.recording.replay import ReplayDiffersError
 from llm_serving.recording.snapshot import capture, restore
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.policy import POLICIES
+from llm_serving.scheduler.rules import Rules
 from recordings import MemoryFiles, create_recorded, read, replay, seal, with_record
-from scheduler.test_properties import arrivals, create_load, scheduler_options
+from scheduler_loads import arrivals, create_load, other_rules, scheduler_options
 
 Load = list[tuple[int, int | None, Request]]
 
 
-def run_load(scheduler: Scheduler, load: Load, lost_at: int | None = None) -> list[Schedule]:
+def run_load(
+    scheduler: Scheduler, load: Load, lost_at: int | None = None, reload: tuple[int, Rules] | None = None
+) -> list[Schedule]:
     """Runs all requests to their end as the engine does; at one step the WorkAgent and what it had is lost."""
     done: list[Schedule] = []
     in_flight: list[Schedule] = []
@@ -36,6 +39,8 @@ def run_load(scheduler: Scheduler, load: Load, lost_at: int | None = None) -> li
         if step == lost_at:
             in_flight.clear()
             scheduler.lose_cache()
+        if reload is not None and step == reload[0]:
+            scheduler.reload(reload[1])
         for request in scheduler.running if step % 3 == 0 else []:
             scheduler.draft(request, [7, 7, 8])
         schedule = scheduler.schedule(step / 8)
@@ -80,14 +85,22 @@ def small_recording(**options: Any) -> bytes:
     options=scheduler_options(),
     lost_at=st.one_of(st.none(), st.integers(1, 20)),
     max_file_bytes=st.sampled_from([1, 2**24]),
+    others=scheduler_options(),
+    reloaded_at=st.one_of(st.none(), st.integers(1, 20)),
 )
 def test_a_replay_decides_the_same(
-    arrivals: list[tuple[Any, ...]], options: dict[str, Any], lost_at: int | None, max_file_bytes: int
+    arrivals: list[tuple[Any, ...]],
+    options: dict[str, Any],
+    lost_at: int | None,
+    max_file_bytes: int,
+    others: dict[str, Any],
+    reloaded_at: int | None,
 ) -> None:
     """Small files begin in the middle of everything, and each of them is replayed alone."""
     files = MemoryFiles()
     recorded = create_recorded(files, max_file_bytes, **options)
-    schedules = run_load(recorded, with_stop_ids(create_load(arrivals)), lost_at)
+    reload = None if reloaded_at is None else (reloaded_at, other_rules(options, others))
+    schedules = run_load(recorded, with_stop_ids(create_load(arrivals)), lost_at, reload)
     replays = [replay(data) for data in files.files]
     assert [each.hash for each in replays] == [seal(data) for data in files.files]
     assert replays[-1].next_step == len(schedules)
@@ -168,6 +181,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "first_scheduled_time",
         "running_since",
         "entered",
+        "entered_at_step",
         "draft_token_ids",
     }
     irrelevant = {

@@ -246,7 +246,7 @@ def test_a_hangup_has_the_log_opened_again_and_ends_nothing(tmp_path):
             pass
         path.rename(moved)
         process.send_signal(signal.SIGHUP)
-        read_until(process, "SIGHUP: logs and certificates are opened again")
+        read_until(process, "SIGHUP: logs, certificates and the YAML are read again")
         client.get(f"{url}/v1/models")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

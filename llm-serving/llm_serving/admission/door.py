@@ -69,14 +69,18 @@ class Door:
         self, config: ServingConfig, room: WaitingRoom, metrics: ClassMetrics, clock: Clock = monotonic
     ) -> None:
         self.book = AppointmentBook()
-        self._classes = config.request_classes
-        self._factor = config.scheduler.slo_refusal_factor
+        self.reload(config)
         self._room = room
         self._metrics = metrics
         self._clock = clock
         self._corrections: Corrections[Kind] = Corrections()
         self._wait_of_returned: dict[str, float] = {}
         """By class, seconds that those who came back were predicted to wait then."""
+
+    def reload(self, config: ServingConfig) -> None:
+        """From now on another configuration counts."""
+        self._classes = config.request_classes
+        self._factor = config.scheduler.slo_refusal_factor
 
     def check(
         self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica

@@ -93,7 +93,7 @@ class LoadEstimator:
         """The requests that have a place at this moment; None before the first has one."""
         self._num_slots: int | None = None
         """Of those that had one when there was no block for another; None: places are the limit."""
-        self._limits = limits
+        self.limits = limits
         self._prompt_steps = _Moments()
         self._decode_steps = _Moments()
         self._num_steps = 0
@@ -142,8 +142,8 @@ class LoadEstimator:
             self.measured = None
             return
         ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
-        num = self._limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
-        self.measured = Measured(self._limits, *cost, ends_per_row, num, num_prompt_tokens)
+        num = self.limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
+        self.measured = Measured(self.limits, *cost, ends_per_row, num, num_prompt_tokens)
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""

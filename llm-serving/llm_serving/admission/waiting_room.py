@@ -97,10 +97,6 @@ class WaitingRoom:
     """
 
     def __init__(self, config: ServingConfig, clock: Clock = monotonic) -> None:
-        self._max_requests = config.scheduler.max_waiting_queue
-        self._max_tokens = config.scheduler.max_waiting_tokens
-        self._max_of_tenant = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
-        self._classes = config.request_classes
         self._tallies: dict[tuple[int, str], Tally] = {}
         """By replica and class."""
         self._waiting: dict[str, _Entry] = {}
@@ -110,18 +106,28 @@ class WaitingRoom:
         self._waiting_of_tenant: Counter[str] = Counter()
         self._running_of_tenant: Counter[tuple[int, str]] = Counter()
         """By replica; of tenants that may run only so many."""
-        self._max_running = config.scheduler.max_running_per_tenant
-        self._max_running_of = {key.name: key.max_running for key in config.api_keys if key.max_running is not None}
         self._clock = clock
         self._rates: dict[str, DrainRate] = {_QUEUE: DrainRate()}
         """By name of a place: the queue, and those classes and tenants that have a limit of their own."""
-        for each in config.request_classes:
-            if each.max_waiting is not None:
-                self._rates[_class_place(each.name)] = DrainRate()
-        for tenant in self._max_of_tenant:
-            self._rates[_tenant_place(tenant)] = DrainRate()
+        self.reload(config)
 
     # --- events -----------------------------------------------------------------------------------------------------
+
+    def reload(self, config: ServingConfig) -> None:
+        """From now on the limits of another configuration count; whoever has been let in stays."""
+        self._max_requests = config.scheduler.max_waiting_queue
+        self._max_tokens = config.scheduler.max_waiting_tokens
+        self._max_of_tenant = {key.name: key.max_waiting for key in config.api_keys if key.max_waiting is not None}
+        self._classes = config.request_classes
+        self._max_running = config.scheduler.max_running_per_tenant
+        self._max_running_of = {key.name: key.max_running for key in config.api_keys if key.max_running is not None}
+        running = self._running.values()
+        self._running_of_tenant = Counter(
+            (each.replica, each.tenant) for each in running if self.max_running(each.tenant) is not None
+        )
+        limited = [_class_place(each.name) for each in config.request_classes if each.max_waiting is not None]
+        for place in (*limited, *map(_tenant_place, self._max_of_tenant)):
+            self._rates.setdefault(place, DrainRate())
 
     def enter(
         self,

@@ -21,7 +21,7 @@ from llm_serving.config.mindformers import CHECKPOINT_KEY, MindFormersFile, read
 from llm_serving.config.paths import DEMO_WORD, find, resolve, resolve_model, search_folders
 from llm_serving.config.row_checks import check_rows
 from llm_serving.config.rules import Rule
-from llm_serving.config.schema import SECTIONS, TABLES, ServingConfig
+from llm_serving.config.schema import SECTIONS, TABLES, Origin, ServingConfig
 from llm_serving.config.step_budget import choose_prefill_gap, choose_step_budget
 from llm_serving.config.tables import TableReader
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE
@@ -114,7 +114,7 @@ def load_config(
     check_graph_engine(values)
     check_cluster(values)
     check_rows(values, reading.tables)
-    return values.build(reading.tables)
+    return dataclasses.replace(values.build(reading.tables), origin=Origin(path, tuple(overrides), model))
 
 
 def _sections(root: Located) -> Iterator[tuple[str, Located]]:

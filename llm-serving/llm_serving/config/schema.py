@@ -5,6 +5,7 @@ In YAML, `null` always means "not given": the default applies. Keys whose type a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.rules import Rule, boolean, integer, positive, row_name, sha256, share
@@ -20,6 +21,15 @@ from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, Reques
 from llm_serving.hub import HubModel
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What `load_config` was called with, so that it can be called again."""
+
+    path: Path | None
+    overrides: tuple[str, ...]
+    model: str | Path | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
     """The whole configuration, checked.
@@ -31,6 +41,7 @@ class ServingConfig:
             "--model", "model config.json".
         notices: Sentences for the operator: keys without meaning, surprising combinations.
         hub_model: The model, where `model_path` was a name; perhaps its weights are still to be downloaded.
+        origin: What it was read from; None: it was not read.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -45,6 +56,7 @@ class ServingConfig:
     sources: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     hub_model: HubModel | None = None
+    origin: Origin | None = field(default=None, compare=False)
 
     @property
     def num_replicas(self) -> int:

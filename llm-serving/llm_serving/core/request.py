@@ -98,6 +98,8 @@ class Request:
     """Order of arrival at the scheduler; breaks ties, so that no two requests are equal."""
     entered: int = 0
     """Order in which it came into its class, by the numbers of `sequence`."""
+    entered_at_step: int = 0
+    """The step before which it came into its class."""
     request_class: RequestClass = STANDARD
     """Given by the scheduler, from `priority`."""
     queue_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)

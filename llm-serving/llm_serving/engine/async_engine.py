@@ -29,6 +29,7 @@ from llm_serving.engine.control import Control
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
+from llm_serving.engine.reloading import Reloading
 from llm_serving.engine.replicas import Events, OpenReplica, Replicas
 from llm_serving.engine.request_stream import RequestStream
 from llm_serving.engine.router import Placed, Router
@@ -101,6 +102,8 @@ class AsyncEngine:
         metrics.replicas = self.replicas.counts
         self.lookup = Lookup(config, self.replicas, self._requests, clock)
         self.control = Control(config, self.lookup, self.replicas, self._room, self._requests)
+        self.reloading = Reloading(config, self.replicas, metrics)
+        self.reloading.followers.append(self._follow)
         self.end_token_ids = end_token_ids(config.model, model_spec, tokenizer)
         """By which the model ends a text."""
         serving = config.serving
@@ -363,6 +366,13 @@ class AsyncEngine:
         """Nobody else gets an answer that is not computed to its end."""
         if opened is not None and isinstance(opened.stream, SharedAnswer):
             self.shared.forget(opened.stream)
+
+    def _follow(self, config: ServingConfig) -> None:
+        """From now on another configuration counts at the door."""
+        self.config = config
+        for each in (self._room, self._door, self._router):
+            each.reload(config)
+        self.metrics.classes.reload(config.request_classes)
 
     # --- what the replicas tell -------------------------------------------------------------------------------------
 

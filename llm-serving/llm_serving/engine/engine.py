@@ -39,6 +39,7 @@ from llm_serving.observe.metrics import Metrics
 from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
 from llm_serving.observe.swap_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
+from llm_serving.scheduler.rules import Rules
 from llm_serving.speculation import Drafter
 from llm_serving.text.tokenizer import Tokenizer
 
@@ -188,6 +189,16 @@ class Engine:
         if request is not None:
             request.deadline = deadline
             self._deadlines.add(request)
+
+    def reload(self, rules: Rules) -> None:
+        """Goes on by other rules. To be called by the engine's thread."""
+        self.scheduler.reload(rules)
+        self.load.limits = rules.limits
+        self.log_bounds()
+
+    def log_bounds(self) -> None:
+        for bounds in self.scheduler.bounds:
+            logger.info("replica %d: %s", self._index, bounds)
 
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""

@@ -20,6 +20,7 @@ from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES, Policy
+from llm_serving.scheduler.rules import Rules
 from llm_serving.speculation import Drafter
 from llm_serving.text.tokenizer import Tokenizer
 
@@ -40,14 +41,36 @@ def build_scheduler(
 
     It is recorded where the configuration names a folder, until it is dropped or the program ends.
     """
+    scheduler = config.scheduler
+    sees = Window.of(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
+    blocks = BlockManager(
+        num_blocks,
+        config.pa.block_size,
+        num_swap_blocks=num_swap_blocks,
+        prefix_caching=scheduler.prefix_caching,
+        window=sees,
+    )
+    limits, policy, classes, order, _ = build_rules(config, blocks.longest)
+    if scheduler.record_path is None:
+        return Scheduler(limits, policy, blocks, classes, order)
+    name = f"replica-{index}"
+    recorder = Recorder(
+        RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes, clock
+    )
+    recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
+    weakref.finalize(recorded, recorder.close)
+    return recorded
+
+
+def build_rules(config: ServingConfig, longest: int) -> Rules:
+    """What a scheduler decides by; `longest`: tokens of the longest request that its cache has room for."""
     scheduler, model = config.scheduler, config.model
     policy = POLICIES[scheduler.policy](config)
-    sees = Window.of(window, scheduler.max_prefill_tokens, model.max_generate_length)
     limits = SchedulerLimits(
         max_num_batched_tokens=scheduler.max_prefill_tokens,
         max_num_seqs=model.decode_batch_size,
         max_prefill_seqs=model.prefill_batch_size or model.decode_batch_size,
-        max_model_len=min(model.max_generate_length, sees.longest(config.pa.block_size, num_blocks)),
+        max_model_len=min(model.max_generate_length, longest),
         max_prefill_gap=scheduler.max_consecutive_decode_steps,
         max_preemptions=scheduler.max_preemptions_per_request,
         max_overtakes=scheduler.max_overtakes if policy.honours_classes else 0,
@@ -63,24 +86,8 @@ def build_scheduler(
         max_running_per_tenant=scheduler.max_running_per_tenant,
         max_running_of_tenant={key.name: key.max_running for key in config.api_keys if key.max_running is not None},
     )
-    blocks = BlockManager(
-        num_blocks,
-        config.pa.block_size,
-        num_swap_blocks=num_swap_blocks,
-        prefix_caching=scheduler.prefix_caching,
-        window=sees,
-    )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)
-    order = ORDERS[_order_name(config, policy)]()
-    if scheduler.record_path is None:
-        return Scheduler(limits, policy, blocks, classes, order)
-    name = f"replica-{index}"
-    recorder = Recorder(
-        RecordFiles(scheduler.record_path, name, scheduler.record_files), name, scheduler.record_file_bytes, clock
-    )
-    recorded = RecordedScheduler(limits, policy, blocks, classes, order, recorder)
-    weakref.finalize(recorded, recorder.close)
-    return recorded
+    return Rules(limits, policy, classes, ORDERS[_order_name(config, policy)](), scheduler.prefix_caching)
 
 
 def _order_name(config: ServingConfig, policy: Policy) -> str:
@@ -125,10 +132,8 @@ def build_engine(
     scheduler = build_scheduler(config, num_blocks, num_swap_blocks, index, window, clock)
     context = _context(config, scheduler.blocks)
     logger.info("replica %d: %d blocks of %d tokens; %s", index, num_blocks, config.pa.block_size, context)
-    for bounds in scheduler.bounds:
-        logger.info("replica %d: %s", index, bounds)
     journal = Journal(config.serving.explain_requests, config.serving.timeline_steps)
-    return Engine(
+    engine = Engine(
         scheduler,
         executor,
         tokenizer,
@@ -142,6 +147,8 @@ def build_engine(
         drafter=_drafter(config),
         clock=clock,
     )
+    engine.log_bounds()
+    return engine
 
 
 def _drafter(config: ServingConfig) -> Drafter | None:

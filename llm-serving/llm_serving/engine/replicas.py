@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from llm_serving.config.schema import ServingConfig
@@ -16,6 +18,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervised_executor import restart_delay_s
 from llm_serving.log import get_logger
@@ -57,6 +60,8 @@ class Replicas:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
         self._ledger = Ledger()
+        self._reloaded: ServingConfig | None = None
+        """What engines go by, where it is not what they are opened with."""
         self._drained: dict[int, threading.Event] = {}
         """Those that shall get no requests until they join again, each with what its thread waits for."""
         self._config = config.serving
@@ -128,6 +133,19 @@ class Replicas:
         engine = self.engines.get(index)
         if index in self._drained and engine is not None:
             engine.stop()
+
+    def reload(self, config: ServingConfig) -> dict[int, Future[None]]:
+        """Every engine goes on by the rules of another configuration, at its next step; later ones from the start.
+
+        Returns:
+            Done when an engine has; those that do not live are left out.
+        """
+        self._reloaded = config
+        asked = {}
+        for index, engine in self.living().items():
+            with contextlib.suppress(WorkerDiedError):
+                asked[index] = engine.ask(partial(_reload, engine, config))
+        return asked
 
     def join(self, index: int) -> None:
         """A drained replica serves again, and loads if it has left. One that was not drained is left alone.
@@ -202,6 +220,8 @@ class Replicas:
             engine.on_away = self._publish_away
             self._join(index, engine)
             self.engines[index] = engine
+            if self._reloaded is not None:
+                _reload(engine, self._reloaded)
             self._failures.pop(index, None)
             if not self._stopping.is_set():
                 logger.info("WorkAgent %d is ready", index)
@@ -240,3 +260,7 @@ class Replicas:
         """Ends the server, if it shall end then, once every WorkAgent has used up its restarts."""
         if self._config.exit_without_work_agents and all(engine.used_up for engine in self.living().values()):
             self._events.on_failure(NoWorkAgentsError(self.health().detail))
+
+
+def _reload(engine: Engine, config: ServingConfig) -> None:
+    engine.reload(build_rules(config, engine.scheduler.blocks.longest))

@@ -57,6 +57,10 @@ class Router:
         self._clock = clock
         self._prompts = PromptBlocks()
 
+    def reload(self, config: ServingConfig) -> None:
+        """Another configuration counts; the rule stays."""
+        self._config = config
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def block_names(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:

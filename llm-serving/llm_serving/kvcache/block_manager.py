@@ -47,7 +47,8 @@ class BlockManager:
         self.window = Window() if window is None else window
         self.most_blocks = self.window.most_blocks(block_size, num_blocks)
         """That a request holds at once."""
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
+        """Whether requests find blocks that others have computed."""
         self._alone: set[str] = set()
         """Requests that share no block, see `admit`."""
         self._tables: dict[str, BlockTable] = {}
@@ -198,7 +199,7 @@ class BlockManager:
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Lets others find the full blocks among the first `num_tokens`, which have been computed and are known."""
-        if not self._prefix_caching or request.request_id in self._alone:
+        if not self.prefix_caching or request.request_id in self._alone:
             return
         table = self._tables[request.request_id]
         num_named = min(num_tokens, request.num_tokens_known) // self.block_size
@@ -298,7 +299,7 @@ class BlockManager:
         if parent is not None and parent.request_id not in self._alone:
             source = self._tables[parent.request_id]
             num_common = self._num_common_tokens(request, parent) // self.block_size
-        if self._prefix_caching:
+        if self.prefix_caching:
             names = self._block_names(request, request.max_tokens_taken // self.block_size)
         ids, epochs = array("i"), array("i")
         block_size, first_block = self.block_size, self.window.first_block

@@ -54,6 +54,16 @@ class ClassMetrics:
         promised = [(each.name, target) for each in classes for target in TARGETS if _promises(each, target)]
         self._slo = Counter(dict.fromkeys(((*each, met) for each in promised for met in (True, False)), 0))
 
+    def reload(self, classes: Sequence[RequestClass]) -> None:
+        """The same classes promise something else from now on."""
+        with self._lock:
+            self._classes = tuple(classes)
+            for each in classes:
+                for target in TARGETS:
+                    if _promises(each, target):
+                        for met in (True, False):
+                            self._slo.setdefault((each.name, target, met), 0)
+
     def refused(self, request_class: RequestClass, reason: str, n: int = 1) -> None:
         """Requests were refused at the door, for one of `REFUSALS`."""
         with self._lock:

@@ -69,6 +69,7 @@ class Metrics(Collector):
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._guesses = {name: dict.fromkeys(map(str, Proposer), 0) for name in _GUESSES}
         self._finished = dict.fromkeys(FinishReason, 0)
+        self._reloads = dict.fromkeys(RELOADS, 0)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._inter_token = self._histograms["vllm:inter_token_latency_seconds"]
@@ -180,6 +181,11 @@ class Metrics(Collector):
         self._add("llm_serving:audits_total", 1)
         self._add("llm_serving:audit_mismatch_total", int(differs))
 
+    def reloaded(self, outcome: str) -> None:
+        """The configuration was read again; one of `RELOADS`."""
+        with self._lock:
+            self._reloads[outcome] += 1
+
     def worker_restarted(self, n: int = 1) -> None:
         self._add("llm_serving:worker_restarts_total", n)
 
@@ -255,6 +261,14 @@ class Metrics(Collector):
         for reason, count in self._finished.items():
             ends.add_metric([*values, reason.value], count)
         yield ends
+        reloads = CounterMetricFamily(
+            "llm_serving:config_reloads_total",
+            "Times the configuration was read again: applied, refused, or unchanged.",
+            labels=[*names, "outcome"],
+        )
+        for outcome, count in self._reloads.items():
+            reloads.add_metric([*values, outcome], count)
+        yield reloads
         for name, (by_proposer, text) in _GUESSES.items():
             guesses = CounterMetricFamily(by_proposer, text, labels=[*names, "proposer"])
             for proposer, count in list(self._guesses[name].items()):
@@ -267,6 +281,7 @@ class Metrics(Collector):
         yield from self.http.collect()
 
 
+RELOADS: Final = ("applied", "refused", "unchanged")
 _COUNTERS: Final = {
     "vllm:num_preemptions_total": "Times a running request lost its blocks.",
     "vllm:prompt_tokens_total": "Prompt tokens of requests that ended.",

@@ -25,6 +25,7 @@ from llm_serving.recording.records import (
     Event,
     Header,
     Paused,
+    Reloaded,
     Reprioritised,
     Resumed,
     Row,
@@ -36,6 +37,7 @@ from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Order
 from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.rules import Rules
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -262,6 +264,10 @@ class RecordedScheduler(Scheduler):
     def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
         self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))
         super().served_elsewhere(service)
+
+    def reload(self, rules: Rules) -> None:
+        self._record(Reloaded(*capture(rules)))
+        super().reload(rules)
 
     def lose_cache(self) -> None:
         self._record(CacheLost())

@@ -19,7 +19,7 @@ from llm_serving.errors import RecordingError
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 9
+FORMAT: Final = 10
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -116,6 +116,13 @@ class ServedElsewhere(msgspec.Struct, array_like=True, frozen=True, tag="served_
     """Class, tenant, tokens."""
 
 
+class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
+    """`reload`: the rules, as `Header` has the state."""
+
+    layouts: dict[str, list[str]]
+    nodes: list[Any]
+
+
 class CacheLost(msgspec.Struct, array_like=True, frozen=True, tag="lose_cache"):
     pass
 
@@ -136,7 +143,19 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     prompt_results: list[PromptResults]
 
 
-Event = Added | Drafted | Asked | Updated | Paused | Resumed | Reprioritised | Ended | ServedElsewhere | CacheLost
+Event = (
+    Added
+    | Drafted
+    | Asked
+    | Updated
+    | Paused
+    | Resumed
+    | Reprioritised
+    | Ended
+    | ServedElsewhere
+    | Reloaded
+    | CacheLost
+)
 Record = Header | Event | Decided
 
 encode = msgspec.msgpack.Encoder().encode

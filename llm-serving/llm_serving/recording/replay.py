@@ -25,6 +25,7 @@ from llm_serving.recording.records import (
     Event,
     Paused,
     Reader,
+    Reloaded,
     Reprioritised,
     Resumed,
     Row,
@@ -146,6 +147,8 @@ class Replay:
                 scheduler.reprioritise(self._requests[sequence], priority)
             case ServedElsewhere(service):
                 scheduler.served_elsewhere({(name, tenant): num_tokens for name, tenant, num_tokens in service})
+            case Reloaded(layouts, nodes):
+                scheduler.reload(restore(layouts, nodes))
             case CacheLost():
                 scheduler.lose_cache()
                 self._open.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from llm_serving.core.request_class import RequestClass
@@ -62,6 +62,7 @@ def class_bounds(
     block_size: int,
     policy: Policy,
     window: Window | None = None,
+    num_running: int = 0,
 ) -> list[ClassBounds]:
     """The bounds of each class.
 
@@ -85,6 +86,9 @@ def class_bounds(
     A prompt that has a place goes on in the order of admission once its class has aged and has had its turn: before it
     are those of its class that have places too, and at most as many tokens as the cache holds.
 
+    Where more run than there are places, as there were more when they were admitted, nobody is admitted until so many
+    have ended. Until then each step has room for a token of each, and what that leaves for prompts may be less.
+
     Where windows slide, a request holds no more than its window and a step, so more of the longest run side by side,
     and those that run have more tokens than the cache; where it has no room for a whole step, steps are shorter.
 
@@ -95,6 +99,7 @@ def class_bounds(
         block_size: Tokens of a block.
         policy: What steps begin with.
         window: What a request needs of the cache; None: all of it.
+        num_running: Requests that have places already.
     """
     window = Window() if window is None else window
     longest = min(limits.max_model_len, window.longest(block_size, num_blocks))
@@ -109,27 +114,31 @@ def class_bounds(
         chunk = min(chunk, window.least_chunk(block_size, num_blocks))
     cache_tokens = num_blocks * a_block
     a_prompt_token = _steps_a_prompt_token(limits, policy, chunk)
+    crowded = replace(
+        limits,
+        max_num_seqs=max(limits.max_num_seqs, num_running),
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, num_running),
+    )
+    a_token_now = max(a_prompt_token, _steps_a_prompt_token(crowded, policy, chunk))
     sum_of_weights = sum(each.weight for each in classes)
     bounds = []
     for each in classes:
         is_highest = each is classes[0]
         part = Fraction(each.weight, sum_of_weights)
         # Prompts of others can leave out what decodes only where they have places beside it.
-        a_token = min(1 / part, Fraction(policy.max_decode_gap + 1)) if limits.max_num_seqs > 1 else Fraction(1)
+        a_token = min(1 / part, Fraction(policy.max_decode_gap + 1)) if crowded.max_num_seqs > 1 else Fraction(1)
         a_token += limits.max_steps_in_flight - 1
         # Whoever loses its place is computed again.
         num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
         service = longest * a_token / num_places
         service += num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
-        until_free = longest * a_token + cache_tokens * a_prompt_token + limits.max_num_seqs * _steps_a_prompt(limits)
+        until_free = longest * a_token + cache_tokens * a_token_now + crowded.max_num_seqs * _steps_a_prompt(limits)
         turns = (len(classes) - 1) * limits.turn_steps
         ageing = 0 if is_highest else each.ageing_steps
         first = ageing + math.ceil((until_free + turns) / part)
-        num_others = limits.max_num_seqs - 1
+        num_others = crowded.max_num_seqs - 1
         tokens_before = min(Fraction(num_others * longest), cache_tokens)
-        prompts = (
-            tokens_before * a_prompt_token + num_others * _steps_a_prompt(limits) + _prompt_gap(limits, policy) + 2
-        )
+        prompts = tokens_before * a_token_now + num_others * _steps_a_prompt(limits) + _prompt_gap(limits, policy) + 2
         bounds.append(
             ClassBounds(
                 each.name,

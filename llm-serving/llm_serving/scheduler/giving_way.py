@@ -41,6 +41,10 @@ class GivingWay:
         self._preempted, self._preemptions = [], []
         return taken
 
+    def take_over(self, other: GivingWay) -> None:
+        """What another has to tell is told here."""
+        self._preempted, self._preemptions = other.take()
+
     def displace_for(self, request: Request, parent: Request | None, draft: StepDraft) -> bool:
         """Whether others have given way to the waiting request, which has room then; otherwise nobody has."""
         victims = victims_for(request, parent, self._places, self._waits.queue.turns, self._classes)

@@ -23,6 +23,8 @@ class Places:
         """Blocks in the tables of these requests; one that two share counts for both."""
         self._limits = limits
         self._blocks = blocks
+        self._most = limits.max_num_seqs
+        """Places that there are; more than the limit where more ran when that was lowered, until they have ended."""
 
     def __len__(self) -> int:
         return len(self.running)
@@ -32,10 +34,17 @@ class Places:
         self._count(request, 1)
         insort(self.running, request, key=_queue_key)
 
+    def take_over(self, running: Sequence[Request]) -> None:
+        """Those that run under other limits keep their places; they have another order, or class, perhaps."""
+        for request in running:
+            self.take(request)
+        self._most = max(self._most, len(running))
+
     def leave(self, request: Request) -> None:
         """The request, which still has its blocks, runs no longer."""
         self.running.remove(request)
         self._count(request, -1)
+        self._most = max(self._limits.max_num_seqs, len(self.running))
 
     def clear(self) -> None:
         """Nobody runs any more."""
@@ -110,7 +119,7 @@ class Places:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when what is counted is not what is there."""
-        assert len(self.running) <= self._limits.max_num_seqs
+        assert len(self.running) <= self._most
         assert all(request.status is RUNNING for request in self.running)
         keys = [request.queue_key for request in self.running]
         assert keys == sorted(keys)

@@ -19,12 +19,13 @@ class QueueKeys:
         self._order = order
         self._max_head_start = limits.max_head_start_steps
 
-    def of(self, request: Request, step: int) -> Key:
-        """Of a request that comes into its class at this step."""
+    def of(self, request: Request) -> Key:
+        """Of a request that is in its class."""
         rank = request.request_class.rank
         if not self._honours_classes:
             return rank, 0.0, 0, request.sequence
-        return rank, self._order.place(request), step + self._head_start(request), request.sequence
+        step = request.entered_at_step + self._head_start(request)
+        return rank, self._order.place(request), step, request.sequence
 
     def with_priority(self, request: Request, priority: int) -> Key:
         """Of the request had it come to its class with this priority; it has it from now on."""

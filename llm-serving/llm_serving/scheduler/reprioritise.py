@@ -73,4 +73,5 @@ class Reprioritiser:
         request.priority, request.request_class = priority, request_class
         request.entered = self._waits.num_entered
         request.arrival_clock = clocks[request_class.name] - age
-        request.queue_key = self._keys.of(request, step)
+        request.entered_at_step = step
+        request.queue_key = self._keys.of(request)

@@ -19,6 +19,7 @@ from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.prompt_results import prompt_results_of
 from llm_serving.scheduler.queue_keys import QueueKeys
 from llm_serving.scheduler.reprioritise import Reprioritiser
+from llm_serving.scheduler.rules import Rules
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
 from llm_serving.scheduler.tenant_gate import TenantGate
@@ -48,24 +49,8 @@ class Scheduler:
         order: Order | None = None,
     ) -> None:
         """Classes in ascending order of rank; the order within each is by arrival if none is given."""
-        self.limits = limits
-        self.policy = policy
         self.blocks = blocks
-        self.classes = tuple(classes)
-        self.order = Arrival() if order is None else order
-        self.waiting = WaitingQueue(self.classes, limits, self.order, blocks.pool.num_blocks)
-        self.places = Places(limits, blocks, self.classes)
-        self.bounds = class_bounds(
-            limits, self.classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window
-        )
-        self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
-        gate = TenantGate(limits, self.classes, self.waiting.clocks)
-        self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
-        self._keys = QueueKeys(policy, self.order, limits)
-        self._reprioritiser = Reprioritiser(self.classes, self._keys, self.places, self.waits)
-        self._giving_way = GivingWay(limits, self.classes, blocks, self.places, self.waits)
-        self._closed: set[str] = set()
-        """Classes that could not take part when admission was last considered."""
+        self._follow(Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching), num_running=0)
         self._num_admissions = 0
         self._num_beams = 0
         self._num_drafts = 0
@@ -84,15 +69,62 @@ class Scheduler:
         self.blocked: Blocked | None = None
         """Whom the newest call of `schedule` left waiting, and why; None when nobody waits."""
 
+    def _follow(self, rules: Rules, num_running: int) -> None:
+        """Makes anew all that decides by rules, with nobody in it."""
+        self.limits, self.policy, self.order = limits, policy, order = rules.limits, rules.policy, rules.order
+        self.classes = classes = tuple(rules.classes)
+        blocks = self.blocks
+        blocks.prefix_caching = rules.prefix_caching
+        self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
+        self.places = Places(limits, blocks, classes)
+        self.bounds = class_bounds(
+            limits, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
+        )
+        self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
+        gate = TenantGate(limits, classes, self.waiting.clocks)
+        self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
+        self._keys = QueueKeys(policy, order, limits)
+        self._reprioritiser = Reprioritiser(classes, self._keys, self.places, self.waits)
+        self._giving_way = GivingWay(limits, classes, blocks, self.places, self.waits)
+        self._closed: set[str] = set()
+        """Classes that could not take part when admission was last considered."""
+
     # --- events -----------------------------------------------------------------------------------------------------
+
+    def reload(self, rules: Rules) -> None:
+        """Goes on by other rules; of an order that is of the same kind, what it has learned stays.
+
+        Whoever runs keeps its place, also where there are fewer now: nobody else is admitted until so many have ended.
+        Whoever waits does so as had it come in this moment, in the order in which all came. The state after that is one
+        that the new rules could have led to, so their bounds hold from here on, and replace what was promised before.
+        What classes and tenants were served until now is forgotten.
+
+        What a request keeps when it has lost its place often, and what a window holds, must be as before.
+        """
+        assert rules.limits.max_preemptions == self.limits.max_preemptions
+        if type(rules.order) is type(self.order):
+            rules = rules._replace(order=self.order)
+        running, waits, clocks, giving_way = self.running, self.waits, self.waiting.clocks, self._giving_way
+        num_waited = waits.num_waited()
+        self._follow(rules, num_running=len(running))
+        self._giving_way.take_over(giving_way)
+        for request in self._requests.values():
+            age = clocks[request.request_class.name] - request.arrival_clock
+            request.request_class = class_of(request.priority, self.classes)
+            request.arrival_clock = -age
+            request.queue_key = self._keys.of(request)
+            request.moved_at_step = self._step
+        self.places.take_over(running)
+        self.waits.take_over(waits, num_waited, self._requests.values())
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door."""
         request.sequence = request.entered = self.waits.num_entered
         self.waits.num_entered += 1
         request.request_class = class_of(request.priority, self.classes)
+        request.entered_at_step = self._step
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
-        request.queue_key = self._keys.of(request, self._step)
+        request.queue_key = self._keys.of(request)
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
         self._num_telling += request.tells_of_its_prompt
@@ -119,7 +151,9 @@ class Scheduler:
             now: Seconds on the clock of `Request.arrival_time`.
         """
         self._now = now
-        draft = StepDraft(self._step, self.limits.max_num_batched_tokens, self.limits.max_prefill_seqs)
+        # More may run than there are tokens in a step where both were lowered; each gets one.
+        budget = max(self.limits.max_num_batched_tokens, len(self.running))
+        draft = StepDraft(self._step, budget, self.limits.max_prefill_seqs)
         running = Running(self.running)
         prompts_wait = len(self.waiting) > 0 or bool(running.prefilling)
         preference = self._preference(running, prompts_wait)
@@ -272,7 +306,8 @@ class Scheduler:
             service: (class, tenant) -> what `take_service` tells there.
         """
         for (name, tenant), num_tokens in service.items():
-            self.waiting.queues[name].charge(tenant, num_tokens)
+            if (queue := self.waiting.queues.get(name)) is not None:  # there it may be by other rules already
+                queue.charge(tenant, num_tokens)
 
     def take_service(self) -> dict[tuple[str, str], int]:
         """What was served since the last call: (class, tenant) -> tokens as virtual token counters count them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from llm_serving.core.request import Request, RequestStatus
@@ -41,6 +41,28 @@ class Waits:
     def release_forks(self, parent: Request) -> None:
         for fork in self.forks.pop(parent.request_id, []):
             self.wait(fork)
+
+    def num_waited(self) -> dict[int, int]:
+        """`Request.sequence` -> steps that have been counted since it began to wait, of those that queue."""
+        return {request.sequence: self.monitor.num_waited(request) for request in self.queue}
+
+    def take_over(self, before: Waits, num_waited: Mapping[int, int], everybody: Iterable[Request]) -> None:
+        """All that wait elsewhere wait here, as had they come in this moment, in the order in which they came.
+
+        What was promised elsewhere is promised anew, and what they have waited is not forgotten.
+
+        Args:
+            before: Where they wait; they may be of other classes now.
+            num_waited: As it told.
+            everybody: All requests, those that run included.
+        """
+        self.forks, self.laid_aside, self.num_entered = before.forks, before.laid_aside, before.num_entered
+        for request in everybody:
+            if request.has_run:
+                self.gate.admitted(request)
+        waiting = [*before.queue, *before.gate.held()]
+        for request in sorted(waiting, key=lambda each: (not each.has_run, each.entered)):
+            self.wait(request, num_waited.get(request.sequence, 0))
 
     def pause(self, request: Request) -> None:
         """A request that queues is paused: it waits for what is to follow, not for a place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import sys
@@ -26,6 +27,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.core.allocator import give_back_large_blocks, giving_back
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
 from llm_serving.observe.throughput import log_throughput
 from llm_serving.server.accepted.log_file import LogFile
 from llm_serving.server.accepted.model_state import ModelState
@@ -43,7 +45,7 @@ from llm_serving.server.inside import Inside
 from llm_serving.server.live_feed import LiveFeed
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.page import page_routes
-from llm_serving.server.quota import quotas_of
+from llm_serving.server.quota import quotas_of, reload_quotas
 from llm_serving.server.receipts import ModelHashes
 from llm_serving.server.response_store import ResponseStore
 from llm_serving.server.routes import ENDPOINTS
@@ -111,13 +113,24 @@ def build_site(
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
     inside = Accounting(routes, engine.clock, engine.metrics.http, access_log, paths, tracer)
     application: ASGIApp = routes
+    authentication: ApiKeyAuthentication | None = None
     if keys:
-        application = ApiKeyAuthentication(
+        application = authentication = ApiKeyAuthentication(
             application, keys, open_paths, clock=engine.clock, quotas=quotas, refused=refused
         )
     application = BrowserGuard(application, engine.config.serving, needs_keys=bool(keys), refused=refused)
     outside = Accounting(application, engine.clock, engine.metrics.http, access_log, paths, tracer)
-    return Site(outside, Inside(inside, {key.name: key for key in keys}, quotas, lambda: engine.health().ready), routes)
+    client = Inside(inside, {key.name: key for key in keys}, quotas, lambda: engine.health().ready)
+
+    def follow(config: ServingConfig) -> None:
+        if authentication is not None:
+            authentication.reload(config.api_keys)
+        reload_quotas(quotas, config.api_keys, engine.clock)
+        client.reload({key.name: key for key in config.api_keys})
+        routes.live.policy = config.scheduler.policy
+
+    engine.reloading.followers.append(follow)
+    return Site(outside, client, routes)
 
 
 @functools.cache
@@ -186,8 +199,9 @@ def serve(engine: AsyncEngine) -> int:
             request_log = open_request_log(serving)
             accepted = open_accepted(engine.config, request_log)
             site = build_site(engine, access_log, tracer, accepted)
-            reopen = (lambda: None) if access_log is None else access_log.reopen
-            server = HttpServer(site.outside, listener, serving, site.outside.refused, reopen, site.routes.live.close)
+            reread = partial(_read_again, engine, access_log)
+            server = HttpServer(site.outside, listener, serving, site.outside.refused, reread, site.routes.live.close)
+            engine.reloading.followers.append(lambda config: server.reload_limits(config.serving))
             engine.on_failure = server.end
             with giving_back():
                 server.run_within(_running(engine, site))
@@ -200,6 +214,15 @@ def serve(engine: AsyncEngine) -> int:
     if engine.failure is not None:
         raise engine.failure
     return 0
+
+
+async def _read_again(engine: AsyncEngine, access_log: AccessLog | None) -> None:
+    """Whatever the YAML says now, the log is opened again."""
+    if access_log is not None:
+        access_log.reopen()
+    if engine.config.origin is not None and engine.config.origin.path is not None:
+        with contextlib.suppress(RequestError):  # the log tells
+            await engine.reloading.reload()
 
 
 def collect_garbage_rarely() -> None:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.core.clock import Clock
-from llm_serving.errors import AuthenticationError, RateLimitError
+from llm_serving.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from llm_serving.server.error_responses import openai_error_response
 from llm_serving.server.failed_keys import FailedKeys
 from llm_serving.server.note import note_of
@@ -43,8 +43,12 @@ class ApiKeyAuthentication:
         self._app = app
         self._failures = FailedKeys(clock, refused)
         self._quotas = quotas
-        self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
+        self.reload(keys)
         self._open_paths = frozenset(open_paths)
+
+    def reload(self, keys: Sequence[ApiKey]) -> None:
+        """From now on these are the keys."""
+        self._keys = [(bytes.fromhex(key.key_sha256), key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._open_paths):
@@ -98,6 +102,12 @@ def tenant_seen(connection: HTTPConnection) -> str | None:
     """
     key = api_key_of(connection)
     return None if key is None or key.admin else key.name
+
+
+def check_operator(connection: HTTPConnection) -> None:
+    """Raises PermissionDeniedError for callers who see and control their own requests only."""
+    if tenant_seen(connection) is not None:
+        raise PermissionDeniedError("api_key", "must be that of an administrator")
 
 
 def hash_key(key: str) -> str:

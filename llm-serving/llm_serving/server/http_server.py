@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -84,7 +84,7 @@ class HttpServer(uvicorn.Server):
         listener: From `bind`.
         limits: What clients may do, the certificate, and how long running requests get after the first signal.
         on_refused: Told of the address and status of what the door refused, before the application saw it.
-        on_reload: Called on the event loop at the signal to read files again, besides the certificate's.
+        on_reload: Reads what else there is to be read at the signal to read files again.
         on_shutdown: Called on the event loop before running requests are waited for.
 
     Raises:
@@ -97,7 +97,7 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         limits: ServerConfig,
         on_refused: Callable[[str, int], None] = lambda address, status: None,
-        on_reload: Callable[[], None] = lambda: None,
+        on_reload: Callable[[], Awaitable[None]] | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
@@ -113,7 +113,7 @@ class HttpServer(uvicorn.Server):
         config.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # any number will do
         super().__init__(config)
         self._listener = listener
-        self._limits = limits
+        self._limits, self._head = limits, RequestHead(limits)
         self._certificates: Certificates | None = None
         if limits.ssl_certfile is not None:
             self._certificates = Certificates(limits.ssl_certfile, limits.ssl_keyfile, limits.ssl_keyfile_password_file)
@@ -121,18 +121,21 @@ class HttpServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_refused = on_refused
         self._on_reload = on_reload
+        self._guests: Guests | None = None
+        self._reloads: set[asyncio.Future[None]] = set()
         self._on_shutdown = on_shutdown
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the door, in place of uvicorn's own listening."""
         await self.lifespan.startup()
-        limits, head = self._limits, RequestHead(self._limits)
+        limits = self._limits
         guests = Guests(possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes)
         guests.on_refused = self._on_refused
+        self._guests = guests
         turns = Turns(asyncio.get_running_loop())
 
         def new_connection(address: str) -> Connection:
-            return Connection(self.config, self.server_state, address, guests, limits, head, turns)
+            return Connection(self.config, self.server_state, address, guests, self._limits, self._head, turns)
 
         waiting = possible_waiting()
         acceptor = Acceptor(
@@ -187,11 +190,22 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     def reload(self) -> None:
-        """Looks at the certificate's files at once, and has the logs opened again; call it on the event loop."""
-        logger.info("%s: logs and certificates are opened again", RELOAD_SIGNAL.name)
+        """Looks at the certificate's files at once, and at whatever else is read; call it on the event loop."""
+        logger.info("%s: logs, certificates and the YAML are read again", RELOAD_SIGNAL.name)
         if self._certificates is not None:
             self._certificates.reload_if_changed()
-        self._on_reload()
+        if self._on_reload is not None:
+            task = asyncio.ensure_future(self._on_reload())
+            self._reloads.add(task)
+            task.add_done_callback(self._reloads.discard)
+
+    def reload_limits(self, limits: ServerConfig) -> None:
+        """From now on other limits count: of connections for all, of what one may send for those that come."""
+        self._limits, self._head = limits, RequestHead(limits)
+        if self._guests is not None:
+            self._guests.reload(
+                possible_connections(limits), limits.max_connections_per_address, limits.max_buffered_bytes
+            )
 
     def _on_reload_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is not None:

@@ -38,6 +38,10 @@ class Inside:
         self._keys = keys
         self._quotas = quotas
 
+    def reload(self, keys: Mapping[str, ApiKey]) -> None:
+        """From now on these are the keys."""
+        self._keys = keys
+
     async def __call__(self, url: str, body: bytes, tenant: str) -> Answered:
         """What POST with this body is answered; a request whose tenant has no key any more is refused."""
         key = self._keys.get(tenant)

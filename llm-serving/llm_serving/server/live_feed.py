@@ -96,7 +96,7 @@ class LiveFeed:
     ) -> None:
         self._watched = watched
         self._metrics = metrics
-        self._policy = policy
+        self.policy = policy
         self._max_viewers = max_viewers
         self._clock = clock
         self._cpu_clock = cpu_clock
@@ -156,7 +156,7 @@ class LiveFeed:
         spent_s = sum(each.cpu_s for each in glances.values() if each is not None)
         for tenant in dict.fromkeys(each.tenant for each in self._viewers):
             began = self._cpu_clock()
-            picture = picture_event(self._number, now, glances, self._policy, tenant, self._metrics)
+            picture = picture_event(self._number, now, glances, self.policy, tenant, self._metrics)
             spent_s += self._cpu_clock() - began
             for viewer in self._viewers:
                 if viewer.tenant == tenant:

@@ -29,6 +29,14 @@ class Quota:
         limits = {"requests": key.max_requests_per_minute, "tokens": key.max_tokens_per_minute}
         self._buckets = {what: TokenBucket(limit, now) for what, limit in limits.items() if limit is not None}
 
+    def reload(self, key: ApiKey) -> None:
+        """From now on other limits count; what was taken stays taken."""
+        now = self._clock()
+        before, self._buckets = self._buckets, Quota(key, self._clock)._buckets
+        for what, bucket in self._buckets.items():
+            if what in before:
+                self._buckets[what] = before[what].resized(bucket.capacity, now)
+
     def take_request(self) -> None:
         """One request has come.
 
@@ -82,6 +90,17 @@ def quota_of(connection: HTTPConnection) -> Quota | None:
     quota = connection.scope.get(SCOPE_KEY)
     assert quota is None or isinstance(quota, Quota)
     return quota
+
+
+def reload_quotas(quotas: dict[str, Quota], keys: Iterable[ApiKey], clock: Clock) -> None:
+    """Makes `quotas` those of other keys; tenants that stay keep what they have used."""
+    after = quotas_of(keys, clock)
+    for key in keys:
+        if key.name in after and key.name in quotas:
+            quotas[key.name].reload(key)
+            after[key.name] = quotas[key.name]
+    quotas.clear()
+    quotas.update(after)
 
 
 def quotas_of(keys: Iterable[ApiKey], clock: Clock) -> dict[str, Quota]:

@@ -15,6 +15,12 @@ class TokenBucket:
         self._level = capacity
         self._at = now
 
+    def resized(self, capacity: float, now: float) -> TokenBucket:
+        """One of another capacity with what is in this one, as far as it has room for it."""
+        other = TokenBucket(capacity, now)
+        other._level = min(capacity, self.level(now))
+        return other
+
     def level(self, now: float) -> float:
         return min(self.capacity, self._level + (now - self._at) * self._per_s)
 

@@ -15,7 +15,8 @@ class Order(Protocol):
     """Whether the tenant that was served least goes before the others; the key orders the requests of one tenant."""
 
     def place(self, request: Request) -> float:
-        """Smaller goes first; of equals the one that came first, moved by its priority. Asked once, on arrival."""
+        """Smaller goes first; of equals the one that came first, moved by its priority. Asked on arrival, and
+        again when the rules of the scheduler change."""
 
     def ended(self, request: Request) -> None:
         """A request has ended: what there is to learn from its length."""

@@ -41,14 +41,18 @@ class Guests:
     """
 
     def __init__(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
-        self._max_connections = max_connections
-        self._max_per_address = max_per_address
-        self._max_bytes = max_bytes
+        self.reload(max_connections, max_per_address, max_bytes)
         self._guests: dict[Guest, None] = {}
         self._by_address: dict[str, dict[Guest, None]] = {}
         self.num_bytes = 0
         self.on_refused: Callable[[str, int], None] = lambda address, status: None
         """Told of the address and status of every answer to what never became a request."""
+
+    def reload(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
+        """From now on these are the limits; whoever is in stays."""
+        self._max_connections = max_connections
+        self._max_per_address = max_per_address
+        self._max_bytes = max_bytes
 
     def __len__(self) -> int:
         return len(self._guests)

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.engine.async_engine import AsyncEngine
-from llm_serving.errors import PermissionDeniedError, RequestError
-from llm_serving.server.authentication import tenant_seen
+from llm_serving.errors import RequestError
+from llm_serving.server.authentication import check_operator
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
 
@@ -29,20 +29,20 @@ class ReplicasView(Struct):
 
 async def show_replicas(engine: AsyncEngine, http_request: Request) -> Response:
     """Every replica: what it does, and how many requests it has."""
-    _check_operator(http_request)
+    check_operator(http_request)
     return _view(engine)
 
 
 async def drain_replica(engine: AsyncEngine, http_request: Request) -> Response:
     """The replica gets no further requests; when it has finished those it has, its WorkAgent ends."""
-    _check_operator(http_request)
+    check_operator(http_request)
     engine.control.drain(_replica(http_request))
     return _view(engine)
 
 
 async def join_replica(engine: AsyncEngine, http_request: Request) -> Response:
     """A drained replica serves again; one that has left is loaded first."""
-    _check_operator(http_request)
+    check_operator(http_request)
     engine.control.join(_replica(http_request))
     return _view(engine)
 
@@ -56,11 +56,6 @@ def _replica(http_request: Request) -> int:
     if not (given.isascii() and given.isdecimal()):
         raise RequestError("replica", "must be the number of a replica", given)
     return int(given[:9])
-
-
-def _check_operator(http_request: Request) -> None:
-    if tenant_seen(http_request) is not None:
-        raise PermissionDeniedError("api_key", "must be that of an administrator")
 
 
 ENDPOINTS: Final = (

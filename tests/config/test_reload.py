@@ -1,0 +1,94 @@
+"""Which keys a running server takes over, and that the others are refused by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from llm_serving.config import ServingConfig, load_config
+from llm_serving.config.loader import RULES
+from llm_serving.config.reload import LOADED_FOR, RELOADABLE, check_reload, read_again
+from llm_serving.errors import ConfigError
+
+KEY = "key_sha256: " + "a" * 64
+
+
+def config(*overrides: str) -> ServingConfig:
+    return load_config(None, overrides)
+
+
+def test_what_changes_is_told_with_both_values() -> None:
+    before = config("scheduler_config.max_waiting_queue=5")
+    after = config(
+        "scheduler_config.max_waiting_queue=7",
+        "scheduler_config.policy=mixed",
+        "request_classes.batch.weight=3",
+        "request_classes.standard.ttft_slo_s=null",
+    )
+    assert [str(each) for each in check_reload(before, before, after)] == [
+        "scheduler_config.policy: prefill_first -> mixed",
+        "scheduler_config.max_waiting_queue: 5 -> 7",
+        "request_classes.standard.ttft_slo_s: 5.0 -> null",
+        "request_classes.batch.weight: 1 -> 3",
+    ]
+    assert not check_reload(before, before, before)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("pa_config.block_size=32", "only a restart changes pa_config.block_size: 16 -> 32; nothing is changed"),
+        ("serving_config.server_port=1", "only a restart changes serving_config.server_port: 8835 -> 1"),
+        ("request_classes.batch.rank=5", "only a restart changes request_classes.batch.rank: 1 -> 5"),
+        ("request_classes.more.rank=5", "only a restart changes request_classes.more: null -> given, request_classes."),
+        ("scheduler_config.policy=fcfs", "--set: `scheduler_config.policy` must not change from or to fcfs"),
+        ("scheduler_config.max_prefill_tokens=4096", "`scheduler_config.max_prefill_tokens` must be at most 512"),
+        ("model_config.decode_batch_size=33", "--set: `model_config.decode_batch_size` must be at most 32, for which"),
+        (f"api_keys.me.{KEY.replace(': ', '=')}", "only a restart changes whether there are `api_keys`"),
+    ],
+)
+def test_what_cannot_change_is_refused_by_its_name(override: str, told: str) -> None:
+    before = config("scheduler_config.max_prefill_tokens=512", "model_config.decode_batch_size=32")
+    after = config(
+        "scheduler_config.max_prefill_tokens=512",
+        "model_config.decode_batch_size=32",
+        "scheduler_config.max_waiting_queue=7",
+        override,
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_reload(before, before, after)
+    assert told in str(caught.value)
+
+
+def test_what_was_lowered_may_be_what_it_was_at_the_start() -> None:
+    started, lowered = config("model_config.decode_batch_size=32"), config("model_config.decode_batch_size=8")
+    assert check_reload(started, lowered, started)
+
+
+def test_keys_come_and_go_and_their_hashes_are_not_shown() -> None:
+    hashes = [digit * 64 for digit in "abc"]
+    before = config(f"api_keys.a.key_sha256='{hashes[0]}'", f"api_keys.b.key_sha256='{hashes[1]}'")
+    after = config(f"api_keys.a.key_sha256='{hashes[2]}'", "api_keys.a.max_requests_per_minute=3")
+    told = [str(each) for each in check_reload(before, before, after)]
+    assert "api_keys.a.key_sha256" in told and "api_keys.a.max_requests_per_minute: null -> 3" in told
+    assert "api_keys.b: given -> null" in told
+    assert not any(each in line for each in hashes for line in told)
+
+
+def test_files_are_read_again_and_flags_stay(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("scheduler_config: {max_waiting_queue: 5, turn_steps: 8}")
+    running = load_config(path, ["scheduler_config.turn_steps=9"])
+    path.write_text("scheduler_config: {max_waiting_queue: 6, turn_steps: 10}")
+    read = read_again(running)
+    assert (read.scheduler.max_waiting_queue, read.scheduler.turn_steps) == (6, 9)
+    path.write_text("scheduler_config: {max_waiting: 6}")
+    with pytest.raises(ConfigError, match=r"my.yaml:1: unknown key `scheduler_config.max_waiting`"):
+        read_again(running)
+    with pytest.raises(ConfigError, match="started without --config"):
+        read_again(config())
+
+
+def test_the_keys_that_may_change_are_keys() -> None:
+    assert set(RULES) >= RELOADABLE
+    assert set(LOADED_FOR) <= RELOADABLE

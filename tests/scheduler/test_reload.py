@@ -1,0 +1,99 @@
+"""A scheduler goes on by other rules: everybody gets what was asked for, and the new bounds hold from there on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from factories import create_request, create_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm_serving.core.request_class import RequestClass
+from llm_serving.scheduler import Scheduler
+from llm_serving.scheduler.orders import Shortest
+from llm_serving.scheduler.rules import Rules
+from scheduler_loads import arrivals, create_load, other_rules, scheduler_options
+from scheduler_run import SchedulerRun
+
+
+def rules_of(scheduler: Scheduler, **limits: Any) -> Rules:
+    """Those that it has, with other limits."""
+    changed = replace(scheduler.limits, **limits)
+    return Rules(changed, scheduler.policy, scheduler.classes, scheduler.order, scheduler.blocks.prefix_caching)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=arrivals,
+    options=scheduler_options(),
+    others=st.lists(st.tuples(st.integers(0, 20), scheduler_options()), min_size=1, max_size=3),
+)
+def test_bounds_hold_whatever_the_rules_become(
+    arrivals: list[tuple[Any, ...]], options: dict[str, Any], others: list[tuple[int, dict[str, Any]]]
+) -> None:
+    run = SchedulerRun(create_scheduler(**options))
+    load = create_load(arrivals)
+    for step in range(26):
+        for arrival, abort, request in load:
+            if arrival == step:
+                run.add(request)
+            if abort == step:
+                run.abort(request)
+        for at_step, other in others:
+            if at_step == step:
+                run.reload(other_rules(options, other))
+        run.step()
+    run.finish()
+
+
+def test_who_has_a_place_keeps_it_where_there_are_fewer() -> None:
+    run = SchedulerRun(create_scheduler(max_num_seqs=3, max_num_batched_tokens=12))
+    run.add(*(create_request(3, max_tokens=6, seed=seed) for seed in range(4)))
+    run.step()
+    assert len(run.scheduler.running) == 3
+    run.reload(rules_of(run.scheduler, max_num_seqs=1, max_num_batched_tokens=1))
+    schedule = run.step()
+    assert schedule is not None and len(schedule.rows) == 3
+    assert [len(run.scheduler.running) for _ in range(9) if run.step()][-3:] == [1, 1, 1]
+    run.finish()
+    assert [request.num_preemptions for request in run.requests] == [0, 0, 0, 0]
+
+
+def test_who_waits_comes_anew_in_the_order_of_arrival() -> None:
+    run = SchedulerRun(create_scheduler(max_num_seqs=1))
+    first, *others = (create_request(3, max_tokens=4, seed=seed) for seed in range(4))
+    run.add(first, *others)
+    run.step()
+    run.step()
+    run.reload(rules_of(run.scheduler, turn_steps=1))
+    assert [request.wait_bound for request in others] == sorted(request.wait_bound or 0 for request in others)
+    started = []
+    while run.scheduler.has_unfinished_requests:
+        schedule = run.step()
+        started += [] if schedule is None else schedule.started
+    assert started == others
+    assert others[0].num_steps_waited is not None and others[0].num_steps_waited > 2  # those before count
+
+
+def test_classes_and_order_are_the_new_ones() -> None:
+    run = SchedulerRun(create_scheduler(max_num_seqs=1, order="arrival"))
+    low, high = create_request(3, priority=1), create_request(3, priority=-1)
+    run.add(low, high)
+    everybody = (RequestClass(name="all", rank=0),)
+    run.reload(rules_of(run.scheduler)._replace(classes=everybody, order=Shortest()))
+    assert low.request_class is high.request_class is everybody[0]
+    assert [each.name for each in run.scheduler.bounds] == ["all"]
+    assert isinstance(run.scheduler.order, Shortest)
+
+
+def test_an_order_of_the_same_kind_stays_with_what_it_has_learned() -> None:
+    scheduler = create_scheduler(order="shortest")
+    order = scheduler.order
+    scheduler.reload(rules_of(scheduler)._replace(order=Shortest()))
+    assert scheduler.order is order
+
+
+def test_what_other_replicas_served_in_a_class_of_theirs_is_left_out() -> None:
+    scheduler = create_scheduler()
+    scheduler.served_elsewhere({("all", "tenant"): 3, ("high", "tenant"): 4})
+    assert scheduler.waiting.queues["high"].shares.served("tenant") == 4
