@@ -6,8 +6,8 @@ With its guard a fault may cost time or end a request with an error, never give 
 simulation or the audit must notice. A guard that nothing would miss is not one. Below the table stands the test of each
 guard, which fails when it is gone.
 
-A replica is one WorkAgent process with one rank, so there are no answers of several ranks to be checked against each
-other: the step number in the one reply is all there is to it.
+Here a replica is one WorkAgent. Where several compute it, a reply counts once all have given the same, to the last bit:
+`tests/executor/test_ranks.py` has that guard, and that no arrays are written anew before.
 """
 
 from __future__ import annotations

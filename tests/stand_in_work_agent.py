@@ -14,7 +14,7 @@ LOADS_FOR_EVER = 7
 """A device."""
 
 
-def load_runner(settings: Any, on_progress: Any) -> tuple[FakeRunner, str]:
+def load_runner(settings: Any, on_progress: Any, ranks_fd: int | None = None) -> tuple[FakeRunner, str]:
     on_progress(f"compiling for {settings.device_target}")
     if settings.device_id == LOADS_FOR_EVER:
         signal.pause()

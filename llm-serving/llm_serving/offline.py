@@ -14,7 +14,7 @@ from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import Float32Array
 from llm_serving.engine.replica import build_engine
-from llm_serving.errors import RequestError, WorkerError
+from llm_serving.errors import ConfigError, RequestError, WorkerError
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.hub import download
@@ -47,6 +47,9 @@ class LLM:
             ConfigError: The model or its tokenizer cannot be used.
         """
         assert config.model.model_path is not None
+        if config.cluster.tensor_parallel > 1:
+            rule = "must be 1 where one process computes"
+            raise ConfigError(f"`cluster_config.tensor_parallel` {rule}. Given: {config.cluster.tensor_parallel}")
         if config.hub_model is not None:
             download(config.hub_model, logger.info)
         self.config = config

@@ -20,7 +20,14 @@ from typing import Final
 from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens
-from llm_serving.errors import ChannelClosedError, ConfigError, LLMServingError, ProtocolError, TransportError
+from llm_serving.errors import (
+    ChannelClosedError,
+    ConfigError,
+    LLMServingError,
+    ProtocolError,
+    RankLostError,
+    TransportError,
+)
 from llm_serving.log import configure_logging, get_logger
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
@@ -55,7 +62,8 @@ CONNECT_S: Final = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
-    configure_logging(args.log_level, f"work_agent {args.index}")
+    name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
+    configure_logging(args.log_level, name)
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
     try:
         if args.connect is None:
@@ -69,12 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return AgentExit.UNREACHABLE
     try:
-        serve(channel, args.memory_fd)
+        serve(channel, args.memory_fd, args.ranks_fd)
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
         logger.error("the channel broke: %s", error)
         return AgentExit.BROKEN
+    except RankLostError as error:
+        logger.error("%s", error)
+        return AgentExit.RANK_LOST
     return AgentExit.ENDED
 
 
@@ -109,10 +120,17 @@ def _channel(connection: socket.socket) -> Channel[MasterMessage]:
     return Channel(connection, MasterMessage)  # type: ignore[arg-type]
 
 
-def serve(channel: Channel[MasterMessage], memory_fd: int | None = None) -> None:
+def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_fd: int | None = None) -> None:
     """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
 
-    The arrays of steps are in the memory file, or, without one, in their frames.
+    Args:
+        channel: To the master.
+        memory_fd: Memory file with the arrays of steps; None: they are in their frames.
+        ranks_fd: Memory of those that compute the replica together; None: this process computes it alone.
+
+    Raises:
+        TransportError: The channel broke, or the master is gone.
+        RankLostError: Another of those is gone, or does something else.
     """
     hello = channel.receive()
     if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
@@ -124,7 +142,10 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None) -> None
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
         return
     try:
-        runner, notice = load_runner(settings, on_progress=lambda text: channel.send(Progress(text)))
+        load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd)
+        runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
+    except RankLostError:
+        raise
     except LLMServingError as error:
         channel.send(Failed(str(error)))
         return
@@ -146,7 +167,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None) -> None
             _announce_ending(runner, channel, message)
             output = runner.execute(step, partial(_allowed, channel, buffers, message))
             channel.send(encode_output(output, runner.num_compilations))
-        except TransportError:
+        except (TransportError, RankLostError):
             raise
         except Exception as error:
             logger.exception("step %d failed", message.step)
@@ -200,6 +221,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--index", type=int, required=True, help="index of this WorkAgent, for its log lines")
     parser.add_argument("--socket-fd", type=int, help="socket to the master, inherited from it")
     parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited too")
+    parser.add_argument("--ranks-fd", type=int, help="memory of those that compute a replica together, inherited")
+    parser.add_argument("--rank", type=int, help="of this process among them, for its log lines")
     parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")
     parser.add_argument("--token", help="tells that master which start this is")
     parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
+from llm_serving.executor.supervisor import load_settings
+from small_model import CONFIG, write_small_model
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,43 @@ def test_replicas_are_counted_by_ports_unless_said() -> None:
     ports = "serving_config.agent_ports=[1,2,3]"
     assert load_config(None, [ports]).num_replicas == 3
     assert load_config(None, [ports, "cluster_config.replicas=5"]).num_replicas == 5
+
+
+def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> None:
+    config = load_config(None, ["cluster_config.replicas=3", "cluster_config.tensor_parallel=2"])
+    assert (config.num_replicas, config.num_processes) == (3, 6)
+    settings = load_settings(config, 0)
+    assert (settings.num_ranks, settings.num_agents) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ("cluster_config.engine=ray", r"must be 1 with `cluster_config\.engine: ray`: ranks share memory"),
+        ("device_config.device_target=Ascend", r"must be 1 with `device_config\.device_target: Ascend`: sums go"),
+        ("quant_config.quantization=w8a8", r"must be 1 with `quant_config\.quantization: w8a8`: weights are dealt"),
+        ("device_config.kernels=plain", r"must be 1 with `device_config\.kernels: plain`: only a program"),
+        ("device_config.kernels=primitives", r"must be 1 with `device_config\.kernels: primitives`: only a program"),
+        ("model_config.implementation=mindformers", r"must be 1 with `device_config\.kernels: primitives`"),
+    ],
+)
+def test_what_ranks_are_not_for_is_refused(given: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--set: `cluster_config\.tensor_parallel` {rule}.*Given: 2"):
+        load_config(None, [given, "cluster_config.tensor_parallel=2"])
+
+
+def test_a_model_that_cannot_be_dealt_out_is_refused(tmp_path: Path) -> None:
+    write_small_model(tmp_path)
+    assert load_config(None, ["cluster_config.tensor_parallel=2"], tmp_path).cluster.tensor_parallel == 2
+    rule = r"`cluster_config\.tensor_parallel` must divide the 2 heads of keys and values\. Given: 4"
+    with pytest.raises(ConfigError, match=rule):
+        load_config(None, ["cluster_config.tensor_parallel=4"], tmp_path)
+
+
+def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 40}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    limit = "device_config.max_device_memory=1750000000"
+    with pytest.raises(ConfigError, match="must be at least"):
+        load_config(None, [limit], tmp_path)
+    load_config(None, [limit, "cluster_config.tensor_parallel=2"], tmp_path)

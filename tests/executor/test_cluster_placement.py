@@ -21,10 +21,10 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
 from llm_serving.executor import cluster_placement, supervisor
+from llm_serving.executor.agent_process import LocalProcess
 from llm_serving.executor.cluster_placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.placement import LocalProcess
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.transport.cluster_identity import ClusterIdentity

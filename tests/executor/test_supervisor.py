@@ -17,6 +17,7 @@ import stand_in_work_agent
 from fake_runner import expected_output
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -82,6 +83,47 @@ def test_a_work_agent_loads_serves_and_ends(run_stand_in):
     assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
     agent.stop()
     assert agent.process.returncode == 0
+
+
+def two_ranks():
+    return replace(a_config(), cluster=ClusterConfig(tensor_parallel=2))
+
+
+def test_two_ranks_load_serve_and_end(run_stand_in, processes):
+    progress = []
+    agent = start_work_agent(two_ranks(), 0, progress.append)
+    assert progress == ["WorkAgent 0: compiling for CPU"]
+    assert agent.loaded.num_blocks == 8
+    executor = RemoteExecutor(agent.channel, agent.buffers)
+    prompt = [5, 6, 7]
+    executor.submit(step_input([(prompt, 0, [1])], step=0, sampling=sampling_input(1, position=3)))
+    assert executor.collect().token_ids.tolist() == expected_output(prompt, 1)
+    agent.stop()
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_of_one_rank_is_that_of_its_replica(run_stand_in, processes, rank):
+    def start(like, timeout_s):
+        return start_work_agent(two_ranks(), 0, lambda text: None, like, timeout_s)
+
+    executor = SupervisedExecutor(start, step_timeout_s=60.0, max_restarts=3)
+    processes[rank].kill()
+    with pytest.raises(WorkerDiedError) as error:
+        while True:
+            executor.submit(step_input([([5], 0, [1])], step=executor.next_step, sampling=sampling_input(1)))
+            executor.collect()
+    executor.restart(str(error.value))
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2 + [None] * 2
+    executor.submit(step_input([([5, 6], 0, [1])], step=0, sampling=sampling_input(1, position=2)))
+    assert executor.collect().token_ids.tolist() == expected_output([5, 6], 1)
+    executor.close()
+
+
+def test_a_rank_that_ends_before_it_is_ready_is_named(run_instead, monkeypatch):
+    run_instead('case "$*" in *"--rank 1"*) exit 3;; esac; exec cat')
+    with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 ended \(rank 1: code 3"):
+        start_work_agent(two_ranks(), 0, lambda text: None)
 
 
 def test_a_work_agent_that_does_not_end_when_asked_is_killed(run_stand_in, monkeypatch):

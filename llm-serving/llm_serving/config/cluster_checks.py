@@ -6,14 +6,24 @@ from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
 from llm_serving.core.choices import EngineName
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.sharding import rule_against
 
 SECTION: Final = "cluster_config"
 SECRET_FILE: Final = f"{SECTION}.secret_file"
+TENSOR_PARALLEL: Final = f"{SECTION}.tensor_parallel"
+_ONLY_ALONE: Final = (
+    (f"{SECTION}.engine", EngineName.LOCAL, "ranks share memory"),
+    ("device_config.device_target", "CPU", "sums go through the memory of this machine"),
+    ("quant_config.quantization", None, "weights are dealt out in the model dtype"),
+    ("model_config.mindir_path", None, "graphs in files are those of one process"),
+)
+"""Key, the value that it must have for several ranks, and why."""
 _OF_RAY: Final = ("address", "cpus_per_replica", "placement", "master_host", "secret_file")
 
 
-def check_cluster(values: Values) -> None:
-    """Refuses keys that would mean nothing, and a cluster of several machines without a secret.
+def check_cluster(values: Values, spec: ModelSpec | None) -> None:
+    """Refuses keys that would mean nothing, a cluster of several machines without a secret, and ranks that cannot be.
 
     Raises:
         ConfigError: As said.
@@ -28,3 +38,22 @@ def check_cluster(values: Values) -> None:
         raise values.error(
             name, f"must come with `{SECTION}.secret_file`, whose content all machines have", values[name]
         )
+    if values[TENSOR_PARALLEL] > 1:
+        _check_ranks(values, spec)
+
+
+def _check_ranks(values: Values, spec: ModelSpec | None) -> None:
+    count = values[TENSOR_PARALLEL]
+    for name, needed, why in _ONLY_ALONE:
+        if values[name] != needed:
+            raise values.error(TENSOR_PARALLEL, f"must be 1 with `{name}: {values[name]}`: {why}", count)
+    if values["device_config.kernels"] in ("primitives", "plain"):
+        rule = f"must be 1 with `device_config.kernels: {values['device_config.kernels']}`: only a program adds up sums"
+        raise values.error(TENSOR_PARALLEL, rule, count)
+    if spec is None:
+        return
+    if spec.scheme is not None:
+        rule = f"must be 1 for a model whose weights are quantised by {spec.scheme.described}"
+        raise values.error(TENSOR_PARALLEL, rule, count)
+    if (rule_found := rule_against(spec.network, count)) is not None:
+        raise values.error(TENSOR_PARALLEL, rule_found, count)

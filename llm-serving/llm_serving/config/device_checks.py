@@ -58,7 +58,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         if spec.vocab_size > MAX_VOCAB_SIZE:
             rule = f"must name a model with a vocabulary of at most {MAX_VOCAB_SIZE}"
             raise values.error(MODEL_PATH, rule, spec.vocab_size)
-        _check_memory(values, spec)
+        _check_memory(values, spec.of_rank(0, values["cluster_config.tensor_parallel"]))
         _check_primitives(values, spec)
     _check_exactness(values)
     _check_quantization(values)

@@ -110,9 +110,9 @@ def load_config(
     check_model(values, spec, mindformers)
     check_sections(values, spec)
     check_implementation(values, spec)
+    check_cluster(values, spec)
     check_device(values, spec, mindformers)
     check_graph_engine(values)
-    check_cluster(values)
     check_rows(values, reading.tables)
     return dataclasses.replace(values.build(reading.tables), origin=Origin(path, tuple(overrides), model))
 

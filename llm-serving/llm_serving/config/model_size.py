@@ -39,7 +39,7 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
         stored_bytes: Of the weights as files, where that is known.
     """
     assert config.model.model_path is not None
-    spec = ModelSpec.from_folder(config.model.model_path)
+    spec = ModelSpec.from_folder(config.model.model_path).of_rank(0, config.cluster.tensor_parallel)
     is_plain = config.device.device_target == "CPU" and config.device.kernels == "plain"
     dtype = "float32" if is_plain else config.model.model_dtype
     dtype_bytes = 4 if dtype == "float32" else 2
@@ -70,10 +70,10 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.device.device_target != "CPU":
             return True, "as the device's memory allows; device_config.max_device_memory is not given"
         free = psutil.virtual_memory().available
-        limit = int(free * SHARE_OF_FREE_MEMORY / config.num_replicas)
+        limit = int(free * SHARE_OF_FREE_MEMORY / config.num_processes)
         source = f"{SHARE_OF_FREE_MEMORY:.0%} of {readable_size(free)} free here"
-        if config.num_replicas > 1:
-            source += f", for each of {config.num_replicas} WorkAgents"
+        if config.num_processes > 1:
+            source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
     tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token

@@ -60,8 +60,13 @@ class ServingConfig:
 
     @property
     def num_replicas(self) -> int:
-        """WorkAgents."""
+        """Of the model; each is a WorkAgent, or several that compute it together."""
         return self.cluster.replicas or len(self.serving.agent_ports)
+
+    @property
+    def num_processes(self) -> int:
+        """WorkAgents of all replicas."""
+        return self.num_replicas * self.cluster.tensor_parallel
 
 
 SECTIONS: Final[Mapping[str, tuple[str, type]]] = {

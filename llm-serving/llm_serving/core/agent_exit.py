@@ -14,11 +14,13 @@ class AgentExit(IntEnum):
     """The channel, in the middle of a frame."""
     NO_SECRET = 3
     UNREACHABLE = 4
+    RANK_LOST = 5
 
 
 _SAID = {
     AgentExit.NO_SECRET: "its machine has another cluster_config.secret_file than the master, or none that can be used",
     AgentExit.UNREACHABLE: "it did not reach the master at cluster_config.master_host",
+    AgentExit.RANK_LOST: "another rank of its replica is gone, or does something else",
 }
 
 

@@ -20,6 +20,8 @@ class ComputedBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Names what compiled the library."""
     framework: str = ""
     """MindSpore's version, and MindFormers' where its network computes."""
+    ranks: int = 1
+    """Processes that computed it together: sums are added in another order than by one."""
 
 
 NOT_KNOWN: Final = ComputedBy(kernels="")

@@ -11,9 +11,10 @@ import msgspec
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import ConfigError, WorkerDiedError
+from llm_serving.executor.agent_process import AgentChannel, AgentProcess
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.listener import Arrival, Listener
-from llm_serving.executor.placement import AgentChannel, AgentProcess, Started
+from llm_serving.executor.placement import Started
 from llm_serving.transport.channel import MAX_FRAME_BYTES
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays

@@ -18,8 +18,8 @@ from llm_serving.errors import (
     StepMismatchError,
     WorkerDiedError,
 )
+from llm_serving.executor.agent_process import AgentLink
 from llm_serving.executor.away import Away
-from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, Allow, RunStep, StepDone, StepEnding, StepFailed
@@ -159,7 +159,7 @@ class RemoteExecutor(Unsupervised):
 
     def __init__(
         self,
-        channel: Channel[AgentMessage],
+        channel: AgentLink,
         buffers: SharedBuffers | InlineArrays,
         step_timeout_s: float | None = None,
         clock: Clock = monotonic,

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from llm_serving.errors import LLMServingError
-from llm_serving.executor.placement import AgentChannel
+from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from llm_serving.core.agent_exit import described_exit
 from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.agent_process import AgentChannel, AgentLink, AgentProcess, LocalProcess
 from llm_serving.executor.given_up import GivenUp
+from llm_serving.executor.ranks import RankChannels, RankProcesses
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, LoadModel
+from llm_serving.transport.rank_memory import rank_memory
 from llm_serving.transport.shared_arrays import SharedBuffers
-
-AgentChannel = Channel[AgentMessage]
-
-
-class AgentProcess(Protocol):
-    """The process of a WorkAgent, as far as its supervisor has to do with it."""
-
-    @property
-    def pid(self) -> int | None:
-        """None: it runs on another machine."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is known to be gone."""
-
-    @property
-    def described_end(self) -> str:
-        """How it ended, as in "code 3"; only once it has."""
-
-    def kill(self) -> None:
-        """Ends it at once, whatever it does. It may have ended before."""
-
-    def end(self, timeout_s: float | None) -> None:
-        """Waits for its end, for this long at most, and then kills it."""
 
 
 class Started(NamedTuple):
     """A WorkAgent that has been connected to, and nothing else yet."""
 
     process: AgentProcess
-    channel: AgentChannel
+    channel: AgentLink
     buffers: SharedBuffers | InlineArrays
 
 
@@ -65,27 +44,6 @@ class Placement(Protocol):
         """Gives up what was taken to start WorkAgents; those that were started have ended before."""
 
 
-class LocalProcess(subprocess.Popen[bytes]):
-    """A process of this machine, whose standard input is a pipe."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.poll() is not None
-
-    @property
-    def described_end(self) -> str:
-        return described_exit(self.returncode)
-
-    def end(self, timeout_s: float | None) -> None:
-        if self.stdin is not None:
-            self.stdin.close()
-        try:
-            self.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait()
-
-
 class ThisMachine:
     """WorkAgents are children of this process.
 
@@ -97,19 +55,20 @@ class ThisMachine:
     def start(
         self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
     ) -> Started:
-        buffers = None
-        ours = None
-        try:
-            buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                process = _spawn(index, theirs.fileno(), buffers.fd, log_level)
-        except OSError as error:
-            for each in (buffers, ours):
-                if each is not None:
-                    each.close()
-            raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
-        return Started(process, Channel(ours, AgentMessage), buffers)  # type: ignore[arg-type]
+        with contextlib.ExitStack() as undo:
+            try:
+                buffers = SharedBuffers.create(settings.num_buffers, settings.buffer_bytes)
+                process: AgentProcess
+                link: AgentLink
+                undo.callback(buffers.close)
+                if settings.num_ranks == 1:
+                    process, link = _start(undo, index, buffers.fd, log_level)
+                else:
+                    process, link = _start_ranks(undo, settings.num_ranks, index, buffers.fd, log_level)
+            except OSError as error:
+                raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
+            undo.pop_all()
+        return Started(process, link, buffers)
 
     def settings(self, settings: LoadModel) -> LoadModel:
         return settings
@@ -118,8 +77,33 @@ class ThisMachine:
         pass
 
 
-def _spawn(index: int, socket_fd: int, memory_fd: int, log_level: str) -> LocalProcess:
+def _start(undo: contextlib.ExitStack, index: int, *others: Any) -> tuple[LocalProcess, AgentChannel]:
+    ours, theirs = socket.socketpair()
+    channel: AgentChannel = Channel(ours, AgentMessage)  # type: ignore[arg-type]
+    undo.callback(channel.close)
+    with theirs:
+        process = _spawn(index, theirs.fileno(), *others)
+    undo.callback(process.end, 0.0)
+    return process, channel
+
+
+def _start_ranks(
+    undo: contextlib.ExitStack, num_ranks: int, index: int, memory_fd: int, log_level: str
+) -> tuple[RankProcesses, RankChannels]:
+    """All of one replica: they read the same steps, and add up what they compute in memory of their own."""
+    with rank_memory(num_ranks) as ranks_fd:
+        started = [_start(undo, index, memory_fd, log_level, rank, ranks_fd) for rank in range(num_ranks)]
+    return RankProcesses([process for process, _ in started]), RankChannels([channel for _, channel in started])
+
+
+def _spawn(
+    index: int, socket_fd: int, memory_fd: int, log_level: str, rank: int = 0, ranks_fd: int | None = None
+) -> LocalProcess:
     command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
     command += ["--socket-fd", str(socket_fd), "--memory-fd", str(memory_fd)]
+    inherited = [socket_fd, memory_fd]
+    if ranks_fd is not None:
+        command += ["--rank", str(rank), "--ranks-fd", str(ranks_fd)]
+        inherited.append(ranks_fd)
     # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
-    return LocalProcess(command, stdin=subprocess.PIPE, pass_fds=(socket_fd, memory_fd), start_new_session=True)
+    return LocalProcess(command, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)

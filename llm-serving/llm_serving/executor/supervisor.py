@@ -21,9 +21,9 @@ from llm_serving.errors import (
     ProtocolError,
     WorkerDiedError,
 )
+from llm_serving.executor.agent_process import AgentLink, AgentProcess
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.placement import AgentProcess, Placement, ThisMachine
-from llm_serving.transport.channel import Channel
+from llm_serving.executor.placement import Placement, ThisMachine
 from llm_serving.transport.codec import max_step_bytes
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
@@ -52,7 +52,7 @@ class WorkAgentProcess:
 
     index: int
     process: AgentProcess
-    channel: Channel[AgentMessage]
+    channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
     _closed: bool = False
@@ -127,7 +127,7 @@ def start_work_agent(
 
 def _load(
     index: int,
-    channel: Channel[AgentMessage],
+    channel: AgentLink,
     settings: LoadModel,
     on_progress: Callable[[str], None],
     timeout_s: float | None,
@@ -163,7 +163,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
     max_tokens, max_rows = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     num_threads = config.device.num_threads
     if num_threads is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_replicas)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // config.num_processes)
     return LoadModel(
         model_path=str(config.model.model_path),
         mindir_path=_text(config.model.mindir_path),
@@ -182,7 +182,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         max_num_seqs=max_rows,
         device_target=config.device.device_target,
         device_id=config.serving.start_device_id + index,
-        num_agents=config.num_replicas,
+        num_agents=config.num_processes,
         num_threads=num_threads,
         max_device_memory=config.device.max_device_memory,
         enable_graph_kernel=config.device.enable_graph_kernel,
@@ -192,6 +192,8 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         jit_level=config.device.jit_level,
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
+        step_timeout_s=config.serving.step_timeout_s,
+        num_ranks=config.cluster.tensor_parallel,
     )
 
 

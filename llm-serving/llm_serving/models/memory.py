@@ -38,7 +38,7 @@ def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
     """Of all weights, as they are served."""
-    return spec.num_parameters * dtype_bytes - spared_bytes(spec.network, quantization, dtype_bytes)
+    return spec.num_held * dtype_bytes - spared_bytes(spec.network, quantization, dtype_bytes)
 
 
 def bytes_for_cache(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from llm_serving.models.mindformers import hugging_face_config
 from llm_serving.models.pooling import is_embedding_model
 from llm_serving.models.registry import architecture_of, describe
 from llm_serving.network.description import CacheShape, Network, Weight
+from llm_serving.network.sharding import sharded
 
 CONFIG_NAME: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 2**20
@@ -92,6 +93,24 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Elements of the tensors in use, each once."""
         return sum(math.prod(shape) for shape in self.tensors.values())
+
+    @cached_property
+    def num_held(self) -> int:
+        """Elements of the weights as they are computed with, some filled up with zeros; of a rank its share."""
+        return sum(math.prod(weight.shape) for weight in self.network.weights if weight.made is None)
+
+    def of_rank(self, rank: int, num_ranks: int) -> ModelSpec:
+        """What one of several ranks computes of the model; the tensors of the folder are as they were.
+
+        Raises:
+            ModelError: It cannot be dealt out to so many.
+        """
+        if num_ranks == 1:
+            return self
+        spec = replace(self)
+        spec.__dict__["network"] = sharded(self.network, rank, num_ranks)
+        spec.__dict__["scheme"] = self.scheme
+        return spec
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:

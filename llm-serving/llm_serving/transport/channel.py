@@ -83,6 +83,12 @@ class Channel(Generic[Incoming]):
         except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
             raise ProtocolError(f"a frame of {length} bytes is no known message: {error}") from error
 
+    @property
+    def has_frame(self) -> bool:
+        """Whether a whole frame has come already, so that `receive` reads nothing more."""
+        received = len(self._received)
+        return received >= _LENGTH.size and received >= _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+
     def shutdown(self) -> None:
         """Ends the conversation on both sides; a thread that receives is told. From any thread.
 

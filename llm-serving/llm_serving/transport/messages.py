@@ -20,7 +20,7 @@ import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -75,6 +75,11 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     jit_level: str
     num_buffers: int
     buffer_bytes: int
+    step_timeout_s: float
+    num_ranks: int = 1
+    """WorkAgents that compute the replica together."""
+    rank: int = 0
+    """Of this one among them."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

@@ -15,8 +15,9 @@ from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.choices import ExactnessName, ImplementationName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
-from llm_serving.errors import KernelError
+from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
+from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
@@ -34,8 +35,15 @@ from llm_serving.worker.networks import of_files
 logger = get_logger(__name__)
 
 
-def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tuple[ModelRunner, str]:
+def load_runner(
+    settings: LoadModel, on_progress: Callable[[str], None], ranks_fd: int | None = None
+) -> tuple[ModelRunner, str]:
     """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
+
+    Args:
+        settings: Of the master.
+        on_progress: Is told what is being done.
+        ranks_fd: Memory of those with whom this process computes; None: it computes alone.
 
     Returns:
         The runner, and what the operator should know of it; usually an empty text.
@@ -43,6 +51,7 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     Raises:
         ConfigError: The model cannot be read, or its cache does not fit.
         KernelError: The kernels asked for cannot be had.
+        RankLostError: Those it computes with are not there.
     """
     if settings.num_threads is not None:
         os.environ.setdefault("LLM_SERVING_THREADS", str(settings.num_threads))
@@ -71,8 +80,12 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
     spec = check_folder(folder)
     if spec.scheme is not None:
         logger.info("the weights are quantised by %s: they are served in %s", spec.scheme.described, settings.dtype)
+    ranks = None if ranks_fd is None else _join(ranks_fd, settings, backend)
+    spec = spec.of_rank(settings.rank, settings.num_ranks)
     num_blocks = settings.num_blocks or _num_blocks(settings, spec, backend)
-    on_progress(f"reading {spec.num_parameters / 1e6:,.1f} M weights from {folder.name}")
+    if ranks is not None:
+        num_blocks = min(blocks for (blocks,) in ranks.exchange([num_blocks]))
+    on_progress(f"reading {spec.num_held / 1e6:,.1f} M weights from {folder.name}")
     runner = ModelRunner(
         spec,
         folder,
@@ -85,8 +98,10 @@ def load_runner(settings: LoadModel, on_progress: Callable[[str], None]) -> tupl
         by_mindformers=by_mindformers,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
         quantization=_quantization(settings),
+        ranks=ranks,
+        step_timeout_s=settings.step_timeout_s,
     )
-    runner.computed_by = _computed_by(backend, device, framework)
+    runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
     runner.warm_up()
     return runner, notice
@@ -109,7 +124,16 @@ def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], No
     return runner
 
 
-def _computed_by(backend: Backend, device: DeviceConfig, framework: str) -> ComputedBy:
+def _join(ranks_fd: int, settings: LoadModel, backend: Backend) -> Ranks:
+    """Waits for the others."""
+    if backend.name != "cpu":
+        raise ConfigError(f"cluster_config.tensor_parallel: must be 1 on {backend.name}. Given: {settings.num_ranks}")
+    ranks = Ranks(ranks_fd, settings.rank, settings.num_ranks)
+    ranks.use()
+    return ranks
+
+
+def _computed_by(backend: Backend, device: DeviceConfig, framework: str, num_ranks: int) -> ComputedBy:
     if backend.name != "cpu":
         return ComputedBy(kernels=backend.name, framework=framework)
     sources, compiler = library.library_path().stem.split("_")[-2:]
@@ -119,6 +143,7 @@ def _computed_by(backend: Backend, device: DeviceConfig, framework: str) -> Comp
         sources=sources,
         compiler=compiler,
         framework=framework,
+        ranks=num_ranks,
     )
 
 

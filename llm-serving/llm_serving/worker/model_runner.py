@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
+from llm_serving.kernels.ranks import Ranks
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
@@ -25,6 +27,9 @@ from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits,
 from llm_serving.worker.networks import Networks, compiled
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
+
+_FIRST_TAG: Final = 1
+"""Of the first step, among those that compute together; what comes before it has 0."""
 
 
 class ModelRunner:
@@ -48,6 +53,8 @@ class ModelRunner:
         quantization: Quantization | None = None,
         by_mindformers: bool = False,
         networks: Networks | None = None,
+        ranks: Ranks | None = None,
+        step_timeout_s: float = 0.0,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -65,6 +72,8 @@ class ModelRunner:
             quantization: How weights are kept; None: in the model dtype.
             by_mindformers: MindFormers' own network computes the model; without `as_program`.
             networks: That have weights and caches in them; None: they are made of the folder.
+            ranks: With whom this process computes what `spec` has a share of; None: alone.
+            step_timeout_s: Seconds that they are waited for in a step.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -74,6 +83,7 @@ class ModelRunner:
         self.computed_by: ComputedBy = NOT_KNOWN
         """Told by who chose backend and kernels."""
         self._backend = backend
+        self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
             self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
         else:
@@ -140,7 +150,18 @@ class ModelRunner:
             WorkerError: The step contradicts itself, reaches outside model, cache or host pool, or would read what is
                 not its own; nothing was computed. The step counts as done; a row of the next one that refers to its
                 tokens computes something to be thrown away.
+            RankLostError: Those it computes with are gone, or elsewhere: no step can be computed any more.
         """
+        if self._ranks is None:
+            return self._execute(step, await_allowed)
+        self._ranks.begin(_FIRST_TAG + step.step, self._step_timeout_s)
+        try:
+            return self._execute(step, await_allowed)
+        except Exception:
+            self._ranks.check()
+            raise
+
+    def _execute(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepOutput:
         if step.step != self._next_step:
             raise StepMismatchError(f"steps must arrive in order: expected step {self._next_step}. Given: {step.step}")
         # Until this step's tokens are chosen they count as failed ones: a step that is on its way already may refer to

@@ -20,7 +20,12 @@ class ClusterConfig:
     Ray on its own machine, for itself."""
 
     replicas: int | None = option(None, integer(1, 4096))
-    """WorkAgents, a replica of the model each. None: as many as `serving_config.agent_ports` has entries."""
+    """Copies of the model, each served by a WorkAgent, or by `tensor_parallel` of them. None: as many as
+    `serving_config.agent_ports` has entries."""
+
+    tensor_parallel: int = option(1, integer(1, 16))
+    """Processes that compute one replica together, each with its share of heads, of feed-forward columns and of the
+    KV cache: on one machine, with `device_config.kernels: program` on a CPU."""
 
     cpus_per_replica: int | None = option(None, integer(1, 4096))
     """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:

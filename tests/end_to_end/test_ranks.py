@@ -1,0 +1,94 @@
+"""Two real WorkAgent processes that compute one replica together: the same request gets the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from engine_harness import bytes_of
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.executor.ranks import RankProcesses
+from real_replica import RealReplica
+
+pytestmark = pytest.mark.end_to_end
+
+SETTINGS = (
+    "cluster_config.tensor_parallel=2",
+    "pa_config.num_blocks=20",
+    "scheduler_config.max_prefill_tokens=32",
+    "model_config.decode_batch_size=8",
+)
+UNKNOWN_TOKEN = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[RealReplica]:
+    replica = RealReplica(*SETTINGS)
+    try:
+        yield replica
+    finally:
+        replica.close()
+    assert not any(psutil.pid_exists(process.pid) for each in replica.agents for process in processes(each.process))
+
+
+def processes(process: object) -> list[psutil.Process]:
+    assert isinstance(process, RankProcesses)
+    return list(process.ranks)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def alone(replica: RealReplica) -> list[str]:
+    return [bytes_of(replica.answer([request])[0]) for request in requests(replica)]
+
+
+def requests(replica: RealReplica) -> list[Request]:
+    """Greedy and sampled ones, some in chunks, with log-probabilities of prompts too."""
+    texts = ("Count from 1 to 9.", "Name the days of the week.", "Repeat the word stone after me. " * 8)
+    return [
+        Request(
+            f"r{index}",
+            replica.tokenizer.encode(texts[index % 3]),
+            SamplingParams(
+                max_tokens=30,
+                temperature=0.9 * (index % 2),
+                seed=index,
+                logprobs=2,
+                prompt_logprobs=1 if index == 4 else None,
+                ignore_eos=True,
+            ),
+        )
+        for index in range(6)
+    ]
+
+
+def test_an_answer_is_the_same_in_a_crowd_that_takes_its_place(replica: RealReplica, alone: list[str]) -> None:
+    crowd = requests(replica)
+    assert [bytes_of(each) for each in replica.answer(crowd)] == alone
+    assert any(request.num_preemptions for request in crowd)
+
+
+def test_a_step_that_fails_fails_at_all_ranks_and_the_next_one_does_not(replica: RealReplica, alone: list[str]) -> None:
+    culprit = Request("culprit", [5, UNKNOWN_TOKEN, 6], SamplingParams(max_tokens=4))
+    restarts = replica.num_restarts
+    *others, failed = replica.answer([*requests(replica), culprit])
+    assert [bytes_of(each) for each in others] == alone
+    assert failed.finish_reason is FinishReason.ERROR
+    assert replica.num_restarts == restarts
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_answer_survives_the_death_of_either_rank(replica: RealReplica, alone: list[str], rank: int) -> None:
+    restarts = replica.num_restarts
+    for request in requests(replica):
+        replica.engine.submit(request)
+    for _ in range(20):
+        assert replica.engine.step()
+    os.kill(processes(replica.agents[-1].process)[rank].pid, signal.SIGKILL)
+    while replica.engine.step():
+        pass
+    assert [bytes_of(replica.take_answer(each.request_id)) for each in requests(replica)] == alone
+    assert replica.num_restarts == restarts + 1
