@@ -3,7 +3,8 @@
     python routing_comparison.py [--replicas 4] [--requests 600] [--seed 1] [--profile profile.json]
 
 Nothing runs on a device. The shipping door, router, schedulers and caches serve under a virtual clock. Without a
-profile of one's own a step takes what was published of Llama-2-7B in float16 on one NPU: such a device was not at hand.
+profile of one's own a step takes what was published of Llama-2-7B in float16 on one NPU (profiles/contest_npu.yaml):
+such a device was not at hand.
 """
 
 from __future__ import annotations
@@ -17,19 +18,13 @@ from typing import Final
 from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
 from llm_serving.core.choices import RoutingName
-from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.profile import Profile, read_profile
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.workload import workload
 
-DECODE_MS, FURTHER_MS = 26.7, 1.13
-"""Of a step with one request, and of each further one, as fitted to what was published (docs/scheduling.md)."""
-PREFILL_MS: Final = ((128, 35.0), (256, 42.0), (512, 68.0), (1024, 104.0), (2048, 176.0))
-"""Tokens of a step, and its published time: batches of prompts of 128 tokens."""
-PROMPT_TOKENS: Final = 128
-"""Of each prompt of `PREFILL_MS`."""
+PUBLISHED: Final = Path(__file__).parent / "profiles" / "contest_npu.yaml"
 LOADS: Final = {
     "shared prefixes": """
 streams:
@@ -66,19 +61,6 @@ SETTINGS: Final = (
 COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "goodput_share", "output_tokens_per_s")
 
 
-def published_profile() -> Profile:
-    """What a step takes by the published figures: by its requests, and by its tokens along the points of prompts."""
-    pieces = [Piece("step", DECODE_MS / 1e3), Piece("rows", FURTHER_MS / 1e3, 1.0)]
-    tokens, ms = 0, DECODE_MS
-    for to, published_ms in PREFILL_MS:
-        to_ms = published_ms - FURTHER_MS * (to / PROMPT_TOKENS - 1)
-        pieces.append(Piece("tokens", (to_ms - ms) / (to - tokens) / 1e3, float(tokens), float(to)))
-        tokens, ms = to, to_ms
-    pieces.append(Piece("tokens", pieces[-1].seconds, float(tokens)))
-    source = "published figures of Llama-2-7B in float16 on one NPU"
-    return Profile("published", source, measured=False, step=CostModel(tuple(pieces)))
-
-
 def load(name: str, num_replicas: int, num_requests: int, seed: int) -> Load:
     """The load of this name for so many replicas."""
     rate = RATES[name] * num_replicas
@@ -108,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--profile", type=Path, help="as `llm-serving profile` writes it")
+    parser.add_argument("--profile", type=Path, default=PUBLISHED, help="as `llm-serving profile` writes it")
     arguments = parser.parse_args(argv)
-    profile = published_profile() if arguments.profile is None else read_profile(arguments.profile)
+    profile = read_profile(arguments.profile)
     out = sys.stdout
     out.write(
         f"Simulated: {arguments.replicas} replicas, {arguments.requests} requests a load, seed {arguments.seed}; "

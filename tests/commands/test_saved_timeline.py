@@ -54,7 +54,7 @@ def test_what_goes_wrong_is_told_and_no_file_is_left(url: str, tmp_path: Path, m
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     output = tmp_path / "trace.json"
     for address, message in (
-        (url, "answers 401"),
+        (url, "401: "),
         (f"{url}/other", "does not answer with a trace"),
         ("http://127.0.0.1:1", "no server answers"),
         ("file:///etc/passwd", "must begin with http"),
