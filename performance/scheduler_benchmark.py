@@ -4,7 +4,8 @@
         wait, and those that end are replaced. The median is a step that only decodes, the mean has admissions and ends
     H   everything of the serving process over HTTP, microseconds of CPU time for each generated token: as many streams
         as run at once, read by another process; submitting them is included; and for each request of one token, with
-        `--set serving_config.access_log=FILE` what its line in the log costs too
+        `--set serving_config.access_log=FILE` what its line in the log costs too; with
+        `--set cluster_config.replicas=N` the same of N replicas, each of which runs so many
 
 The engine, the scheduler, the server and the frames are the shipping ones, with the shipped tokenizer; the WorkAgent is
 replaced by one that chooses tokens at random. What the flight recorder costs besides is told with
@@ -65,9 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "P" in arguments.tests:
         figures += step_parts(config, num_blocks, arguments.waiting, arguments.steps)
     if "H" in arguments.tests:
-        seconds = cpu_seconds_per_token(config, num_blocks, arguments.running)
+        num_streams = arguments.running * config.num_replicas
+        seconds = cpu_seconds_per_token(config, num_blocks, num_streams)
         figures.append(Figure("H", "serving process, CPU time", 1e6 * seconds, "us/token"))
-        seconds = cpu_seconds_per_request(config, num_blocks, arguments.running)
+        seconds = cpu_seconds_per_request(config, num_blocks, num_streams)
         figures.append(Figure("H", "serving process, CPU time of a request of one token", 1e6 * seconds, "us/request"))
     for figure in figures:
         print(figure, flush=True)

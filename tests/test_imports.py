@@ -92,6 +92,7 @@ MEASURE_IN_PROCESS = {
     "machine_limits.py",
     "random_agent.py",
     "routing_comparison.py",
+    "scaling.py",
     "sampler_benchmark.py",
     "scheduler_benchmark.py",
     "serving_cost.py",

@@ -43,6 +43,8 @@ class Profile:
     """Of the event loop, for one request until it is at the door."""
     token_s: float = 0.0
     """Of the event loop, for one token on its way to its client."""
+    one_interpreter: bool = False
+    """Whether what the master takes is CPU time of threads that share an interpreter; else it is what they took."""
     client_s: float = 0.0
     """From a client to the event loop, and back."""
     spread: tuple[float, ...] = ()
@@ -86,6 +88,7 @@ def read_profile(path: Path) -> Profile:
         lead_s=seconds("lead_s", 0.005),
         request_s=seconds("request_s"),
         token_s=seconds("token_s"),
+        one_interpreter=document.take("one_interpreter", flag, "must be true or false", False),
         client_s=seconds("client_s"),
         spread=document.take("spread", _spread, "must be ascending factors > 0", ()),
         num_blocks=document.take("num_blocks", whole(1), "must be an integer >= 1", 0) or None,

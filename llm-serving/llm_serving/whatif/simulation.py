@@ -27,6 +27,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
+from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
@@ -54,6 +55,8 @@ class Result:
     """Computed by all steps, prompts included."""
     busy_share: float = 0.0
     """Of the time, in which WorkAgents computed."""
+    master_share: float = 0.0
+    """Of the time, in which the master's threads computed; each counts for itself."""
     preemptions: int = 0
     bound_violations: int = 0
     block_use: list[tuple[float, float]] = field(default_factory=list)
@@ -90,6 +93,7 @@ class Simulation:
         self._config = config = _simulated(config)
         self._load, self._profile, self._seed = load, profile, seed
         self._timeline = Timeline()
+        self._interpreter = Interpreter() if profile.one_interpreter else Cores()
         self._loop = VirtualLoop(self._timeline)
         self._loop_free_s = 0.0
         """When the event loop has time for what comes next."""
@@ -102,7 +106,17 @@ class Simulation:
         self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
         self._result = Result(name, load.name, profile, [], notices=notices)
         predicts = _predicts(config, requests)
-        parts = Parts(config, profile, lengths.reshape(-1, 2), load.vocab_size, window, seed, self._tally, predicts)
+        parts = Parts(
+            config,
+            profile,
+            lengths.reshape(-1, 2),
+            load.vocab_size,
+            window,
+            seed,
+            self._tally,
+            self._interpreter,
+            predicts,
+        )
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
         self._result.num_blocks = self._replicas[0].engine.scheduler.blocks.pool.num_blocks
         self._open: dict[str, tuple[Outcome, Callable[[float], None]]] = {}
@@ -120,9 +134,11 @@ class Simulation:
         try:
             while (replica := self._next()) is not None:
                 replica.step()
-                if next(looks) % LOOK_EVERY == 0 and gives_up(self._result.outcomes, replica.clock.now):
-                    self._result.complete = False
-                    return self._finish()
+                if next(looks) % LOOK_EVERY == 0:
+                    self._interpreter.forget(self._earliest())
+                    if gives_up(self._result.outcomes, replica.clock.now):
+                        self._result.complete = False
+                        return self._finish()
             self._check_end()
         except AssertionError as error:
             raise ContradictionError(f"seed {self._seed}: {error or 'blocks or places are not conserved'}") from error
@@ -138,6 +154,11 @@ class Simulation:
             if replica.wakes == math.inf:
                 return None
             return replica
+
+    def _earliest(self) -> float:
+        """Before this nothing is done any more; replicas that sleep wake later."""
+        awake = (each.clock.now for each in self._replicas if each.wakes < math.inf)
+        return min([self._timeline.now, *awake])
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +225,7 @@ class Simulation:
 
     def _take_loop(self, seconds: float) -> float:
         """Has the event loop work so long as soon as it can; returns when that is done."""
-        self._loop_free_s = max(self._loop_free_s, self._timeline.now) + seconds
+        self._loop_free_s = self._interpreter.take(max(self._loop_free_s, self._timeline.now), seconds)
         return self._loop_free_s
 
     def _deliver(self, pieces: list[RequestOutput], publish: Publish) -> None:
@@ -250,6 +271,7 @@ class Simulation:
         result.num_steps = sum(each.engine.num_steps for each in replicas)
         result.num_tokens, result.block_use = tally.num_tokens, tally.block_use
         spans = [part for each in replicas for part in each.agent.spans if part[0] < span]
+        result.master_share = self._interpreter.taken_s / max(span, 1e-9)
         result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))
         result.preemptions, result.bound_violations = tally.num_preempted, tally.num_violations
         for replica in replicas:

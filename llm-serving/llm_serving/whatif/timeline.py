@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from llm_serving.whatif.interpreter import Cores, Interpreter
+
 T = TypeVar("T")
 
 Action = Callable[[], None]
@@ -48,14 +50,16 @@ class Timeline:
 class EngineClock:
     """The time in the thread of one engine, which may be ahead of what has happened elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, master: Interpreter | Cores) -> None:
         self.now = 0.0
+        self._master = master
 
     def __call__(self) -> float:
         return self.now
 
     def spend(self, seconds: float) -> None:
-        self.now += seconds
+        """Works, as soon as the master's other threads let it."""
+        self.now = self._master.take(self.now, seconds)
 
     def reach(self, time: float) -> None:
         """Goes on to a time, never back."""
@@ -66,7 +70,7 @@ class VirtualLoop:
     """The event loop, as far as engines call it from their threads."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.clock = EngineClock()
+        self.clock = EngineClock(Cores())
         """Of the engine that calls."""
         self._timeline = timeline
 

@@ -17,6 +17,7 @@ from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError
 from llm_serving.scheduler.wait_reason import Blocked
+from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
@@ -40,6 +41,8 @@ class Parts:
     """Tokens that every layer of the model sees at most; None: one sees all."""
     seed: int
     tally: Tally
+    master: Interpreter | Cores
+    """What the master's threads compute by."""
     predicts: bool = True
     """Whether anything is decided by when a first token is expected, which takes long to tell where many wait."""
 
@@ -64,7 +67,7 @@ class VirtualReplica:
     """Steps when it is told to; `wakes` says from when on."""
 
     def __init__(self, world: World, parts: Parts, index: int) -> None:
-        self.clock = EngineClock()
+        self.clock = EngineClock(parts.master)
         self.wakes = math.inf
         """When it goes on; infinite while it has nothing to do."""
         self._world = world

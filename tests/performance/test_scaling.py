@@ -1,0 +1,39 @@
+"""Scaling in simulation: a master has one interpreter, and tenants go where their names hash to."""
+
+from dataclasses import replace
+
+import pytest
+from llm_serving.whatif.profile import read_profile
+from scaling import PUBLISHED, load, play, shares_of_masters, with_master
+
+
+def test_a_master_that_takes_too_long_for_a_token_slows_all_its_replicas() -> None:
+    published = read_profile(PUBLISHED)
+    given = load(4, 12, 4, seed=1)
+    quick, slow = (play(given, 4, with_master(published, 0.0, 0.0, token_s)) for token_s in (1e-5, 0.02))
+    assert all(each.ok for each in quick.outcomes + slow.outcomes)
+    assert quick.master_share < 0.1 < 0.5 < slow.master_share <= 1.0
+    ends = [max(each.end_s for each in result.outcomes) for result in (quick, slow)]
+    assert ends[1] > 1.5 * ends[0]
+
+
+def test_threads_of_one_interpreter_wait_for_each_other() -> None:
+    published = read_profile(PUBLISHED)
+    given = load(4, 12, 4, seed=1)
+    shared = with_master(published, 0.0, 0.05, 0.0)
+    alone = replace(shared, one_interpreter=False)
+    ends = [max(each.end_s for each in play(given, 4, profile).outcomes) for profile in (shared, alone)]
+    assert ends[0] > 1.2 * ends[1]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_all_that_is_asked_for_goes_to_some_master(exponent: float) -> None:
+    shares = shares_of_masters(16, exponent)
+    assert len(shares) == 16
+    assert sum(shares) == pytest.approx(16)
+    assert shares == sorted(shares)
+
+
+def test_a_tenant_who_asks_for_a_tenth_of_all_is_too_much_for_one_of_many_masters() -> None:
+    assert shares_of_masters(64, 0.0)[-1] < 1.6
+    assert shares_of_masters(64, 1.0)[-1] > 5
