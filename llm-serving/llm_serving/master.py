@@ -18,12 +18,16 @@ from llm_serving.executor.same_bits import SameBits
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.hub.progress import Progress
+from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.objects import RequestCounts
+from llm_serving.text.model_tokens import notice_of_unknown_tokens
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
+
+logger = get_logger(__name__)
 
 
 def run(config: ServingConfig) -> int:
@@ -62,6 +66,8 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     assert config.model.model_path is not None
     spec = ModelSpec.from_folder(config.model.model_path)
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+    if (notice := notice_of_unknown_tokens(tokenizer, spec.vocab_size)) is not None:
+        logger.warning("%s", notice)
     metrics = Metrics(config.model.model_name, config.request_classes)
     same_bits = SameBits()
 

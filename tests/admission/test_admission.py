@@ -101,7 +101,8 @@ def test_what_can_never_be_served_is_refused(fields, kind, text):
 
 
 def test_the_model_the_yaml_and_the_tokenizer_name_end_tokens():
-    spec, tokenizer = SimpleNamespace(eos_token_ids=(2, 3)), SimpleNamespace(eos_token_ids=(3, 4))
+    spec = SimpleNamespace(eos_token_ids=(2, 3), vocab_size=VOCAB_SIZE)
+    tokenizer = SimpleNamespace(eos_token_ids=(3, 4, VOCAB_SIZE))  # the last one is none of the model
     assert end_token_ids(ModelConfig(), spec, tokenizer) == {2, 3, 4}
     assert end_token_ids(ModelConfig(end_token=0), spec, tokenizer) == {0, 2, 3, 4}
 

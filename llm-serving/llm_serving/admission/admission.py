@@ -65,9 +65,13 @@ def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
 
 
 def end_token_ids(config: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer."""
+    """The ids by which this model ends a text, whoever names them: the YAML, the model or its tokenizer.
+
+    A tokenizer may have tokens that the model has not: none of these can be chosen.
+    """
     configured = () if config.end_token is None else (config.end_token,)
-    return frozenset((*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids))
+    named = (*configured, *spec.eos_token_ids, *tokenizer.eos_token_ids)
+    return frozenset(token_id for token_id in named if token_id < spec.vocab_size)
 
 
 def stop_token_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:

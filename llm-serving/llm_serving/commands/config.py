@@ -11,7 +11,8 @@ from llm_serving.commands.stored_models import check_weights, stored_size
 from llm_serving.config import ServingConfig
 from llm_serving.config.paths import REFERENCE_YAML
 from llm_serving.config.report import describe
-from llm_serving.errors import ConfigError, ModelError
+from llm_serving.errors import ConfigError
+from llm_serving.models.spec import ModelSpec
 
 
 def add_to(commands: Subcommands) -> None:
@@ -37,23 +38,28 @@ def add_to(commands: Subcommands) -> None:
 def run_check(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     check_weights(config)
-    text = "\n".join([describe(config), *_ends(config), *_memory(config), *_bounds(config)])
+    text = "\n".join([describe(config), *_tokens(config), *_memory(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
     return 0
 
 
-def _ends(config: ServingConfig) -> list[str]:
-    """The tokens that end a text and who says so, as comments."""
-    if config.model.model_path is None:
-        return []
-    from llm_serving.text.end_tokens import describe_end_tokens
+def _tokens(config: ServingConfig) -> list[str]:
+    """What of the tokenizer matters to answers, as comments: the tokens that end a text, those that cannot be in one.
 
-    try:
-        lines = describe_end_tokens(config.model)
-    except ModelError as error:  # folders without a tokenizer have a configuration all the same
-        lines = [f"unknown, and no server starts: {error}"]
-    return ["# a text ends with:", *(f"#   - {line}" for line in lines)]
+    Raises:
+        ModelError: There is no tokenizer that can be read, and so no server starts.
+    """
+    path = config.model.model_path
+    if path is None:
+        return []
+    from llm_serving.text.model_tokens import describe_end_tokens, notice_of_unknown_tokens
+    from llm_serving.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path, config.model.tokenizer_path)
+    lines = ["# a text ends with:", *(f"#   - {line}" for line in describe_end_tokens(config.model, tokenizer))]
+    notice = notice_of_unknown_tokens(tokenizer, ModelSpec.from_folder(path).vocab_size)
+    return lines if notice is None else [*lines, f"# notice: {notice}"]
 
 
 def _memory(config: ServingConfig) -> list[str]:
@@ -68,7 +74,6 @@ def _bounds(config: ServingConfig) -> list[str]:
     if config.pa.num_blocks is None:
         return []
     from llm_serving.engine.replica import build_scheduler
-    from llm_serving.models.spec import ModelSpec
 
     window = None if config.model.model_path is None else ModelSpec.from_folder(config.model.model_path).window
     scheduler = build_scheduler(config, config.pa.num_blocks, config.pa.num_swap_blocks, window=window)

@@ -1,4 +1,4 @@
-"""The tokens that end a text, as the files of a model name them."""
+"""What the tokens of a tokenizer are to its model: which ones end a text, and which it does not know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.text.tokenizer import Tokenizer
 
 
-def describe_end_tokens(model: ModelConfig) -> list[str]:
+def notice_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> str | None:
+    """A sentence where the tokenizer has tokens that the model has not, as marks of pictures; None: it has none."""
+    count = tokenizer.vocab_size - vocab_size
+    if count <= 0:
+        return None
+    first = json.dumps(tokenizer.token_text(vocab_size), ensure_ascii=False)
+    return (
+        f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: a prompt with one of the last "
+        f"{count}, {first} the first of them, is refused"
+    )
+
+
+def describe_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
     """A line for each: id, text, and the files that name it; the same ids end the texts of requests.
 
     Raises:
@@ -19,7 +31,6 @@ def describe_end_tokens(model: ModelConfig) -> list[str]:
     """
     folder = model.model_path
     assert folder is not None
-    tokenizer = Tokenizer.load(folder, model.tokenizer_path)
     return [
         f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({', '.join(names)})"
         for token_id, names in _sources(model, folder, tokenizer).items()

@@ -1,4 +1,4 @@
-"""Which tokens end a text, and who says so."""
+"""Which tokens end a text and who says so, and which the model does not know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import llm_serving.demo_model
 from llm_serving.cli import main
 from llm_serving.config import load_config
-from llm_serving.text.end_tokens import describe_end_tokens
+from llm_serving.text.model_tokens import describe_end_tokens, notice_of_unknown_tokens
 from llm_serving.text.tokenizer import Tokenizer
 
 DEMO = Path(llm_serving.demo_model.__file__).parent
@@ -31,7 +31,7 @@ def test_every_id_has_the_files_that_name_it(tmp_path):
     def line(token_id, names):
         return f"{token_id} {json.dumps(tokenizer.token_text(token_id), ensure_ascii=False)} ({names})"
 
-    assert describe_end_tokens(model) == [
+    assert describe_end_tokens(model, tokenizer) == [
         line(2, "config.json, tokenizer"),
         line(400, "config.json, generation_config.json"),
         line(300, "generation_config.json"),
@@ -44,10 +44,22 @@ def test_config_check_shows_them(tmp_path, capsys):
     assert '# a text ends with:\n#   - 2 "</s>" (config.json, generation_config.json, tokenizer)\n#   - 300 ' in printed
 
 
-def test_config_check_tells_that_there_is_no_tokenizer(tmp_path, capsys):
+def test_config_check_refuses_a_folder_without_a_tokenizer(tmp_path, capsys):
     (folder_with(tmp_path, 2, 2) / "tokenizer.model").unlink()
-    assert main(["config", "check", "--model", str(tmp_path)]) == 0
-    assert f"#   - unknown, and no server starts: {tmp_path}: has no tokenizer file" in capsys.readouterr().out
+    assert main(["config", "check", "--model", str(tmp_path)]) == 2
+    assert f"error: {tmp_path}: has no tokenizer file" in capsys.readouterr().err
+
+
+def test_tokens_that_the_model_does_not_know_are_told():
+    tokenizer = Tokenizer.load(DEMO)
+    size = tokenizer.vocab_size
+    assert notice_of_unknown_tokens(tokenizer, size) is None
+    assert notice_of_unknown_tokens(tokenizer, size + 64) is None, "a model's vocabulary may be padded"
+    notice = notice_of_unknown_tokens(tokenizer, size - 2)
+    assert notice == (
+        f"the tokenizer has {size} tokens, the model {size - 2}: a prompt with one of the last 2, "
+        f"{json.dumps(tokenizer.token_text(size - 2))} the first of them, is refused"
+    )
 
 
 def test_end_ids_stay_the_models_where_the_tokenizer_is_in_another_folder(tmp_path):
