@@ -1,4 +1,4 @@
-"""AddExt, Add, Mul and SiLU: whatever MindSpore would compute by operators of these names."""
+"""AddExt, Add, Mul, Greater and SiLU: whatever MindSpore would compute by operators of these names."""
 
 import numpy as np
 import pytest
@@ -64,6 +64,30 @@ def test_integers_wrap(dtype: str) -> None:
             assert np.array_equal(result("Add", a, b).array, a.array + b.array)
             assert np.array_equal(result("AddExt", a, b, scalar(1, "int64")).array, a.array + b.array)
             assert np.array_equal(result("Mul", a, b).array, a.array * b.array)
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_TYPES, *INTEGERS, "bool", "float64"])
+def test_larger_numbers_of_every_shape_and_type(dtype: str) -> None:
+    for a_shape, b_shape in SHAPES:
+        signed = [8 * normal(seed, *shape) for seed, shape in ((1, a_shape), (2, b_shape))]
+        values = [np.abs(each) if dtype.startswith("uint") else each for each in signed]
+        a, b = (typed(each, dtype) if dtype in FLOAT_TYPES else numbers(each.astype(dtype), dtype) for each in values)
+        y = scalar(np.full(np.broadcast_shapes(a_shape, b_shape), fill_value=True), "bool")
+        call("Greater", a, b, y)
+        assert np.array_equal(y.array, np.greater(a.values, b.values)), (a_shape, b_shape)
+
+
+def test_other_comparisons_are_an_error() -> None:
+    a, y = typed([1.0], "float32"), empty((1,), "bool")
+    for b, result_of, reason in (
+        (integers([1]), y, "inputs must be of one type and the result bool, are float32, int32 and bool"),
+        (a, a, "inputs must be of one type and the result bool, are float32, float32 and float32"),
+        (typed([1.0, 2.0], "float32"), y, "shapes do not broadcast to the result's"),
+    ):
+        assert status_of("Greater", a, b, result_of) != 0
+        assert library.last_error() == f"Greater: {reason}"
+    assert status_of("Greater", scalar([1j], "complex64"), scalar([1j], "complex64"), y) != 0
+    assert library.last_error() == "Greater: complex64 is no type of numbers that is compared here"
 
 
 def test_other_numbers() -> None:

@@ -51,6 +51,59 @@ def test_split_into_sizes_that_do_not_add_up_is_an_error() -> None:
     assert library.last_error() == "SplitWithSize: sizes add up to 4 of 5"
 
 
+MASKS = ("begin", "end", "ellipsis", "new", "shrink")
+
+
+def sliced(x: Typed, shape: tuple[int, ...], *ranges: object, **masks: int) -> Typed:
+    """`ranges` are begin, end and strides; a mask has a bit for each of their numbers."""
+    y = empty(shape, x.dtype)
+    given = [scalar(masks.get(name, 0), "int64") for name in MASKS]
+    call("StridedSlice", x, *(integers(each, "int64") for each in ranges), *given, y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "int32", "float64"])
+def test_slices_are_those_of_numpy(dtype: str) -> None:
+    x = Typed(np.random.default_rng(5).integers(0, 100, (4, 5, 6)).astype(dtype), dtype)
+    for begin, end, strides, expected in (
+        ([0, 0, 0], [4, 5, 6], [1, 1, 1], x.array),
+        ([1], [3], [1], x.array[1:3]),
+        ([0, 1, 2], [4, 5, 6], [2, 3, 2], x.array[0:4:2, 1:5:3, 2:6:2]),
+        ([-3, -2], [-1, 100], [1, 1], x.array[-3:-1, -2:100]),
+        ([3, 4, 5], [0, -100, 1], [-2, -1, -3], x.array[3:0:-2, 4::-1, 5:1:-3]),
+        ([2, 3], [2, 1], [1, 1], x.array[2:2, 3:1]),
+    ):
+        assert np.array_equal(sliced(x, expected.shape, begin, end, strides).array, expected)
+
+
+def test_masks_of_slices_open_ends_and_add_and_remove_axes() -> None:
+    x = Typed(np.random.default_rng(6).integers(0, 100, (4, 5, 6)), "int64")
+    for begin, end, strides, masks, expected in (
+        ([9, 9, 1], [0, 0, 2], [1, -1, 1], {"begin": 3, "end": 3}, x.array[:, ::-1, 1:2]),
+        ([0, 2], [0, 3], [1, 1], {"ellipsis": 1}, x.array[..., 2:3]),
+        ([1, 0, 2], [2, 0, 3], [1, 1, 1], {"ellipsis": 2}, x.array[1:2, ..., 2:3]),
+        ([0, 1, -1], [0, 2, 0], [1, 1, 1], {"new": 1, "shrink": 6}, x.array[None, 1, -1]),
+    ):
+        assert np.array_equal(sliced(x, expected.shape, begin, end, strides, **masks).array, expected)
+
+
+@pytest.mark.parametrize(
+    ("begin", "strides", "shrink", "reason"),
+    [
+        ([0, 0, 0], [1, 1, 1], 0, "3 ranges are given for 2 axes"),
+        ([0, 0], [1, 0], 0, "strides must not be 0"),
+        ([0, 7], [1, 1], 2, "index 7 is outside an axis of 5"),
+        ([0, 1], [1, 1], 0, "the slice has 16 elements, not 20"),
+    ],
+)
+def test_other_slices_are_an_error(begin: list[int], strides: list[int], shrink: int, reason: str) -> None:
+    x, end = Typed(np.zeros((4, 5)), "float64"), integers([9] * len(begin), "int64")
+    masks = (scalar(value, "int64") for value in (0, 0, 0, 0, shrink))
+    parameters = integers(begin, "int64"), end, integers(strides, "int64"), *masks, empty((4, 5), "float64")
+    assert status_of("StridedSlice", x, *parameters) != 0
+    assert library.last_error() == f"StridedSlice: {reason}"
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "int64", *FLOAT_TYPES, "float64"])
 def test_reshape_keeps_the_elements(dtype: str) -> None:
     x = Typed(np.arange(24).astype("uint16" if dtype == "bfloat16" else dtype).reshape(4, 6), dtype)

@@ -1,4 +1,4 @@
-// AddExt, Add and Mul of any shapes that broadcast and of any type of numbers, and SiLU.
+// AddExt, Add, Mul and Greater of any shapes that broadcast and of any type of numbers, and SiLU.
 //
 // An operator that this library claims comes here whatever calls it, so that none of these may leave anything out that
 // MindSpore's own would compute, complex numbers aside; and of bfloat16 MindSpore has none on a CPU.
@@ -98,19 +98,40 @@ void combine_all(const Operand& a, const Operand& b, const Binary& binary, size_
   }
 }
 
-using CombineAll = void (*)(const Operand&, const Operand&, const Binary&, size_t, size_t, void*);
+template <class Number>
+void compare_all(const Operand& a, const Operand& b, size_t rows, size_t columns, bool* y) {
+  const Number* left = reinterpret_cast<const Number*>(a.data);
+  const Number* right = reinterpret_cast<const Number*>(b.data);
+  for (size_t row = 0; row < rows; row++, left += a.stride, right += b.stride, y += columns) {
+    for (size_t i = 0; i < columns; i++) y[i] = left[i] > right[i];
+  }
+}
 
 struct NumberType {
   const char* name;
-  CombineAll combine_all;
+  void (*combine_all)(const Operand&, const Operand&, const Binary&, size_t, size_t, void*);
+  void (*compare_all)(const Operand&, const Operand&, size_t, size_t, bool*);
 };
 
+template <class Number>
+constexpr NumberType number_type(const char* name) {
+  return {name, combine_all<Number>, compare_all<Number>};
+}
+
 constexpr NumberType kNumberTypes[] = {
-    {"bool", combine_all<bool>},       {"int8", combine_all<int8_t>},     {"int16", combine_all<int16_t>},
-    {"int32", combine_all<int32_t>},   {"int64", combine_all<int64_t>},   {"uint8", combine_all<uint8_t>},
-    {"uint16", combine_all<uint16_t>}, {"uint32", combine_all<uint32_t>}, {"uint64", combine_all<uint64_t>},
-    {"float64", combine_all<double>},
+    number_type<bool>("bool"),       number_type<int8_t>("int8"),     number_type<int16_t>("int16"),
+    number_type<int32_t>("int32"),   number_type<int64_t>("int64"),   number_type<uint8_t>("uint8"),
+    number_type<uint16_t>("uint16"), number_type<uint32_t>("uint32"), number_type<uint64_t>("uint64"),
+    number_type<float>("float32"),   number_type<double>("float64"),
 };
+
+// Null for other types.
+const NumberType* find_number_type(const char* name) {
+  for (const NumberType& type : kNumberTypes) {
+    if (std::strcmp(type.name, name) == 0) return &type;
+  }
+  return nullptr;
+}
 
 int compute(const Call& call, const Binary& binary) {
   const int y = binary.y;
@@ -136,12 +157,43 @@ int compute(const Call& call, const Binary& binary) {
     binary.multiplies ? kernels().multiply(args) : kernels().add(args);
     return 0;
   }
-  for (const NumberType& type : kNumberTypes) {
-    if (std::strcmp(type.name, call.dtype_name(y)) != 0) continue;
-    type.combine_all(a, b, binary, rows, columns, result);
-    return 0;
+  const NumberType* type = find_number_type(call.dtype_name(y));
+  if (type == nullptr) {
+    return call.fail("%s is no type of numbers that is added or multiplied here", call.dtype_name(y));
   }
-  return call.fail("%s is no type of numbers that is added or multiplied here", call.dtype_name(y));
+  type->combine_all(a, b, binary, rows, columns, result);
+  return 0;
+}
+
+// What `operand` gave, in float32.
+Operand widened(const Operand& given, DType dtype, size_t rows, size_t columns, std::vector<float>& room) {
+  room.resize(given.stride == 0 ? columns : rows * columns);
+  widen(given.data, room.size(), dtype, room.data());
+  return {reinterpret_cast<const char*>(room.data()), given.stride};
+}
+
+// y = a > b
+int compare(const Call& call, int y) {
+  if (std::strcmp(call.dtype_name(0), call.dtype_name(1)) != 0 || call.dtype(y) != DType::kBool) {
+    return call.fail("inputs must be of one type and the result bool, are %s, %s and %s", call.dtype_name(0),
+                     call.dtype_name(1), call.dtype_name(y));
+  }
+  if (!broadcasts(call, 0, y) || !broadcasts(call, 1, y)) return call.fail("shapes do not broadcast to the result's");
+  const bool is_short = is_float(call.dtype(0)) && call.dtype(0) != DType::kFloat32;
+  const NumberType* type = find_number_type(is_short ? "float32" : call.dtype_name(0));
+  if (type == nullptr) return call.fail("%s is no type of numbers that is compared here", call.dtype_name(0));
+  if (call.elements(y) == 0) return 0;
+  std::vector<char> room_of_a, room_of_b;
+  Operand a = operand(call, 0, y, call.element_bytes(0), room_of_a);
+  Operand b = operand(call, 1, y, call.element_bytes(0), room_of_b);
+  const size_t columns = columns_of(call, y), rows = call.elements(y) / columns;
+  std::vector<float> wide_a, wide_b;
+  if (is_short) {
+    a = widened(a, call.dtype(0), rows, columns, wide_a);
+    b = widened(b, call.dtype(0), rows, columns, wide_b);
+  }
+  type->compare_all(a, b, rows, columns, call.data<bool>(y));
+  return 0;
 }
 
 }  // namespace
@@ -165,6 +217,12 @@ LLM_OPERATOR(Add) {
 LLM_OPERATOR(Mul) {
   if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
   return llm::compute(call, {2, true, 1.0, 1});
+}
+
+// a, b | a > b
+LLM_OPERATOR(Greater) {
+  if (call.count() < 3) return call.fail("expects 3 parameters, got %d", call.count());
+  return llm::compare(call, 2);
 }
 
 // x | x * sigmoid(x)

@@ -1,4 +1,6 @@
-// Gather, SplitWithSize, Reshape and MoveTo: nothing is computed.
+// Gather, SplitWithSize, StridedSlice, Reshape and MoveTo: nothing is computed.
+#include <vector>
+
 #include "parts.h"
 #include "thread_pool.h"
 
@@ -123,6 +125,99 @@ LLM_OPERATOR(SplitWithSize) {
       x += width;
     }
   });
+  return 0;
+}
+
+namespace llm {
+namespace {
+
+// Indices of an axis that a slice takes.
+struct Range {
+  int64_t first, step;
+  size_t count;
+};
+
+// The `number`-th of begin, end, step, parameters 1 to 3, of an axis of `size`; masks are parameters from 4 on.
+Range range_of(const Call& call, size_t number, size_t size) {
+  const int64_t length = static_cast<int64_t>(size), step = call.integer(3, number);
+  auto is_set = [&](int mask) { return (call.integer(mask) >> number & 1) != 0; };
+  auto from_start = [&](int64_t index) { return index < 0 ? index + length : index; };
+  if (is_set(8)) return {from_start(call.integer(1, number)), 1, 1};  // one index, and the axis goes
+  const int64_t least = step > 0 ? 0 : -1, most = step > 0 ? length : length - 1;
+  auto within = [&](int64_t index) { return index < least ? least : index > most ? most : index; };
+  const int64_t begin = is_set(4) ? (step > 0 ? least : most) : within(from_start(call.integer(1, number)));
+  const int64_t end = is_set(5) ? (step > 0 ? most : least) : within(from_start(call.integer(2, number)));
+  const int64_t span = step > 0 ? end - begin : begin - end, stride = step > 0 ? step : -step;
+  return {begin, step, span <= 0 ? 0 : static_cast<size_t>((span + stride - 1) / stride)};
+}
+
+// One for each axis of x; a status as operators return it.
+int read_ranges(const Call& call, std::vector<Range>& ranges) {
+  const size_t given = call.elements(1), rank = static_cast<size_t>(call.rank(0));
+  if (call.elements(2) != given || call.elements(3) != given)
+    return call.fail("begin, end and strides must be as many");
+  const int64_t ellipsis = call.integer(6), added = call.integer(7);
+  size_t taken = 0;  // axes of x that are told one by one
+  for (size_t number = 0; number < given; number++) taken += ((ellipsis | added) >> number & 1) == 0;
+  if (taken > rank) return call.fail("%zu ranges are given for %zu axes", taken, rank);
+  auto take_whole = [&](size_t count) {
+    for (; count > 0; count--) ranges.push_back({0, 1, call.dim(0, static_cast<int>(ranges.size()))});
+  };
+  for (size_t number = 0; number < given; number++) {
+    if ((ellipsis >> number & 1) != 0) {
+      take_whole(rank - taken);
+      taken = rank;  // the first one stands for all that are not told
+    } else if ((added >> number & 1) == 0) {
+      const size_t size = call.dim(0, static_cast<int>(ranges.size()));
+      if (call.integer(3, number) == 0) return call.fail("strides must not be 0");
+      ranges.push_back(range_of(call, number, size));
+      const Range& range = ranges.back();
+      if (range.count > 0 && (range.first < 0 || range.first >= static_cast<int64_t>(size))) {
+        return call.fail("index %lld is outside an axis of %zu", static_cast<long long>(range.first), size);
+      }
+    }
+  }
+  take_whole(rank - ranges.size());
+  return 0;
+}
+
+// Copies the slice, all axes from `axis` on, and returns where the next one goes.
+char* copy_slice(const std::vector<Range>& ranges, const std::vector<size_t>& bytes, size_t axis, const char* x,
+                 char* y) {
+  if (axis == ranges.size()) {
+    std::memcpy(y, x, bytes[axis]);
+    return y + bytes[axis];
+  }
+  const Range& range = ranges[axis];
+  x += range.first * static_cast<int64_t>(bytes[axis + 1]);
+  if (axis + 1 == ranges.size() && range.step == 1) {
+    std::memcpy(y, x, range.count * bytes[axis + 1]);
+    return y + range.count * bytes[axis + 1];
+  }
+  for (size_t i = 0; i < range.count; i++, x += range.step * static_cast<int64_t>(bytes[axis + 1])) {
+    y = copy_slice(ranges, bytes, axis + 1, x, y);
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace llm
+
+// x, begin, end, strides, and masks of begin, end, ellipsis, new axes and axes that go | y
+LLM_OPERATOR(StridedSlice) {
+  using namespace llm;
+  if (call.count() < 10) return call.fail("expects 10 parameters, got %d", call.count());
+  std::vector<Range> ranges;
+  if (const int status = read_ranges(call, ranges)) return status;
+  std::vector<size_t> bytes(ranges.size() + 1, call.element_bytes(0));  // of an index of each axis, behind it
+  size_t count = 1;
+  for (size_t axis = ranges.size(); axis-- > 0;) {
+    bytes[axis] = bytes[axis + 1] * call.dim(0, static_cast<int>(axis));
+    count *= ranges[axis].count;
+  }
+  if (bytes.back() == 0) return call.fail("the type of the input is not supported");
+  if (count != call.elements(9)) return call.fail("the slice has %zu elements, not %zu", count, call.elements(9));
+  if (count > 0) copy_slice(ranges, bytes, 0, call.data<const char>(0), call.data<char>(9));
   return 0;
 }
 

@@ -1,0 +1,57 @@
+"""Cast: whatever MindSpore would make of numbers by an operator of that name."""
+
+import numpy as np
+import pytest
+from kernel_calls import FLOAT_TYPES, Typed, call, empty, scalar, status_of, typed
+from llm_serving.kernels import library
+
+PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+SHAPES = ((1,), (0, 4), (3, 37), (5, 7000))
+
+
+def cast(x: Typed, dtype: str) -> Typed:
+    y = empty(x.array.shape, dtype)
+    call("Cast", x, scalar(0, "int64"), y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_floats_are_widened_exactly_and_rounded_once(isa: str, dtype: str) -> None:
+    for shape in SHAPES:
+        values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+        narrow = typed(values, dtype)
+        assert np.array_equal(cast(Typed(values, "float32"), dtype).bits, narrow.bits), shape
+        assert np.array_equal(cast(narrow, "float32").array, narrow.values), shape
+
+
+def test_halves_become_each_other_by_way_of_float32() -> None:
+    half = typed([1.0, -2.5, 0.1, 60000.0], "float16")
+    assert np.array_equal(cast(half, "bfloat16").array, typed(half.values, "bfloat16").array)
+
+
+@pytest.mark.parametrize("target", PLAIN)
+def test_every_type_becomes_every_other(target: str) -> None:
+    for source in PLAIN:
+        x = scalar(np.array([[0, 1, 5], [100, 1, 0]]).astype(source), source)
+        assert np.array_equal(cast(x, target).array, x.array.astype(target)), source
+
+
+def test_what_is_not_0_is_true_and_fractions_are_cut() -> None:
+    x = typed([[0.0, -0.0, 0.25], [-1.75, 2.75, 1e-3]], "bfloat16")
+    assert cast(x, "bool").array.tolist() == [[False, False, True], [True, True, True]]
+    assert cast(x, "int32").array.tolist() == [[0, 0, 0], [-1, 2, 0]]
+    assert cast(scalar([[True, False]], "bool"), "bfloat16").values.tolist() == [[1.0, 0.0]]
+
+
+def test_the_type_may_be_left_out() -> None:
+    y = empty((2,), "float32")
+    call("Cast", scalar([3, -4], "int64"), y)
+    assert y.array.tolist() == [3.0, -4.0]
+
+
+def test_other_types_are_an_error() -> None:
+    x, y = scalar([1j], "complex64"), empty((1,), "float32")
+    assert status_of("Cast", x, scalar(0, "int64"), y) != 0
+    assert library.last_error() == "Cast: complex64 to float32 is no cast of numbers"
+    assert status_of("Cast", typed([1.0, 2.0], "float32"), scalar(0, "int64"), y) != 0
+    assert library.last_error() == "Cast: the result must have as many elements as the input"
