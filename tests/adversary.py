@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4},
     "three classes, 8 places": {"classes": CLASSES, "max_num_seqs": 8},
     "three classes, 8 places, small cache": {"classes": CLASSES, "max_num_seqs": 8, "num_blocks": 20},
+    "three classes, 8 places, long decode gap": {"classes": CLASSES, "max_num_seqs": 8, "max_decode_gap": 64},
     "mixed, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "policy": "mixed"},
     "shortest, three classes, 4 places": {"classes": CLASSES, "max_num_seqs": 4, "order": "shortest"},
 }
@@ -154,8 +155,14 @@ class Attack:
                 waiting.append(request)
 
 
-SHAPES = ((LONGEST - 1, 1), (LONGEST // 2, 1), (LONGEST // 2, LONGEST // 2), (1, LONGEST - 1))
-"""Tokens of prompts and answers that others send: whole prompts, one token; half of each; long answers."""
+SHAPES = (
+    (LONGEST - 1, 1),
+    (3 * LONGEST // 4, 1),
+    (LONGEST // 2, 1),
+    (LONGEST // 2, LONGEST // 2),
+    (1, LONGEST - 1),
+)
+"""Tokens of prompts and answers that others send: whole prompts, one token; full blocks; half of each; long answers."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ def moves(classes: tuple[RequestClass, ...], victim: RequestClass) -> list[Strat
 
 
 def draw_liar(rng: random.Random, classes: tuple[RequestClass, ...]) -> Liar:
-    num_prompt_tokens = rng.choice((1, 4, LONGEST // 2, LONGEST - 1))
+    num_prompt_tokens = rng.choice((1, 4, LONGEST // 2, 3 * LONGEST // 4, LONGEST - 1))
     return Liar(
         rank=rng.choice(classes).rank,
         last_first=rng.random() < 0.5,

@@ -15,20 +15,20 @@ from llm_serving.core.request_class import MAX_PRIORITY
 
 LONG, HALF, WHOLE = (1, 15), (8, 8), (15, 1)
 WORST = [
-    ("one class, 1 place", "standard", Move(LONG), 1.4),
-    ("one class, 4 places", "standard", Move(LONG), 2.1),
-    ("three classes, 1 place", "interactive", Move(LONG, (LONG, WHOLE)), 1.3),
-    ("three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
-    ("three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 5.3),
-    ("three classes, 8 places", "interactive", Move(LONG, (LONG, LONG), 6), 3.5),
+    ("one class, 1 place", "standard", Move(LONG), 1.3),
+    ("one class, 4 places", "standard", Move(LONG), 1.8),
+    ("three classes, 1 place", "interactive", Move(LONG, (LONG, WHOLE)), 1.2),
+    ("three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.7),
+    ("three classes, 8 places", "interactive", Move(LONG, (LONG, LONG), 6), 2.7),
     ("three classes, 8 places", "standard", Move(LONG, (WHOLE, WHOLE)), 3.7),
-    ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 6.4),
-    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, WHOLE)), 9.4),
-    ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
-    ("mixed, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.4),
-    ("mixed, three classes, 4 places", "batch", Move(LONG, (HALF, HALF)), 3.4),
-    ("shortest, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.6),
-    ("shortest, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 5.3),
+    ("three classes, 8 places, small cache", "interactive", Move(LONG, (LONG, LONG), 6), 4.6),
+    ("three classes, 8 places, small cache", "standard", Move(LONG, (LONG, WHOLE)), 6.4),
+    ("mixed, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("mixed, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 2.8),
+    ("mixed, three classes, 4 places", "batch", Move(LONG, (HALF, HALF)), 3.0),
+    ("shortest, three classes, 4 places", "interactive", Move(LONG, (LONG, LONG)), 2.0),
+    ("shortest, three classes, 4 places", "standard", Move(LONG, (HALF, HALF)), 3.7),
 ]
 """Setting, class of the victim, the worst move that is soon played, and how far the bound may be from what it reaches.
 
@@ -59,6 +59,16 @@ def test_prompts_that_leave_out_what_decodes_are_reckoned_with() -> None:
     strategy = Strategy((Liar(batch.rank, True, 1, 15, True, 3), *others), 40, 1)
     waited, bound = Attack(create_attacked(classes=CLASSES, max_num_seqs=4), strategy, batch).run()
     assert 100 < waited <= bound
+
+
+def test_no_weight_is_cheated_by_prompts_where_many_steps_in_a_row_may_leave_out_what_decodes() -> None:
+    """Others paid for the tokens of their prompts, and long answers for places in which they got nothing."""
+    standard = CLASSES[1]
+    others = [Liar(each.rank, False, 12, 1, False, 20) for each in CLASSES if each is not standard]
+    strategy = Strategy((Liar(standard.rank, True, 1, 15, True, 6), *others), 150, 1)
+    options = SETTINGS["three classes, 8 places, long decode gap"]
+    waited, bound = Attack(create_attacked(**options), strategy, standard).run()
+    assert 0 < waited <= bound
 
 
 def test_no_priority_keeps_another_of_its_class_waiting_for_ever() -> None:

@@ -145,6 +145,17 @@ def test_who_has_paid_a_turn_less_than_another_may_have_more_than_its_places() -
     assert turns.next(["high", "normal"], places, held()) == "high"
 
 
+def test_prompts_leave_out_what_decodes_no_longer_than_the_weight_of_a_class_that_contends_lets_them() -> None:
+    turns = create_turns()
+    assert turns.max_decode_gap("high") is None, "nobody contends"
+    turns.look(NAMES, [], held())
+    assert turns.max_decode_gap("high") is None, "nobody contends with it"
+    turns.look(NAMES, ["low"], held())
+    assert [turns.max_decode_gap(name) for name in NAMES] == [1, None, 4]  # of 4 + 1
+    turns.look(NAMES, ["normal", "low"], held())
+    assert [turns.max_decode_gap(name) for name in NAMES] == [1, 2, 6]
+
+
 def test_who_has_all_it_wants_saves_up_no_turns() -> None:
     turns = create_turns(num_places=1)
     for _ in range(100):
@@ -318,3 +329,21 @@ def test_a_prompt_that_holds_blocks_is_computed_though_higher_classes_fill_every
     crowd = Crowd(scheduler, *kinds, {"name": "low", "prompt": 15, "output": 1})
     crowd.run(400)
     assert crowd.tokens["low"] > 400 * 32 / 7 / 2
+
+
+def test_a_class_that_has_aged_decodes_in_its_part_of_the_steps_that_prompts_of_higher_ones_would_fill() -> None:
+    scheduler = create_scheduler(
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_model_len=64,
+        num_blocks=400,
+        max_decode_gap=1000,
+        classes=create_classes(ageing_steps=20),
+    )
+    kinds = [{"name": name, "prompt": 24, "output": 1} for name in ("high", "normal")]
+    crowd = Crowd(scheduler, *kinds, {"name": "low", "prompt": 1, "output": 60})
+    crowd.run(100)
+    decoding = [request for request in scheduler.running if request.request_class.name == "low"]
+    before = [request.num_computed_tokens for request in decoding]
+    crowd.run(70)
+    assert [request.num_computed_tokens - num for request, num in zip(decoding, before, strict=True)] >= [10]

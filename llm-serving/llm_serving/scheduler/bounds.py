@@ -11,6 +11,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.window import Window
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.turns import max_decode_gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,22 @@ def class_bounds(
 
     A request that has a place makes progress of at least one token in every step but those that are full of others'
     prompts, so it ends after at most as many steps as it can have tokens, and those. Prompts of `n` tokens fill at most
-    `n` times the steps of `_steps_a_prompt_token`; those of other classes leave out what decodes in `max_decode_gap`
-    steps for each of its tokens, and get no more than their weights' part of the steps.
+    `n` times the steps of `_steps_a_prompt_token`; those of other classes leave out what decodes of a class that
+    contends in `max_decode_gap` steps for each of its tokens, of the policy or of its weight, whichever is less.
 
     Of what becomes free, a class that contends gets its weight's part, in service: as many of its requests side by side
     as that part of the places and of the cache holds at full length, or, where that is less than one, one request for
     that part of the time. At first those that run have to end, and what its class had more than its part before may be
     paid back.
+
+    Neither is paid twice. While its tokens are computed, `a` steps for each, a class that has the share `d` of the
+    places or of the cache pays `d` in every step. The others pay for a whole step in a - 1 of these, which their
+    prompts fill, and in the last for what is left beside it, 1 - d. By its weight `w` of a sum `s` their service comes
+    to (s - w) / w of its own: a - d = a * d * (s - w) / w. So a token takes a / d = a * (s - w) / w + 1 times the steps
+    that it took if all places were of its class.
+
+    Of the tokens that a request can have, each is computed once in its prompt or by itself, the first in its prompt;
+    and all of them in a prompt for each time that it loses its place.
 
     A request whose next token depends on more than its newest one gets none while that is on its way, which is so for
     all the steps that are formed ahead.
@@ -125,13 +135,16 @@ def class_bounds(
     for each in classes:
         is_highest = each is classes[0]
         part = Fraction(each.weight, sum_of_weights)
-        # Prompts of others can leave out what decodes only where they have places beside it.
-        a_token = min(1 / part, Fraction(policy.max_decode_gap + 1)) if crowded.max_num_seqs > 1 else Fraction(1)
-        a_token += limits.max_steps_in_flight - 1
+        a_token = limits.max_steps_in_flight
+        if crowded.max_num_seqs > 1 and each.weight < sum_of_weights:
+            # Prompts of others leave out what decodes only where they have places beside it.
+            a_token += min(policy.max_decode_gap, max_decode_gap(each.weight, sum_of_weights))
         # Whoever loses its place is computed again.
-        num_prompts = 1 if is_highest and num_places == limits.max_num_seqs else 1 + limits.max_preemptions
-        service = longest * a_token / num_places
-        service += num_prompts * (longest * a_prompt_token + _steps_a_prompt(limits))
+        num_again = 0 if is_highest and num_places == limits.max_num_seqs else limits.max_preemptions
+        as_prompt = a_prompt_token / part
+        decoding = (a_token * (1 / part - 1) + limits.max_steps_in_flight) / num_places
+        service = as_prompt + (longest - 1) * max(as_prompt, decoding)
+        service += num_again * longest * as_prompt + (1 + num_again) * _steps_a_prompt(limits) / part
         until_free = longest * a_token + cache_tokens * a_token_now + crowded.max_num_seqs * _steps_a_prompt(limits)
         turns = (len(classes) - 1) * limits.turn_steps
         ageing = 0 if is_highest else each.ageing_steps
@@ -145,7 +158,7 @@ def class_bounds(
                 policy.max_decode_gap,
                 limits.max_preemptions,
                 first,
-                float(service / part),
+                float(service),
                 limits.max_overtakes,
                 ageing + math.ceil((prompts + turns) / part),
             )

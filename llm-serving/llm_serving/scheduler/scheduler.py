@@ -377,11 +377,21 @@ class Scheduler:
         """The policy's, within the bounds that hold for every policy."""
         preference = self.policy.prefer(Load(running.num_decoding, prompts_wait))
         last = running.least_scheduled_step
-        if last is not None and self._step - 1 - last >= self.policy.max_decode_gap:
+        gap = 0 if last is None else self._step - 1 - last
+        if gap >= self.policy.max_decode_gap or (gap > 0 and self._is_due(running.decoding)):
             return Preference.DECODE_FIRST
         if prompts_wait and self._prefill_gap >= self.limits.max_prefill_gap:
             return Preference.PREFILL_FIRST
         return preference
+
+    def _is_due(self, decoding: Sequence[Request]) -> bool:
+        """Whether prompts have left out a class that contends for as many steps as its weight lets them."""
+        gaps = {each.name: self.waiting.turns.max_decode_gap(each.name) for each in self.classes}
+        since = self._step - 1
+        return any(
+            (gap := gaps[each.request_class.name]) is not None and since - each.last_scheduled_step >= gap
+            for each in decoding
+        )
 
     def _schedule_decodes(self, draft: StepDraft, running: Running, now: float) -> None:
         del now

@@ -98,6 +98,15 @@ class Turns:
         contenders = [name for name in self.contenders if name in among]
         return min(contenders or [name for name in self._names if name in among], key=self._computed.__getitem__)
 
+    def max_decode_gap(self, name: str) -> int | None:
+        """Steps in a row in which prompts may leave out what decodes of a class, by its weight; None: as many as may.
+
+        One at least: where a step has no room for both, each has every other.
+        """
+        if len(self.contenders) < 2 or name not in self.contenders:
+            return None
+        return max_decode_gap(self._weights[name], self._sum_of_weights())
+
     def num_covered(self, name: str, by: str, blocks: Iterable[int]) -> int:
         """How many of the class's running requests, which hold so many blocks each, a higher one may not displace.
 
@@ -165,3 +174,8 @@ class Turns:
 
     def _sum_of_weights(self) -> int:
         return sum([self._weights[name] for name in self.contenders])
+
+
+def max_decode_gap(weight: int, sum_of_weights: int) -> int:
+    """Steps in a row in which others' prompts leave out what decodes of a class that contends, at most."""
+    return max(1, sum_of_weights // weight - 1)
