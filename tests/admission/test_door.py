@@ -6,7 +6,7 @@ import pytest
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked
 from llm_serving.admission.appointments import GRACE_S, HORIZON_S, Visitor
 from llm_serving.admission.door import Door, Forecast, Replica
-from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.load_estimator import Measured, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
@@ -144,16 +144,16 @@ def test_who_knocks_is_refused_as_who_comes_in_and_takes_no_place() -> None:
 def test_those_whom_the_limit_of_their_tenant_holds_apart_are_in_nobodys_way_but_its_own() -> None:
     config = ServingConfig(scheduler=SchedulerConfig(max_running_per_tenant=1))
     room, certain = WaitingRoom(config), SamplingParams(max_tokens=20, ignore_eos=True)
-    door = Door(config, room, Metrics().classes)
+    door = Door(config, room, Metrics().classes, clock=lambda: 0.0)
     request = Request(request_id="0", prompt_token_ids=[1], sampling=certain, tenant="a")
-    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=2, max_prefill_seqs=8, max_model_len=64)
-    measured, slots = Measured(limits, 1.0, 0.0, None, 2, 0), Slots([request], AnswerLengths())
+    limits = SchedulerLimits(64, max_num_seqs=2, max_prefill_seqs=8, max_model_len=64, max_steps_in_flight=2)
+    measured, slots = Measured(limits, 1.0, 0.0, None, 2), Slots([request], AnswerLengths())
     for number in range(4):
         room.enter(str(number), 0, STANDARD, "a", 1, Asked(certain))
     room.start("0")
 
     def predicted_s(tenant: str) -> float | None:
-        forecast = door.predict([1], STANDARD, tenant, Replica(0, 1, measured, True, slots))
+        forecast = door.predict([1], STANDARD, tenant, Replica(0, 1, measured, True, slots, UnderWay((0,))))
         return None if forecast is None else forecast.seconds
 
     assert predicted_s("b") == 2.0  # a step for its prompt, and one that is under way
@@ -168,14 +168,14 @@ def test_those_whom_the_limit_of_their_tenant_holds_apart_are_in_nobodys_way_but
 def test_who_has_a_place_already_does_not_wait_for_one_though_the_door_has_not_heard_of_it() -> None:
     config, certain = ServingConfig(), SamplingParams(max_tokens=20, ignore_eos=True)
     room = WaitingRoom(config)
-    door = Door(config, room, Metrics().classes)
-    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=1, max_prefill_seqs=8, max_model_len=64)
-    measured = Measured(limits, 1.0, 0.0, None, 1, 0)
+    door = Door(config, room, Metrics().classes, clock=lambda: 0.0)
+    limits = SchedulerLimits(64, max_num_seqs=1, max_prefill_seqs=8, max_model_len=64, max_steps_in_flight=2)
+    measured = Measured(limits, 1.0, 0.0, None, 1)
     slots = Slots([Request(request_id="0", prompt_token_ids=[1], sampling=certain)], AnswerLengths())
     predicted = []
     for hears in (lambda: room.enter("0", 0, STANDARD, "a", 1, Asked(certain)), lambda: room.start("0")):
         hears()
-        forecast = door.predict([1], STANDARD, "b", Replica(0, 1, measured, True, slots))
+        forecast = door.predict([1], STANDARD, "b", Replica(0, 1, measured, True, slots, UnderWay((0,))))
         predicted.append(None if forecast is None else forecast.seconds)
     assert predicted == [20 + 2.0] * 2
 
@@ -184,9 +184,11 @@ def predicted_for(prompt_lens: list[int], num_replicas: int = 1, num_cached: int
     """Seconds for requests at an idle replica where a step takes none and a token one."""
     config = ServingConfig()
     limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_prefill_seqs=8, max_model_len=64)
-    measured = Measured(limits, 0.0, 1.0, None, 8, 0)
+    measured = Measured(limits, 0.0, 1.0, None, 8)
     door = Door(config, WaitingRoom(config), Metrics().classes)
-    forecast = door.predict(prompt_lens, STANDARD, "", Replica(0, num_replicas, measured, True, None, num_cached))
+    forecast = door.predict(
+        prompt_lens, STANDARD, "", Replica(0, num_replicas, measured, True, num_cached_tokens=num_cached)
+    )
     assert forecast is not None
     return forecast.seconds
 

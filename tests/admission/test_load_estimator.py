@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from factories import create_request
 from llm_serving.admission.answer_lengths import AnswerLengths
-from llm_serving.admission.load_estimator import MIN_ENDS, MIN_STEPS, LoadEstimator, Queue
+from llm_serving.admission.load_estimator import MIN_ENDS, MIN_STEPS, LoadEstimator, Measured, Queue, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
 from llm_serving.scheduler.wait_reason import Blocked, WaitReason
@@ -21,7 +23,7 @@ def slots_of(num_running: int) -> Slots:
     return Slots([create_request() for _ in range(num_running)], AnswerLengths())
 
 
-def fed(*, num_ended_each: int = 0, num_slots: int | None = None, num_prompt_tokens: int = 0) -> LoadEstimator:
+def fed(*, num_ended_each: int = 0, num_slots: int | None = None) -> LoadEstimator:
     estimator = LoadEstimator(LIMITS)
     if num_slots is not None:
         estimator.placed(slots_of(num_slots), Blocked("next", "standard", WaitReason.BLOCKS))
@@ -32,7 +34,6 @@ def fed(*, num_ended_each: int = 0, num_slots: int | None = None, num_prompt_tok
             num_rows=4,
             seconds=seconds_of(tokens),
             num_ended=num_ended_each,
-            num_prompt_tokens=num_prompt_tokens,
         )
     return estimator
 
@@ -66,22 +67,45 @@ def test_an_idle_server_answers_after_the_steps_of_the_prompt() -> None:
 
 
 def test_prompts_share_the_budget_with_what_decodes_and_with_prompts_begun_before() -> None:
-    measured = fed(num_prompt_tokens=30).measured
+    measured = fed().measured
     assert measured is not None
     # 90 tokens in what 4 decoding rows leave of 64: two steps, after the one under way.
-    assert measured.seconds_to_first_token(Queue(2, 60, 4, 4)) == pytest.approx(3 * seconds_of(4) + 0.090)
+    queue = Queue(2, 60, 4, 4, under_way=UnderWay((0,), num_left=30))
+    assert measured.seconds_to_first_token(queue) == pytest.approx(3 * seconds_of(4) + 0.090)
+
+
+def test_a_prompt_waits_for_all_steps_that_are_under_way_with_what_they_compute() -> None:
+    measured = fed().measured
+    assert measured is not None
+    for num_tokens, elapsed_s, seconds in (
+        ((), 0.0, seconds_of(4 + 8)),
+        ((20,), 0.0, seconds_of(4 + 20) + seconds_of(4 + 8)),
+        ((20, 30), 0.0, seconds_of(4 + 20) + seconds_of(4 + 30) + seconds_of(4 + 8)),
+        ((20, 30), 0.005, seconds_of(4 + 20) - 0.005 + seconds_of(4 + 30) + seconds_of(4 + 8)),
+        ((20, 30), 1.0, seconds_of(4 + 30) + seconds_of(4 + 8)),  # as late as it is, it may end now
+    ):
+        queue = Queue(1, 8, 4, 4, under_way=UnderWay(num_tokens), elapsed_s=elapsed_s)
+        assert measured.seconds_to_first_token(queue) == pytest.approx(seconds)
+
+
+def test_steps_that_are_formed_ahead_do_not_see_who_has_ended() -> None:
+    waits = Queue(1, 8, 8, 8, num_steps_to_slot=5, under_way=UnderWay((0, 0)))
+    for max_steps_in_flight, num_steps in ((1, 6), (2, 7)):
+        measured = Measured(replace(LIMITS, max_steps_in_flight=max_steps_in_flight), 1.0, 0.0, None, 8)
+        assert measured.seconds_to_first_token(waits) == num_steps
 
 
 def test_full_slots_wait_for_ends() -> None:
     unknown, known = fed().measured, fed(num_ended_each=1).measured
     assert unknown is not None and known is not None
-    full = Queue(3, 30, 8, 8)
+    full = Queue(3, 30, 8, 8, under_way=UnderWay((0,)))
     assert MIN_STEPS > MIN_ENDS
     assert unknown.seconds_to_first_token(full) is None
     # Of 4 rows a step one ended, so of 8 two end: three requests take two steps, one more for the prompt.
-    assert known.seconds_to_first_token(full) == pytest.approx((2 + 1 + 1) * seconds_of(8) + 0.030)
+    assert known.seconds_to_first_token(full) == pytest.approx((2 + 1) * seconds_of(8) + 0.030)
     # Who may displace all that run does not wait for ends.
-    assert known.seconds_to_first_token(Queue(3, 30, 0, 8)) == pytest.approx(2 * seconds_of(8) + 0.030)
+    displacing = Queue(3, 30, 0, 8, under_way=UnderWay((0,)))
+    assert known.seconds_to_first_token(displacing) == pytest.approx(2 * seconds_of(8) + 0.030)
 
 
 def test_a_full_cache_counts_as_full_slots() -> None:

@@ -129,12 +129,12 @@ def test_a_waiting_request_ends_as_soon_as_its_deadline_cannot_be_met(form):
     harness.engine.step()
     assert not hopeless.is_finished
     # A step takes 1 s; one row in four ends, so a slot is free after 4 steps.
-    harness.engine.load.measured = Measured(harness.scheduler.limits, 1.0, 0.0, 0.25, 1, 0)
+    harness.engine.load.measured = Measured(harness.scheduler.limits, 1.0, 0.0, 0.25, 1)
     clock.now += LOOK_EVERY_S
     harness.engine.step()
     last = harness.last("hopeless")
     assert last.finish_reason is FinishReason.TIMEOUT
-    assert last.error == "the request cannot be done within its 4 s: its first token is expected in 6.00 s"
+    assert last.error == "the request cannot be done within its 4 s: its first token is expected in 4.90 s"
     assert not hopeful.is_finished
     harness.run()
     assert harness.token_ids("hopeful") == expected_output(hopeful.prompt_token_ids, 4)

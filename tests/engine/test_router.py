@@ -30,7 +30,7 @@ def measure(engine: AsyncEngine, *step_s: float) -> None:
     """Has each replica take so long for a step, and a second for ten tokens."""
     for index, seconds in enumerate(step_s):
         each = engine.replicas.engines[index]
-        each.load.measured = Measured(each.scheduler.limits, seconds, 0.1, 0.25, each.scheduler.limits.max_num_seqs, 0)
+        each.load.measured = Measured(each.scheduler.limits, seconds, 0.1, 0.25, each.scheduler.limits.max_num_seqs)
 
 
 def places(engine: AsyncEngine) -> Counter[int]:

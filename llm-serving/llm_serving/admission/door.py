@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from llm_serving.admission.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
 from llm_serving.admission.corrections import Corrections
-from llm_serving.admission.load_estimator import Measured, Queue
+from llm_serving.admission.load_estimator import NOTHING, Measured, Queue, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import Limit, WaitingRoom
 from llm_serving.config.schema import ServingConfig
@@ -53,6 +53,7 @@ class Replica:
     """Whether its policy lets higher classes go first."""
     slots: Slots | None = None
     """The requests that have places there."""
+    under_way: UnderWay = NOTHING
     num_cached_tokens: int = 0
     """Of the prompt that is asked about, that it has computed or will have when it comes to it."""
 
@@ -212,6 +213,8 @@ class Door:
             ahead.num_tokens + num_tokens,
             num_before + ahead.num_placed,
             num_running + ahead.num_placed,
+            under_way=replica.under_way,
+            elapsed_s=max(0.0, self._clock() - replica.under_way.began),
         )
         num_ends = queue.num_running + queue.num_requests - measured.num_slots
         wait = "free" if num_ends <= 0 else "short" if num_ends <= FEW_ENDS else "long"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from llm_serving.admission.slots import Slots
 from llm_serving.scheduler import SchedulerLimits
@@ -22,6 +22,20 @@ MIN_SPREAD: Final = 0.1
 """Standard deviation of the tokens a step, against their mean; below, what a token costs cannot be told."""
 
 
+class UnderWay(NamedTuple):
+    """The steps of a replica that have been formed and not been replied to, oldest first."""
+
+    num_tokens: tuple[int, ...] = ()
+    """That each computes, beyond one for each of its rows."""
+    num_left: int = 0
+    """Tokens of prompts that these steps begin and do not compute."""
+    began: float = 0.0
+    """When the oldest of them did, on the engine's clock."""
+
+
+NOTHING: Final = UnderWay()
+
+
 @dataclass(frozen=True, slots=True)
 class Queue:
     """What a request meets at its replica, itself included."""
@@ -35,6 +49,9 @@ class Queue:
     num_running_in_all: int
     num_steps_to_slot: int | None = None
     """Until there is a slot for the last of them, where that is known of the running requests themselves."""
+    under_way: UnderWay = NOTHING
+    elapsed_s: float = 0.0
+    """Since the oldest of these steps began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +65,26 @@ class Measured:
     """Share of the rows after which a request ended; its inverse is the steps a request runs for. None: too few."""
     num_slots: int
     """Requests that can run at once: the limit, or fewer when the cache is full."""
-    num_prompt_tokens: int
-    """Of prompts that have been begun, tokens yet to be computed."""
 
     def seconds_to_first_token(self, queue: Queue) -> float | None:
         """Until the last of the queue has its first token, when nobody comes in between.
 
         Prompts are computed in what decoding leaves of each step's budget. Those that find no free slot wait for ends:
         as `num_steps_to_slot` says, or of `num_slots` rows a step the share `ends_per_row` ends. Whichever takes more
-        steps counts; one more is under way already.
+        steps counts. Before come the steps that are under way, of which the oldest has done its part; after an end,
+        those that have been formed ahead of it.
 
         Returns:
             Seconds; None when slots are full and too few requests have ended to tell how fast they get free.
         """
         num_decoding = min(queue.num_running_in_all, self.num_slots)
-        num_tokens = queue.num_tokens + self.num_prompt_tokens
+        under_way = queue.under_way
+        num_tokens = queue.num_tokens + under_way.num_left
         num_steps = max(
             math.ceil(num_tokens / max(1, self.limits.max_num_batched_tokens - num_decoding)),
             math.ceil(queue.num_requests / self.limits.max_prefill_seqs),
         )
+        num_steps += len(under_way.num_tokens)
         num_ends = queue.num_running + queue.num_requests - self.num_slots
         num_steps_to_slot = queue.num_steps_to_slot
         if num_steps_to_slot is None and num_ends > 0:
@@ -74,9 +92,12 @@ class Measured:
                 return None
             num_steps_to_slot = math.ceil(num_ends / (self.num_slots * self.ends_per_row))
         if num_steps_to_slot is not None:
-            num_steps = max(num_steps, num_steps_to_slot + 1)
-        num_steps += num_decoding > 0
-        return num_steps * (self.step_s + num_decoding * self.token_s) + num_tokens * self.token_s
+            num_steps = max(num_steps, num_steps_to_slot + self.limits.max_steps_in_flight)
+        step_s = self.step_s + num_decoding * self.token_s
+        seconds = num_steps * step_s + (num_tokens + sum(under_way.num_tokens)) * self.token_s
+        if under_way.num_tokens:
+            seconds -= min(queue.elapsed_s, step_s + under_way.num_tokens[0] * self.token_s)
+        return seconds
 
 
 class LoadEstimator:
@@ -91,6 +112,7 @@ class LoadEstimator:
         """None until enough has been measured."""
         self.slots: Slots | None = None
         """The requests that have a place at this moment; None before the first has one."""
+        self.under_way = NOTHING
         self._num_slots: int | None = None
         """Of those that had one when there was no block for another; None: places are the limit."""
         self.limits = limits
@@ -119,7 +141,6 @@ class LoadEstimator:
         num_rows: int,
         seconds: float,
         num_ended: int,
-        num_prompt_tokens: int = 0,
     ) -> None:
         """One step has been computed.
 
@@ -128,7 +149,6 @@ class LoadEstimator:
             num_rows: Requests it computed them for.
             seconds: It took, from the end of the one before or from being submitted.
             num_ended: Requests whose last token it was.
-            num_prompt_tokens: Tokens it left to compute of the prompts it computed parts of.
         """
         moments = self._prompt_steps if num_tokens > num_rows else self._decode_steps
         moments.add(num_tokens, seconds)
@@ -143,7 +163,7 @@ class LoadEstimator:
             return
         ends_per_row = self._ends / self._rows if self._num_ends >= MIN_ENDS and self._ends > 0 else None
         num = self.limits.max_num_seqs if self._num_slots is None else max(1, self._num_slots)
-        self.measured = Measured(self.limits, *cost, ends_per_row, num, num_prompt_tokens)
+        self.measured = Measured(self.limits, *cost, ends_per_row, num)
 
     def _cost(self) -> tuple[float, float] | None:
         """Seconds of a step and of a token, by least squares; neither is negative."""

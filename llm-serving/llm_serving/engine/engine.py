@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from llm_serving.admission.answer_lengths import AnswerLengths, asked_of
-from llm_serving.admission.load_estimator import LoadEstimator, Queue
+from llm_serving.admission.load_estimator import LoadEstimator, Queue, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import NOT_KNOWN
@@ -118,6 +118,10 @@ class Engine:
         self._look_again = 0.0
         """When deadlines that cannot be met are looked for again."""
         self._in_flight: deque[Schedule] = deque()
+        self._num_tokens_in_flight: deque[int] = deque()
+        """Of each of these, beyond one a row."""
+        self._num_left = 0
+        """Tokens of prompts that the newest of them begin and do not compute."""
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
         self.mean_step_s: float | None = None
@@ -316,6 +320,9 @@ class Engine:
             if not self._in_flight:
                 self._step_began = now
             self._in_flight.append(schedule)
+            self._num_tokens_in_flight.append(schedule.num_tokens - len(schedule.rows))
+            self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
+            self._tell_under_way()
             self._allow()
             if schedule.started:
                 self.on_started([request.asked.request_id for request in schedule.started])
@@ -345,6 +352,8 @@ class Engine:
         self._allow()
         now = self._clock()
         self._step_s, self._step_began = now - self._step_began, now
+        self._num_tokens_in_flight.popleft()
+        self._tell_under_way()
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
         self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
         self._deliver(schedule, updated, output)
@@ -387,8 +396,10 @@ class Engine:
             num_rows=len(schedule.rows),
             seconds=self._step_s,
             num_ended=num_ended,
-            num_prompt_tokens=sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]]),
         )
+
+    def _tell_under_way(self) -> None:
+        self.load.under_way = UnderWay(tuple(self._num_tokens_in_flight), self._num_left, self._step_began)
 
     def _record(self, schedule: Schedule, num_tokens: int) -> None:
         self._metrics.step(*self._load(), num_tokens, replica=self._index)
@@ -448,6 +459,9 @@ class Engine:
         """Goes on after a step that failed or a WorkAgent that is gone; only what makes it happen again ends."""
         self.journal.lost(self._clock())
         lost, self._in_flight = self._in_flight, deque()
+        self._num_tokens_in_flight.clear()
+        self._num_left = 0
+        self._tell_under_way()
         culprits = self._recovery.culprits(error, list(lost))
         self.journal.recovered(self._clock())
         for request in culprits:
@@ -487,7 +501,16 @@ class Engine:
                 continue
             rank = first.request_class.rank
             num_before = sum(scheduler.held[each.name] for each in scheduler.classes if each.rank <= rank)
-            seconds = measured.seconds_to_first_token(Queue(1, request.num_prompt_tokens, num_before, num_running))
+            seconds = measured.seconds_to_first_token(
+                Queue(
+                    1,
+                    request.num_prompt_tokens,
+                    num_before,
+                    num_running,
+                    under_way=self.load.under_way,
+                    elapsed_s=now - self._step_began,
+                )
+            )
             if seconds is not None and now + seconds > request.deadline:
                 timeout = f"the request cannot be done within its {timeout_of(request):g} s"
                 error = f"{timeout}: its first token is expected in {seconds:.2f} s"

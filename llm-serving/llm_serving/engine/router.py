@@ -127,6 +127,7 @@ class Router:
             self._measured(engine) if engine.restarting is None else None,
             engine.scheduler.policy.honours_classes,
             engine.load.slots,
+            engine.load.under_way,
             num_cached_tokens,
         )
 
@@ -143,7 +144,7 @@ class Router:
             return engine.load.measured
         measured = (each.load.measured for each in self._replicas.living().values())
         other = next((each for each in measured if each is not None), None)
-        return None if other is None else replace(other, num_prompt_tokens=0, num_slots=other.limits.max_num_seqs)
+        return None if other is None else replace(other, num_slots=other.limits.max_num_seqs)
 
     def _living(self) -> dict[int, Engine]:
         living = self._replicas.open()
