@@ -107,7 +107,8 @@ async def generate(
         sent_s = time.perf_counter()
         response = await http.request("POST", options.path, body)
         delay_s = retry_after_s(response)
-        attempts.append(Attempt(sent_s, delay_s, predicted_ttft_s(response)))
+        request_id = response.headers.get("x-request-id", "")
+        attempts.append(Attempt(sent_s, delay_s, predicted_ttft_s(response), request_id))
         if delay_s is None or len(attempts) > options.max_retries:
             break
         await asyncio.sleep(delay_s)

@@ -12,11 +12,13 @@ class Attempt:
         sent_s: When.
         retry_after_s: After how many seconds it is to be sent again; None: it was not refused.
         predicted_s: Seconds to its first token that the server tells, counted from now and coming back included.
+        request_id: By which the server can be asked about it; empty where it does not tell.
     """
 
     sent_s: float
     retry_after_s: float | None
     predicted_s: float | None
+    request_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from client import GenerationOptions
-from experiments import loads, measures
+from experiments import first_tokens, loads, measures
 from experiments.bench import Bench, Served, Trial
 from experiments.results import Table, cell, document
 from experiments.server import ServerError, parse_counters
@@ -172,6 +172,32 @@ def test_refusals_count_those_who_obey_and_what_they_were_told():
     assert measures.first_time_share(records) == 0.5
     assert measures.told_and_waited(records) == [(0.5, 0.4), (3.0, 2.0), (4.0, 5.0)]
     assert measures.told_and_returned(records) == [(3.0, 4.0), (4.0, 8.0)]
+
+
+def test_the_worst_predictions_are_told_with_where_the_time_went():
+    def parts(**ms: float) -> dict[str, object]:
+        first = {"predicted_ms": 100.0, "real_ms": sum(ms.values())}
+        return {"first_token": first, "parts": [{"what": what, "ms": each} for what, each in ms.items()]}
+
+    def came(first_token_s: float, **ms: float) -> first_tokens.FirstToken:
+        return first_tokens.parse(make_refused(0.1, (1.0, None), first_token_s=1.0 + first_token_s), parts(**ms))
+
+    inside = came(0.5, tokenizing=1, inbox=40, queued=350, device=10, prefill=50, decode=7000)
+    assert (inside.seen_s, inside.factor) == (pytest.approx(0.5), pytest.approx(5.0))
+    assert inside.spent_s == {
+        "at its door": pytest.approx(0.001),
+        "steps under way": pytest.approx(0.05),
+        "queue": pytest.approx(0.35),
+        "own step": pytest.approx(0.05),
+    }
+    outside = came(0.4, inbox=40, prefill=50)
+    assert outside.real_s == pytest.approx(0.09)
+    assert [each.cause for each in (inside, outside, came(0.05, prefill=50))] == [
+        "queue",
+        first_tokens.OUTSIDE,
+        first_tokens.SOONER,
+    ]
+    assert first_tokens.worst([outside, inside, *[came(0.1, prefill=100)] * 198]) == [inside, outside]
 
 
 def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
