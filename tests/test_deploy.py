@@ -31,6 +31,25 @@ OF_PROMETHEUS = {"up"}
 TARGET_LABELS = {"instance": "127.0.0.1:8835", "job": "llm-serving"}
 """Labels that it adds to every series."""
 VARIABLES = {"$__rate_interval": "5m", "$instance": ".*", "$job": ".*", "$model_name": ".*"}
+STOCK_HISTOGRAMS = (
+    "vllm:e2e_request_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_max_num_generation_tokens",
+)
+STOCK_SERIES = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+"""What the twelve panels of the dashboard that comes with vLLM (`prometheus_grafana/grafana.json`) read."""
 Labels = dict[str, str]
 
 
@@ -215,7 +234,25 @@ def test_panels_have_ids_of_their_own_and_do_not_lie_upon_each_other():
 def test_every_histogram_of_requests_is_on_the_dashboard(series):
     shown = " ".join(text for where, text in expressions() if where not in alerts())
     histograms = {name.removesuffix("_bucket") for name in series if name.endswith("_bucket")}
-    assert {name for name in histograms if name not in shown} == {"vllm:request_inference_time_seconds"}
+    contained = {"vllm:request_inference_time_seconds", "vllm:request_max_num_generation_tokens"}  # in what is shown
+    assert {name for name in histograms if name not in shown} == contained
+
+
+@pytest.mark.parametrize("name", STOCK_HISTOGRAMS)
+def test_what_the_dashboard_of_vllm_asks_of_histograms_is_there(name, series):
+    quantile = f'histogram_quantile(0.99, sum by (le) (rate({name}_bucket{{model_name="demo"}}[5m])))'
+    mean = f'rate({name}_sum{{model_name="demo"}}[5m]) / rate({name}_count{{model_name="demo"}}[5m])'
+    assert problems_of(quantile, series) + problems_of(mean, series) == []
+
+
+@pytest.mark.parametrize("name", STOCK_SERIES)
+def test_what_the_dashboard_of_vllm_asks_of_others_is_there(name, series):
+    assert problems_of(f'{name}{{model_name="demo"}}', series) == []
+
+
+def test_what_the_dashboard_of_vllm_tells_apart_is_told_apart(series):
+    text = 'sum by (finished_reason) (increase(vllm:request_success_total{model_name="demo"}[5m]))'
+    assert problems_of(text, series) == []
 
 
 def words_of_command(text: str) -> list[str]:

@@ -31,6 +31,7 @@ def test_right_guesses_save_steps() -> None:
     assert 2 * len(harness.runner.steps) < len(plain.runner.steps)
     counts = harness.metrics._counts
     assert counts["vllm:spec_decode_num_accepted_tokens_total"] == 64 - len(harness.runner.steps)
+    assert 0 < counts["vllm:spec_decode_num_drafts_total"] <= len(harness.runner.steps)
     assert (
         counts["vllm:spec_decode_num_draft_tokens_total"] >= counts["vllm:spec_decode_num_accepted_tokens_total"] > 32
     )

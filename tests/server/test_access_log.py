@@ -13,13 +13,16 @@ import pytest
 from fakes import FULL_QUEUE, FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.request import FinishReason
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.errors import ConfigError
 from llm_serving.server import access_log, accounting
 from llm_serving.server.access_log import AccessLine, AccessLog, open_access_log
 from llm_serving.server.app import create_app
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.line_budget import LineBudget
+from llm_serving.server.note import Note
 from server_client import RawClient
 
 KEY = "0123456789abcdef"
@@ -54,6 +57,10 @@ class Site:
         metric = next(self.engine.metrics.http.collect())
         keys = ("method", "route", "status")
         return Counter({tuple(s.labels[key] for key in keys): s.value for s in metric.samples})
+
+
+def answer(num_output_tokens: int) -> RequestOutput:
+    return RequestOutput("id", "", (), (), 1, 0, num_output_tokens)
 
 
 @pytest.mark.parametrize("address", ["x" * 65, "\x9b31m", "192.0.2.7\t", "\xe4"])
@@ -116,6 +123,19 @@ def test_choices_are_summed_and_their_prompt_is_counted_once():
     site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 2, "best_of": 3, "temperature": 1})
     [line] = site.lines
     assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (8, 4, 18)
+
+
+def test_the_longest_answer_to_each_prompt_is_counted():
+    note = Note(Exchange(0.0), "POST", "/v1/completions", streams_per_prompt=2)
+    assert note.longest_answers == []
+    note.outputs = [answer(7), answer(2), None, answer(3)]
+    assert note.longest_answers == [7, 3]
+    site = Site(FakeEngine())
+    site.send("POST", "/v1/completions", json={"prompt": ["Hello", "Hello"], "n": 3, "temperature": 1})
+    site.send("GET", "/health")
+    *_, metric = site.engine.metrics.http.collect()
+    values = {each.name.removeprefix(metric.name): each.value for each in metric.samples}
+    assert (values["_count"], values["_sum"]) == (2, 6)
 
 
 @pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 499)])

@@ -384,8 +384,7 @@ class Engine:
             for row in schedule.rows:
                 if row.num_drafts:
                     num_right = right.get(row.request.sequence, 0)
-                    for counts in drafter.checked(row.request, row.num_drafts, num_right):
-                        self._metrics.drafted(*counts)
+                    self._metrics.drafted(drafter.checked(row.request, row.num_drafts, num_right))
         drafter.replied(updated, len(schedule.rows))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:

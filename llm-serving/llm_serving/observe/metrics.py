@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -166,12 +166,14 @@ class Metrics(Collector):
         self._add("vllm:prefix_cache_queries_total", num_queried)
         self._add("vllm:prefix_cache_hits_total", num_hit)
 
-    def drafted(self, proposer: str, proposed: int, accepted: int) -> None:
-        """A step has checked so many guesses of a proposer, of which so many were right."""
+    def drafted(self, checked: Iterable[tuple[str, int, int]]) -> None:
+        """A step has checked guesses of what follows in a request: by proposer how many, and how many were right."""
         with self._lock:
-            for name, count in zip(_GUESSES, (proposed, accepted), strict=True):
-                self._counts[name] += count
-                self._guesses[name][proposer] += count
+            self._counts["vllm:spec_decode_num_drafts_total"] += 1
+            for proposer, proposed, accepted in checked:
+                for name, count in zip(_GUESSES, (proposed, accepted), strict=True):
+                    self._counts[name] += count
+                    self._guesses[name][proposer] += count
 
     def bound_violated(self, n: int = 1) -> None:
         self._add("llm_serving:bound_violations_total", n)
@@ -289,6 +291,7 @@ _COUNTERS: Final = {
     "vllm:prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
     "llm_serving:steps_total": "Steps scheduled.",
+    "vllm:spec_decode_num_drafts_total": "Times a step checked guesses for a request.",
     "vllm:spec_decode_num_draft_tokens_total": "Guesses of tokens that were checked.",
     "vllm:spec_decode_num_accepted_tokens_total": "Guesses of tokens that were right.",
     "llm_serving:bound_violations_total": "Times a bound on waiting was broken; stays 0.",

@@ -103,7 +103,7 @@ class Accounting:
         self._tell(note, int(status), now)
 
     def _tell(self, note: Note, status: int, now: float) -> None:
-        self._metrics.answered(note.method, note.route, status)
+        self._metrics.answered(note.method, note.route, status, note.longest_answers)
         if note.route in PROBES and status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             return
         if self._access_log is not None:

@@ -37,6 +37,12 @@ class Note:
     outputs: Sequence[RequestOutput | None] | None = None
     """The newest piece of each stream that answers, in the order of the prompts; None: nothing was generated."""
 
+    @property
+    def longest_answers(self) -> list[int]:
+        """For each prompt the tokens of the longest answer to it, as far as it was told."""
+        lens = [0 if output is None else output.num_output_tokens for output in self.outputs or ()]
+        return [max(lens[i : i + self.streams_per_prompt]) for i in range(0, len(lens), self.streams_per_prompt)]
+
 
 def note_of(connection: HTTPConnection) -> Note | None:
     """The note of a request; None where nobody took one."""
