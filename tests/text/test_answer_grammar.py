@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def test_calls_that_must_come(form: str, most: int | None) -> None:
         assert 1 <= len(called) <= (most or 100)
         for name, arguments in called:
             assert validator_for(SCHEMAS[name]).is_valid(arguments), text
+
+
+@pytest.mark.parametrize("whitespace", ["", " "])
+@pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
+def test_in_a_call_stands_what_may_stand_in_json(form: str, whitespace: str) -> None:
+    calls = Calls(TOOL_FORMATS[form], TOOLS, must=True, most=1)
+    for text in answers(answer_grammar(None, calls, None, Marks(lambda text: None, whitespace))):
+        frame = text[text.index("{") : text.rindex("{")]
+        assert max(map(len, re.findall(r"\s*", frame))) <= len(whitespace), text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from llm_serving.core.choices import JsonWhitespaceName
 from llm_serving.text.constraints.grammars import WHITESPACES, literal
 
 COMMON: Final = r"""
-WS: /[ \n]{1,8}/
+WS: /[ \n]{1,2}/
 TEXT: /(?s:.+)/
 """
 
@@ -82,14 +82,16 @@ def repeated(rule: str, between: str, most: int | None) -> str:
     return rule if most == 1 else f"{rule} ({between} {rule}){times}"
 
 
-def json_calls(callees: Sequence[Callee], arguments: str) -> str:
+def json_calls(callees: Sequence[Callee], arguments: str, marks: Marks) -> str:
     """Rules that define `call`: an object of the name and the arguments, under this key."""
-    calls = [
-        f'call{i}: "{{" WS? {literal(literal("name"))} WS? ":" WS? {literal(literal(each.name))} WS? "," WS? '
-        f'{literal(literal(arguments))} WS? ":" WS? @args{i} WS? "}}"\n'
-        for i, each in enumerate(callees)
-    ]
-    return f"call: {any_of(callees)}\n" + "".join(calls)
+    rules = [f"call: {any_of(callees)}\n"]
+    for i, each in enumerate(callees):
+        parts = ("{", literal("name"), ":", literal(each.name), ",", literal(arguments), ":")
+        gap = "GAP? " if marks.whitespace else ""
+        rules.append(f"call{i}: {''.join(f'{literal(part)} {gap}' for part in parts)}@args{i} {gap}{literal('}')}\n")
+    if marks.whitespace:
+        rules.append(f"GAP: /{marks.whitespace}/\n")
+    return "".join(rules)
 
 
 def any_of(callees: Sequence[Callee]) -> str:

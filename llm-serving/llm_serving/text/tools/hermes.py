@@ -69,5 +69,5 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
         f"whole: {marks(OPENING)} {rest}\n"
         f"free: (opened {rest}){times} TEXT?\n"
         f"{marks.up_to('opened', OPENING)}"
-        f"{json_calls(callees, 'arguments')}"
+        f"{json_calls(callees, 'arguments', marks)}"
     )

@@ -64,5 +64,5 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
         f"calls: {several}\n"
         f"free: calls | OTHER? ({marks(OPENING)} calls)?\n"
         "OTHER: /[^{ \\n](?s:.*)/\n"
-        f"{json_calls(callees, 'parameters')}"
+        f"{json_calls(callees, 'parameters', marks)}"
     )

@@ -86,5 +86,5 @@ def rules(callees: Sequence[Callee], most: int | None, marks: Marks) -> str:
     else:
         several = repeated("call", 'WS? "," WS?', most)
         behind = f'WS? "[" WS? {several} WS? "]"'
-        call = json_calls(callees, "arguments")
+        call = json_calls(callees, "arguments", marks)
     return f"calls: {marks(OPENING)} {behind}\nfree: (opened {behind})? TEXT?\n{marks.up_to('opened', OPENING)}{call}"
