@@ -102,6 +102,12 @@ def packed(weight: Typed) -> Typed:
     return Typed(target, weight.dtype)
 
 
+def unpacked(weight: Typed) -> Typed:
+    """A weight as it is, at an address where a packed one may have been."""
+    library.load().llm_release_weight(weight.array.ctypes.data)
+    return weight
+
+
 def coded(
     codes: Any, scales: Any, dtype: str, *, widened: bool = False, zeros: Any = None, group_size: int | None = None
 ) -> Typed:

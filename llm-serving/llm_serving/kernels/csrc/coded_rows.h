@@ -35,7 +35,7 @@ LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
 // Operand<Code>::kOffset.
 template <class Code>
 struct CodedRows : Activations<Code> {
-  float* scale;
+  const float* scale;
 };
 
 // Bits of the largest magnitude among `count` numbers; those of NaN are the largest.
@@ -79,6 +79,25 @@ LLM_INLINE void store_codes(uint8_t* target, Floats value, int32_t offset) {
     const NativeByte codes = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
     __builtin_memcpy(target + i * kNative, &codes, sizeof(codes));
   }
+}
+
+// The codes of whole rows, as they lie, without an offset.
+template <class Element>
+void encode_rows(const EncodeArgs& args) {
+  for_row_ranges(args.rows, args.size, [&](size_t first, size_t last) {
+    for (size_t row = first; row < last; row++) {
+      const Element* x = static_cast<const Element*>(args.x) + row * args.size;
+      int8_t* codes = args.codes + row * args.size;
+      const Floats factor = broadcast(code_factor(largest_bits(x, args.size), &args.scale[row]));
+      const bool is_finite = args.scale[row] == args.scale[row];
+      for (size_t i = 0; i < args.size; i += kLanes) {
+        alignas(16) uint8_t sixteen[kLanes];
+        const size_t left = args.size - i;
+        store_codes(sixteen, is_finite ? load_first(x + i, left) * factor : zeros(), 0);
+        __builtin_memcpy(codes + i, sixteen, left < kLanes ? left : kLanes);
+      }
+    }
+  });
 }
 
 // `form`: how rows are to lie; `then(row, codes)` is called when a row of these is complete.

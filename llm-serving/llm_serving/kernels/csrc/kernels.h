@@ -58,6 +58,7 @@ struct LinearArgs {
   Passes y_passes = {};                // how y lies
   size_t added_stride = 0;             // from a row to the next; 0: n
   float scale = 1.0f;
+  const float* x_scale = nullptr;  // kW8A8: x is codes already, int8 [m, k], with a scale for each row
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded
@@ -166,13 +167,25 @@ struct RouteArgs {
   size_t groups, top_groups;
 };
 
-// sums [.., size] of row index[i] += share[i] * x [i, size], in float32, for each i below `count`; no row twice.
+// sums [.., size] of row index[i] += share[i] * row from[i] of x [.., size], in float32, for each i below `count`; no
+// row twice.
 struct GatherSumArgs {
-  const float* x;
+  const void* x;
+  const uint32_t* from;  // null: i
   const uint32_t* index;
   const float* share;
   float* sums;
+  DType dtype;  // of x
   size_t count, size;
+};
+
+// Rows brought to 8 bits with a scale each (coded_rows.h).
+struct EncodeArgs {
+  const void* x;
+  int8_t* codes;
+  float* scale;
+  DType dtype;
+  size_t rows, size;
 };
 
 // Causal attention of packed query rows over a paged cache (kv_layout.h).
@@ -219,6 +232,7 @@ struct Kernels {
   void (*cap)(const CapArgs&);
   void (*route)(const RouteArgs&);
   void (*gather_sum)(const GatherSumArgs&);
+  void (*encode)(const EncodeArgs&);
   void (*attention)(const AttentionArgs&);
   void (*sample)(const SampleArgs&);
 };

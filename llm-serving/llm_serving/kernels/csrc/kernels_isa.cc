@@ -68,6 +68,10 @@ void weigh(const WeighArgs& args) {
   with_element(args.dtype, [&](auto tag) { weigh_rows<typename decltype(tag)::Element>(args); });
 }
 
+void encode(const EncodeArgs& args) {
+  with_element(args.dtype, [&](auto tag) { encode_rows<typename decltype(tag)::Element>(args); });
+}
+
 Passes passes(DType dtype, size_t m, size_t k, const WeightCodes* codes) {
   Passes result = {m, k};
   if (codes != nullptr) return result;  // made into codes first
@@ -118,6 +122,7 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           cap_logits,
                           route_rows,
                           gather_sum,
+                          encode,
                           attention,
                           sample};
 

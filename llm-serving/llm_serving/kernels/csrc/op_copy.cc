@@ -39,6 +39,17 @@ int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stri
   return 0;
 }
 
+// The codes of a table of 8 bits that is packed.
+int gather_codes(const Call& call, const PackedWeight& table, int indices, int8_t* y) {
+  const size_t columns = table.columns();
+  if (const int status = check_indices(call, indices, call.dim(0, 0))) return status;
+  for_copies(call.elements(indices), columns, [&](size_t i) {
+    const size_t row = static_cast<size_t>(call.integer(indices, i));
+    read_codes(*table.codes(), table.dtype(), call.data<void>(0), columns, row, y + i * columns);
+  });
+  return 0;
+}
+
 }  // namespace
 
 int check_indices(const Call& call, int indices, size_t rows) {
@@ -60,7 +71,8 @@ int look_up(const Call& call, int table, int indices, char* y, size_t y_stride) 
 
 }  // namespace llm
 
-// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked
+// table, indices, axis, batch_dims | y; the rows of a table that is a packed weight are unpacked, into codes if y has
+// them
 LLM_OPERATOR(Gather) {
   using namespace llm;
   if (call.count() < 5) return call.fail("expects 5 parameters, got %d", call.count());
@@ -70,6 +82,12 @@ LLM_OPERATOR(Gather) {
   if (axis < 0 || axis >= call.rank(0)) return call.fail("axis %lld is out of range", static_cast<long long>(given));
   const size_t bytes = call.element_bytes(0);
   if (bytes == 0) return call.fail("the type of the table is not supported");
+  if (axis == 0 && call.rank(0) == 2 && call.dtype(4) == DType::kInt8) {
+    const PackedWeight weight(call.data<void>(0), call.dtype(0), call.dim(0, 0), call.dim(0, 1));
+    if (is_coded(weight.codes()) && weight.codes()->bits == 8) {
+      return gather_codes(call, weight, 1, call.data<int8_t>(4));
+    }
+  }
   if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4), 0);
   size_t outer = 1;
   size_t inner = bytes;

@@ -93,18 +93,33 @@ void pack_codes(const CodedWeight& weight, void* target) {
   });
 }
 
-void decode_row(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, float* target) {
-  const size_t bytes = panel_bytes(codes.format, codes.bits, k), column = row % kPanelWidth;
+namespace {
+
+// Calls body(input, code) for the codes of a row, those of 8 bits with their sign.
+template <class Body>
+void for_codes(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, Body body) {
+  const size_t bytes = panel_bytes(codes.format, codes.bits, k);
   const uint8_t flipped = flipped_bits(codes.format, codes.bits);
   const auto* panel = static_cast<const uint8_t*>(packed) + row / kPanelWidth * bytes;
   with_order(codes.format, codes.bits, dtype, [&](auto order) {
     for (size_t i = 0; i < k; i++) {
-      const auto code = static_cast<uint8_t>(order.code_at(panel, order.index(i, column)) ^ flipped);
-      const size_t at = codes.number_at(row / kPanelWidth, i / codes.group) + column;
-      const int zero = codes.bits == 8 ? 0 : codes.zero == nullptr ? 8 : codes.zero[at];
-      const int number = codes.bits == 8 ? static_cast<int8_t>(code) : code - zero;
-      target[i] = static_cast<float>(number) * codes.scale[at];
+      const auto code = static_cast<uint8_t>(order.code_at(panel, order.index(i, row % kPanelWidth)) ^ flipped);
+      body(i, codes.bits == 8 ? static_cast<int8_t>(code) : code);
     }
+  });
+}
+
+}  // namespace
+
+void read_codes(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, int8_t* target) {
+  for_codes(codes, dtype, packed, k, row, [&](size_t i, int code) { target[i] = static_cast<int8_t>(code); });
+}
+
+void decode_row(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, float* target) {
+  for_codes(codes, dtype, packed, k, row, [&](size_t i, int code) {
+    const size_t at = codes.number_at(row / kPanelWidth, i / codes.group) + row % kPanelWidth;
+    const int zero = codes.bits == 8 ? 0 : codes.zero == nullptr ? 8 : codes.zero[at];
+    target[i] = static_cast<float>(code - zero) * codes.scale[at];
   });
 }
 

@@ -36,6 +36,8 @@ bool can_pack(const CodedWeight& weight);
 size_t panel_bytes(WeightFormat format, size_t bits, size_t k);
 // Writes all panels.
 void pack_codes(const CodedWeight& weight, void* target);
+// Reads the codes of a row of a packed weight of 8 bits back.
+void read_codes(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, int8_t* target);
 // Reads one row of a packed weight back as k numbers.
 void decode_row(const WeightCodes& codes, DType dtype, const void* packed, size_t k, size_t row, float* target);
 

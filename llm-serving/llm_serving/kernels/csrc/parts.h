@@ -28,8 +28,10 @@ int check_indices(const Call& call, int indices, size_t rows);
 class Weight {
  public:
   Weight(const Call& call, int parameter)
-      : data_(call.data<void>(parameter)), n_(call.dim(parameter, 0)), k_(call.dim(parameter, 1)) {
-    const PackedWeight packed(data_, call.dtype(parameter), n_, k_);
+      : Weight(call.data<void>(parameter), call.dtype(parameter), call.dim(parameter, 0), call.dim(parameter, 1)) {}
+
+  Weight(const void* data, DType tensor, size_t n, size_t k) : data_(data), n_(n), k_(k) {
+    const PackedWeight packed(data_, tensor, n_, k_);
     is_packed_ = packed.is_packed();
     dtype_ = packed.dtype();
     k_ = packed.columns();

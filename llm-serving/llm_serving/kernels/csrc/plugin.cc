@@ -28,6 +28,12 @@ const char* kOperators[] = {"MatMul",
                             "ReshapeAndCache",
                             "PagedAttention",
                             "FlashAttentionScore",
+                            "DynamicQuantExt",
+                            "QuantBatchMatmul",
+                            "MoeGatingTopKSoftmax",
+                            "MoeInitRoutingV2",
+                            "GroupedMatmulV4",
+                            "InnerMoeTokenUnpermute",
                             "MoveTo",
                             "Reshape"};
 constexpr int kNumOperators = static_cast<int>(sizeof(kOperators) / sizeof(kOperators[0]));

@@ -65,8 +65,9 @@ int run_route(const Instruction& in) {
 }
 
 // experts: y | x shares chosen added | gate_up down | function scale experts. Each row is the sum over its experts, in
-// ascending order, of share * down(function(gate) * up), rounded once; then as `added` of linear. Rows of an expert are
-// multiplied together, and only experts that a row has chosen are read.
+// ascending order and in float32, of share * down(function(gate) * up), whose products are rounded as those of linear;
+// then as `added` of linear. Rows of an expert are multiplied together, and only experts that a row has chosen are
+// read.
 
 struct ExpertSizes {
   size_t experts, hidden, inner;
@@ -145,20 +146,20 @@ struct Assignment {
 
 // Memory for the sums of all rows, and for the rows of one expert on their way.
 struct ExpertRows {
-  float* sums;    // [rows, hidden]
-  float* result;  // [most, hidden]
-  char* x;        // [most, columns of x]
-  char* inner;    // as `down` reads it
+  float* sums;   // [rows, hidden]
+  char* result;  // [most, hidden]
+  char* x;       // [most, columns of x]
+  char* inner;   // as `down` reads it
 
   ExpertRows(const ExpertSizes& sizes, size_t rows, size_t most, size_t columns, size_t bytes) {
     auto whole_lines = [](size_t size) { return Passes::padded(size, 64); };
     const size_t sums_bytes = whole_lines(rows * sizes.hidden * sizeof(float));
-    const size_t result_bytes = whole_lines(most * sizes.hidden * sizeof(float));
+    const size_t result_bytes = whole_lines(most * sizes.hidden * bytes);
     const size_t x_bytes = whole_lines(most * columns * bytes);
     const size_t inner_bytes = Passes::most_elements(most, sizes.inner) * bytes;
     char* memory = static_cast<char*>(scratch(Scratch::kScores, sums_bytes + result_bytes + x_bytes + inner_bytes + 1));
     sums = reinterpret_cast<float*>(memory);
-    result = reinterpret_cast<float*>(memory + sums_bytes);
+    result = memory + sums_bytes;
     x = memory + sums_bytes + result_bytes;
     inner = x + x_bytes;
     std::memset(sums, 0, sums_bytes);
@@ -189,10 +190,9 @@ int run_experts(const Instruction& in) {
     first.y_passes = down.passes(count);
     multiply(first);
     LinearArgs second = down.product(first.y_passes, rows.inner, rows.result);
-    second.y_dtype = DType::kFloat32;
     multiply(second);
-    kernels().gather_sum(
-        {rows.result, assignment.row.data() + begin, assignment.share.data() + begin, rows.sums, count, sizes.hidden});
+    kernels().gather_sum({rows.result, nullptr, assignment.row.data() + begin, assignment.share.data() + begin,
+                          rows.sums, in.program().dtype(), count, sizes.hidden});
   }
   RoundArgs round = {rows.sums, nullptr, y.data, in.program().dtype(), y.count, y.width, 0, y.stride, in.number(1)};
   if (in.input(3) != nullptr) {

@@ -95,10 +95,12 @@ inline void route_rows(const RouteArgs& args) {
   });
 }
 
-inline void gather_sum(const GatherSumArgs& args) {
+template <class Element>
+void gather_sum_rows(const GatherSumArgs& args) {
   for_row_ranges(args.count, args.size, [&](size_t first, size_t last) {
     for (size_t row = first; row < last; row++) {
-      const float* x = args.x + row * args.size;
+      const size_t from = args.from == nullptr ? row : args.from[row];
+      const Element* x = static_cast<const Element*>(args.x) + from * args.size;
       float* sums = args.sums + args.index[row] * args.size;
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
@@ -107,6 +109,10 @@ inline void gather_sum(const GatherSumArgs& args) {
       }
     }
   });
+}
+
+inline void gather_sum(const GatherSumArgs& args) {
+  with_element(args.dtype, [&](auto tag) { gather_sum_rows<typename decltype(tag)::Element>(args); });
 }
 
 }  // namespace llm::LLM_ISA

@@ -133,10 +133,26 @@ inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size
   }
 }
 
+// Rows that are codes already.
+inline CodedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
+  const size_t columns = form.inputs == 0 ? 0 : Passes::padded(form.inputs, form.pass);
+  auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, args.m * columns + 1));
+  for_rows_of_x(args, [&](size_t row) {
+    const auto* codes = static_cast<const int8_t*>(args.x) + row * args.k;
+    form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
+      for (size_t i = first; i < last; i++) {
+        moved[at + i - first] = static_cast<uint8_t>((i < args.k ? codes[i] : 0) + Operand<Code8>::kOffset);
+      }
+    });
+  });
+  return {{form, moved}, args.x_scale};
+}
+
 inline void w8a8_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     const ActivationForm<Code8> form(args.m, args.k);
+    if (args.x_scale != nullptr) return linear_with<Element>(args, moved_rows(args, form));
     linear_with<Element>(args, code_rows<Element>(args, form, [](size_t, const uint8_t*) {}));
   });
 }
