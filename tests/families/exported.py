@@ -1,6 +1,6 @@
 """Both graphs of primitives of a family, exported to MINDIR, read again and run by the operator library.
 
-    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...]
+    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--quantization w8a8]
 
 Prints for each family whether what was read again gives the bits of the network it was made of. Some 10 s a family.
 """
@@ -13,17 +13,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from families import models
 from graph_model import BLOCK_SIZE, backend
+from llm_serving.core.choices import QuantizationName
 from llm_serving.lowering import mindir
 from llm_serving.lowering.lower import Lowered, lower
 from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
-from llm_serving.network.primitives import lacking
+from llm_serving.network.coded import Quantization
+from llm_serving.network.primitives import lacking, lacking_of_codes
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
@@ -38,18 +41,24 @@ ROWS = {"states": None, "of_prompts": 4}
 POSITIONS = NUM_BLOCKS * BLOCK_SIZE
 
 
-def networks_of(name: str, folder: Path, dtype: str = "bfloat16") -> tuple[ModelSpec, Lowered]:
+def networks_of(
+    name: str,
+    folder: Path,
+    dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
+    changes: dict[str, Any] | None = None,
+) -> tuple[ModelSpec, Lowered]:
     """The graphs that Ascend would run, with a cache of their own.
 
     Raises:
         ModelError: The primitives lack something that the family needs.
     """
-    models.write(name, folder)
+    models.write(name, folder, changes=changes)
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=POSITIONS)
     ascend = backend("ascend", dtype)
     kv_tensors = KVTensors.allocate(spec, ascend, NUM_BLOCKS, BLOCK_SIZE)
-    reader = WeightReader(folder)
-    return spec, lower(spec, ascend, reader, kv_tensors.layers, POSITIONS, as_program=False, whole_prompts=True)
+    ways = {"as_program": False, "whole_prompts": True, "quantization": quantization}
+    return spec, lower(spec, ascend, WeightReader(folder), kv_tensors.layers, POSITIONS, **ways)
 
 
 def export(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> ModelProto:
@@ -105,8 +114,8 @@ def differences(spec: ModelSpec, networks: Lowered, folder: Path) -> list[str]:
     return different
 
 
-def check(name: str, folder: Path) -> list[str]:
-    spec, networks = networks_of(name, folder)
+def check(name: str, folder: Path, quantization: Quantization | None = None) -> list[str]:
+    spec, networks = networks_of(name, folder, quantization=quantization)
     export_all(spec, networks, folder)
     return differences(spec, networks, folder)
 
@@ -114,11 +123,16 @@ def check(name: str, folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=models.names(), metavar="NAME")
-    for name in parser.parse_args().names:
+    parser.add_argument("--quantization", choices=[str(QuantizationName.W8A8)], help="how weights are kept")
+    arguments = parser.parse_args()
+    kept = arguments.quantization
+    quantization = None if kept is None else Quantization(QuantizationName(kept))
+    for name in arguments.names:
         with tempfile.TemporaryDirectory() as folder:
             models.write(name, Path(folder))
-            lacks = lacking(ModelSpec.from_folder(Path(folder)).network, POSITIONS)
-            found = [] if lacks else check(name, Path(folder))
+            network = ModelSpec.from_folder(Path(folder)).network
+            lacks = lacking(network, POSITIONS) or lacking_of_codes(network, quantization)
+            found = [] if lacks else check(name, Path(folder), quantization)
         sys.stdout.write(f"{name:24} {f'no {lacks}' if lacks else '; '.join(found) or 'same bits'}\n")
         sys.stdout.flush()
 

@@ -19,15 +19,22 @@ from families import models
 from graph_model import BLOCK_SIZE, GraphModel, backend
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.coded import Quantization
 
 
 def served(
-    name: str, folder: Path, kernels: str, dtype: str, changes: dict[str, Any] | None = None
+    name: str,
+    folder: Path,
+    kernels: str,
+    dtype: str,
+    changes: dict[str, Any] | None = None,
+    quantization: Quantization | None = None,
 ) -> tuple[GraphModel, models.Golden, int]:
     """The model as it is served, what it should answer, and the longest context it is served for.
 
     Args:
         changes: Of its config.json; what it answers is then another matter.
+        quantization: How weights are kept; likewise.
     """
     models.write(name, folder, changes=changes)
     golden = models.golden(name)
@@ -36,7 +43,8 @@ def served(
     made = backend("plain" if kernels == "plain" else "cpu", dtype)
     num_blocks = -(-longest // BLOCK_SIZE)
     ways = {"as_program": kernels == "program", "by_mindformers": kernels == "mindformers"}
-    return GraphModel(spec, folder, made, num_blocks=num_blocks, **ways), golden, longest
+    model = GraphModel(spec, folder, made, num_blocks=num_blocks, quantization=quantization, **ways)
+    return model, golden, longest
 
 
 def greedy(model: GraphModel, prompt: models.Prompt, longest: int) -> tuple[np.ndarray, list[int]]:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from families.exported import NUM_BLOCKS, ROWS, differences, export_all, networks_of
 from graph_model import BLOCK_SIZE
+from llm_serving.core.choices import QuantizationName
 from llm_serving.lowering.step import STEP_INPUTS
+from llm_serving.network.coded import Quantization
 from mindspore.train.mind_ir_pb2 import TensorProto
 
 pytestmark = pytest.mark.mindspore
@@ -21,7 +23,7 @@ MODES = {"PagedAttention": {13: 0, 14: 0, 15: 0}, "FlashAttentionScore": {15: 0,
 precision, layout TH, the default mode of masks."""
 
 
-@pytest.fixture(scope="module", params=[("qwen3", "bfloat16")], ids="-".join)
+@pytest.fixture(scope="module", params=[("qwen3-moe", "bfloat16")], ids="-".join)
 def exported(request, tmp_path_factory):
     """(spec, networks, folder, graph -> what was written)"""
     folder = tmp_path_factory.mktemp("model")
@@ -40,6 +42,7 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
     nodes = {node.output[0]: node for node in written.node if node.output}
     found = {kind(node) for node in nodes.values()}
     assert {"ReshapeAndCache", "ApplyRotaryPosEmb", "AddRmsNorm", "Swiglu", ATTENTION[graph]} <= found
+    assert {"MoeGatingTopKSoftmax", "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute"} <= found
     assert not (set(ATTENTION.values()) - {ATTENTION[graph]}) & found
     of_attention = [node for node in nodes.values() if kind(node) == ATTENTION[graph]]
     assert len(of_attention) == len(exported[0].caches)
@@ -91,3 +94,16 @@ def test_caches_and_their_indices_are_as_a_device_takes_them(exported, graph):
 
 def test_a_graph_that_is_read_again_gives_the_same_bits(exported):
     assert differences(*exported[:3]) == []
+
+
+def test_a_graph_of_8_bits_is_of_what_a_device_has_and_gives_the_same_bits_again(tmp_path):
+    kept = Quantization(QuantizationName.W8A8)
+    spec, networks = networks_of("llama3.1", tmp_path, quantization=kept, changes={"num_hidden_layers": 1})
+    written = export_all(spec, networks, tmp_path)
+    for graph, num_products in (("states", 4), ("head", 1)):
+        found = [kind(node) for node in written[graph].graph.node]
+        assert found.count("DynamicQuantExt") == found.count("QuantBatchMatmul") == num_products
+        assert "MatMul" not in found
+        types = {each.name.rsplit(".", 1)[-1]: each.data_type for each in written[graph].graph.parameter}
+        assert (types["codes"], types["scales"]) == (TensorProto.INT8, TensorProto.FLOAT)
+    assert differences(spec, networks, tmp_path) == []

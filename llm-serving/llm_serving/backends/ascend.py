@@ -6,7 +6,7 @@ to MINDIR on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -15,6 +15,7 @@ from mindspore import nn, ops
 from mindspore.common.np_dtype import bfloat16 as numpy_bfloat16
 from mindspore.ops.auto_generate import gen_ops_prim
 
+from llm_serving.backends import ascend_experts
 from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     float32_parameter,
@@ -22,6 +23,7 @@ from llm_serving.backends.parameters import (
     resident_zeros,
     to_model_dtype,
     zeroed_array,
+    zeroed_bytes,
 )
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.step import Int32Array
@@ -66,6 +68,21 @@ class AscendBackend:
     def logits(self) -> nn.Cell:
         return Logits()
 
+    def quantized_embedding(self) -> nn.Cell:
+        return QuantizedEmbedding(self.activation_dtype)
+
+    def quantized_linear(self) -> nn.Cell:
+        return QuantizedLinear(self.activation_dtype)
+
+    def quantized_logits(self) -> nn.Cell:
+        return QuantizedLogits(self.activation_dtype)
+
+    def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
+        return ascend_experts.Route(attributes)
+
+    def experts(self, num_experts: int) -> nn.Cell:
+        return ascend_experts.Experts(num_experts, self.swiglu())
+
     def split(self, widths: Sequence[int]) -> nn.Cell:
         return Split(widths)
 
@@ -102,8 +119,18 @@ class AscendBackend:
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
+    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
+        """One of [experts, K, N]: GroupedMatmulV4 takes no transposed weights."""
+        of_experts = array.reshape(num_experts, -1, array.shape[1])
+        return [self._copy(of_experts.transpose(0, 2, 1), name)]
+
     def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
-        raise ModelError(f"the operations of {self.name} multiply by no weights in codes; kernels: program does")
+        raise ModelError(f"the operations of {self.name} run no programs, which such weights are for")
+
+    def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
+        if weight.bits != 8 or weight.num_groups != 1 or weight.columns is not None:
+            raise ModelError(f"QuantBatchMatmul takes 8 bits in one group. Given: {weight.bits} bits, {name}")
+        return self._codes(weight, f"{name}.codes"), float32_parameter(weight.scales.reshape(-1), f"{name}.scales")
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
@@ -145,6 +172,11 @@ class AscendBackend:
             return gen_ops_prim.Gather()(source, _index(block_ids), 0)
         blocks = source[block_ids]
         return ms.Tensor.from_numpy(blocks.view(numpy_bfloat16) if self.dtype == "bfloat16" else blocks)
+
+    def _codes(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
+        memory = zeroed_bytes(weight.codes.size).view(np.int8).reshape(weight.shape)
+        memory[...] = weight.codes
+        return parameter_over(memory, "int8", name)
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         memory = zeroed_array(array.shape, self.dtype)
@@ -218,6 +250,42 @@ class Logits(nn.Cell):
 
     def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
         return self.cast(self.matmul(x, weight), ms.float32)
+
+
+class QuantizedLinear(nn.Cell):
+    """Sums of products of codes are whole numbers, so that their order is free on every device."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.quantize = gen_ops_prim.DynamicQuantExt()
+        self.matmul = gen_ops_prim.QuantBatchMatmul(False, True, dtype)
+
+    def construct(self, x: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+        rows, row_scales = self.quantize(x, None)
+        return self.matmul(rows, codes, scales, None, None, row_scales)
+
+
+class QuantizedLogits(nn.Cell):
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.linear = QuantizedLinear(dtype)
+        self.cast = ops.Cast()
+
+    def construct(self, x: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+        return self.cast(self.linear(x, codes, scales), ms.float32)
+
+
+class QuantizedEmbedding(nn.Cell):
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.gather, self.cast, self.mul = gen_ops_prim.Gather(), ops.Cast(), ops.Mul()
+        self.reshape = ops.Reshape()
+        self.dtype = dtype
+
+    def construct(self, token_ids: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+        rows = self.cast(self.gather(codes, token_ids, 0), ms.float32)
+        of_rows = self.reshape(self.gather(scales, token_ids, 0), (-1, 1))
+        return self.cast(self.mul(rows, of_rows), self.dtype)
 
 
 class Rotary(nn.Cell):

@@ -7,7 +7,7 @@ in the widest block table. First dimensions may be dynamic; nothing is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -79,6 +79,30 @@ class Backend(Protocol):
 
     def logits(self) -> nn.Cell:
         """(x [S, H], weight [V, H] from `linear_weight`) -> float32 [S, V], not rounded to the model dtype on a CPU."""
+
+    def quantized_embedding(self) -> nn.Cell:
+        """(token_ids int32[T], codes, scales, both from `quantized_weight`) -> code * scale, [T, K]"""
+
+    def quantized_linear(self) -> nn.Cell:
+        """(x [T, K], codes, scales) -> [T, N], of rows brought to 8 bits with a scale each, as `kernels.w8a8` does"""
+
+    def quantized_logits(self) -> nn.Cell:
+        """As `quantized_linear`, in float32, as `logits`."""
+
+    def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
+        """(logits float32 [T, experts]) -> two tensors that say what `experts` wants to know of shares and choice
+
+        Args:
+            attributes: Those of the operation `route`.
+            num_experts: Of the layer.
+            correction: float32 [experts], added to scores for choosing alone.
+        """
+
+    def experts(self, num_experts: int) -> nn.Cell:
+        """(x [T, H], both of `route`, gate_up, down) -> [T, H], as the operation `experts`
+
+        gate_up and down are tuples of what `expert_weights` made.
+        """
 
     def split(self, widths: Sequence[int]) -> nn.Cell:
         """(x [T, sum of widths]) -> its columns, one range after another"""
@@ -158,6 +182,9 @@ class Backend(Protocol):
             name: Parameter name; without it a Cell names the parameter after its attribute.
         """
 
+    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
+        """The matrices [N, K] of all experts, given as [num_experts * N, K]; each a Parameter, or one of them all."""
+
     def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
         """As `linear_weight`, of codes; for programs alone.
 
@@ -168,6 +195,17 @@ class Backend(Protocol):
 
         Raises:
             ModelError: This backend has no products of them.
+        """
+
+    def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
+        """Codes int8 [N, K] and scales float32 [N], copied; for Cells.
+
+        Args:
+            weight: Of 8 bits, with a scale for each row.
+            name: Of both, with an ending.
+
+        Raises:
+            ModelError: It has another form, or this backend has no products of codes.
         """
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:

@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -82,17 +82,28 @@ class CpuBackend(AscendBackend):
     def logits(self) -> nn.Cell:
         return Logits()
 
+    def quantized_logits(self) -> nn.Cell:
+        return QuantizedLogits()
+
     def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
         return Program(self.dtype, kinds, num_layers)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
+        return self._packed(array, array.shape, name)
+
+    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
+        """Packed as one, which is those of the experts one after another; MindSpore is shown [experts, K, N]."""
+        rows, columns = array.shape
+        return [self._packed(array, (num_experts, columns, rows // num_experts), name)]
+
+    def _packed(self, array: Array, shown: tuple[int, ...], name: str | None) -> ms.Parameter:
         _require_dispatch()
         source = np.ascontiguousarray(to_model_dtype(array, self.dtype))
         memory = zeroed_array(source.shape, self.dtype)
         address = memory.ctypes.data
         kernels = library.load()
         kernels.llm_pack_weight(source.ctypes.data, address, self.dtype.encode(), *source.shape)
-        parameter = parameter_over(memory, self.dtype, name)
+        parameter = parameter_over(memory.reshape(shown), self.dtype, name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
@@ -119,6 +130,9 @@ class CpuBackend(AscendBackend):
         parameter = parameter_over(memory[: shown[0] * shown[1]].view(np.int8).reshape(shown), "int8", name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
+
+    def _codes(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
+        return self.coded_weight(weight, False, name)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
@@ -150,6 +164,19 @@ class Logits(nn.Cell):
 
     def construct(self, x: ms.Tensor, weight: ms.Tensor) -> ms.Tensor:
         return self.matmul(x, weight)
+
+
+class QuantizedLogits(nn.Cell):
+    """Scaled here, since no other type than that of x is inferred for the result of QuantBatchMatmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantize = gen_ops_prim.DynamicQuantExt()
+        self.sums, self.mul, self.reshape = Logits(), ops.Mul(), ops.Reshape()
+
+    def construct(self, x: ms.Tensor, codes: ms.Tensor, scales: ms.Tensor) -> ms.Tensor:
+        rows, row_scales = self.quantize(x, None)
+        return self.mul(self.mul(self.sums(rows, codes), scales), self.reshape(row_scales, (-1, 1)))
 
 
 class Program(nn.Cell):

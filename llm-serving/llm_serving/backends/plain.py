@@ -7,7 +7,7 @@ in its last bits from the same answer computed alone; the CPU backend guarantees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
+from llm_serving.backends import plain_experts
 from llm_serving.backends.base import Array, AttentionShape, BlockMemory, model_dtype
 from llm_serving.backends.parameters import (
     copy_blocks_in_memory,
@@ -60,6 +61,21 @@ class PlainBackend:
     def logits(self) -> nn.Cell:
         return Linear()
 
+    def quantized_embedding(self) -> nn.Cell:
+        raise self._no_codes()
+
+    def quantized_linear(self) -> nn.Cell:
+        raise self._no_codes()
+
+    def quantized_logits(self) -> nn.Cell:
+        raise self._no_codes()
+
+    def route(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None = None) -> nn.Cell:
+        return plain_experts.Route(attributes, num_experts, correction)
+
+    def experts(self, num_experts: int) -> nn.Cell:
+        return plain_experts.Experts(self.linear(), self.swiglu())
+
     def split(self, widths: Sequence[int]) -> nn.Cell:
         return Split(widths)
 
@@ -96,8 +112,14 @@ class PlainBackend:
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(array, name)
 
+    def expert_weights(self, array: Array, num_experts: int, name: str) -> Sequence[ms.Parameter]:
+        return [self._copy(part, f"{name}.{at}") for at, part in enumerate(np.split(array, num_experts))]
+
     def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
-        raise ModelError(f"the operations of {self.name} multiply by no weights in codes; kernels: program does")
+        raise self._no_codes()
+
+    def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
+        raise self._no_codes()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
@@ -127,6 +149,9 @@ class PlainBackend:
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         return False
+
+    def _no_codes(self) -> ModelError:
+        return ModelError(f"the operations of {self.name} multiply by no weights in codes; kernels: program does")
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         rounded = to_model_dtype(array, self.dtype)

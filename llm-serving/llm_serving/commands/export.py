@@ -35,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     caches = KVTensors.allocate(spec, backend, num_blocks, config.pa.block_size).layers
     num_bytes = 2 * (spec.num_parameters + sum(each.size for pair in caches for each in pair))
     with new_folder(arguments.target, num_bytes) as written:
-        export(spec, backend, folder, written, caches, config.model.max_generate_length)
+        export(spec, backend, folder, written, caches, config.model.max_generate_length, config.quant.weights)
     say(f"{arguments.target}: done")
     return 0

@@ -11,7 +11,7 @@ from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.coded import Quantization
-from llm_serving.network.primitives import lacking, lacking_in_cells
+from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_of_codes
 
 BLOCK_SIZE: Final = "pa_config.block_size"
 NUM_BLOCKS: Final = "pa_config.num_blocks"
@@ -61,7 +61,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         _check_memory(values, spec.of_rank(0, values["cluster_config.tensor_parallel"]))
         _check_primitives(values, spec)
     _check_exactness(values)
-    _check_quantization(values)
+    _check_quantization(values, spec)
     _notice_what_is_not_served(values)
 
 
@@ -140,10 +140,18 @@ def _quantization(values: Values) -> Quantization | None:
     return None if name is None else Quantization(QuantizationName(name), values[GROUP_SIZE])
 
 
-def _check_quantization(values: Values) -> None:
-    served = values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
-    if values[QUANTIZATION] is not None and not served:
-        rule = f"must be null with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}: program on a CPU has it"
+def _check_quantization(values: Values, spec: ModelSpec | None) -> None:
+    quantization = _quantization(values)
+    if quantization is None or (values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")):
+        return
+    where = f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
+    if values[TARGET] == "CPU" and values[KERNELS] == "plain":
+        raise values.error(QUANTIZATION, f"must be null {where}: program on a CPU has it", values[QUANTIZATION])
+    if quantization.name != QuantizationName.W8A8:
+        raise values.error(QUANTIZATION, f"must be w8a8 or null {where}: program on a CPU has it", values[QUANTIZATION])
+    lacks = None if spec is None else lacking_of_codes(spec.network, quantization)
+    if lacks is not None:
+        rule = f"must be null for this model {where}: there are no {lacks}; program on a CPU has them"
         raise values.error(QUANTIZATION, rule, values[QUANTIZATION])
 
 

@@ -16,7 +16,6 @@ _NEEDED: Final = (
     ("device_config.exactness", ExactnessName.EXACT, "one graph computes all steps"),
     ("scheduler_config.preemption_mode", "recompute", "nothing reaches the caches inside a graph"),
     ("pa_config.num_swap_blocks", 0, "nothing reaches the caches inside a graph"),
-    ("quant_config.quantization", None, "the graph has its weights"),
 )
 """Key, the value it must have, and why."""
 

@@ -93,7 +93,7 @@ class HeadOfCells(nn.Cell):
     def __init__(self, network: Network, backend: Backend, parameters: Parameters) -> None:
         super().__init__()
         head = network.head
-        (weight,) = parameters[head.weights["weight"]]
+        weight = parameters[head.weights["weight"]]
         self.output = cells.Output(backend, weight, head.attributes["scale"], head.attributes["cap"])
         self.dtype = backend.activation_dtype
 
@@ -181,16 +181,17 @@ class _Listing:
     def _cell(self, each: _Listed) -> nn.Cell:
         operation, backend, parameters = each.operation, self._backend, self._parameters
         attributes = operation.attributes
-        weights = {role: parameters[weight][0] for role, weight in operation.weights.items()}
+        wholes = {role: parameters[weight] for role, weight in operation.weights.items()}
+        weights = {role: whole[0] for role, whole in wholes.items()}
         match operation.kind:
             case "tables":
                 return cells.Tables(backend, weights["cos"], weights["sin"])
             case "split":
                 return cells.Split(backend, [view.width for view in each.writes if isinstance(view, Value)])
             case "gather":
-                return cells.Gather(backend, weights["table"], attributes["scale"], attributes["rounded_scale"])
+                return cells.Gather(backend, wholes["table"], attributes["scale"], attributes["rounded_scale"])
             case "linear":
-                return cells.Linear(backend, weights["weight"], weights.get("bias"))
+                return cells.Linear(backend, wholes["weight"], weights.get("bias"))
             case "norm" if "added" in operation.inputs:
                 return cells.AddNorm(backend, weights["gain"], attributes["eps"])
             case "norm":
@@ -210,12 +211,11 @@ class _Listing:
             case "route":
                 return cells.Route(backend, weights["weight"], weights.get("correction"), attributes)
             case "experts":
-                gate_up, down = (parameters[operation.weights[role]] for role in ("gate_up", "down"))
-                return cells.Experts(backend, gate_up, down)
+                return cells.Experts(backend, wholes["gate_up"], wholes["down"], attributes["experts"])
             case "select":
                 return cells.Select(backend)
             case "output":
-                return cells.Output(backend, weights["weight"], attributes["scale"], attributes["cap"])
+                return cells.Output(backend, wholes["weight"], attributes["scale"], attributes["cap"])
             case "states":
                 return cells.States()
         raise ModelError(f"no Cell computes the operation {operation.kind}")

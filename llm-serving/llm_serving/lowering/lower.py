@@ -18,6 +18,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
 from llm_serving.network.description import Network
+from llm_serving.network.primitives import lacking_of_codes
 from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
 
 
@@ -61,7 +62,7 @@ def lower(
         max_positions: Longest context of a row, in tokens.
         as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
         whole_prompts: Steps of whole prompts have a graph of Cells of their own.
-        quantization: How weights are kept; for programs only. None: in the model dtype.
+        quantization: How weights are kept. None: in the model dtype.
         by_mindformers: MindFormers' own network computes the states; not with `as_program` or `whole_prompts`.
 
     Raises:
@@ -72,8 +73,9 @@ def lower(
     network = spec.network
     program = program_of(network, backend.dtype)
     as_program = as_program and backend.program("f", 0) is not None
-    if quantization is not None and not as_program:
-        raise ModelError(f"quantization {quantization.name} needs kernels: program, which {backend.name} has not")
+    lacks = None if as_program else lacking_of_codes(network, quantization)
+    if lacks is not None:
+        raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
     parameters = parameters_of(
         network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
     )

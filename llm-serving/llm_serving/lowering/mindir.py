@@ -16,6 +16,7 @@ from llm_serving.lowering.lower import Lowered, lower
 from llm_serving.lowering.step import KVCaches, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
+from llm_serving.network.coded import Quantization
 
 GRAPHS: Final = ("states", "head")
 """As `Lowered` names them; `graph_file` says where each is."""
@@ -41,7 +42,13 @@ def write_mindir(network: nn.Cell, path: Path, inputs: Sequence[ms.Tensor]) -> N
 
 
 def export(
-    spec: ModelSpec, backend: Backend, source: Path, folder: Path, kv_caches: KVCaches, max_positions: int
+    spec: ModelSpec,
+    backend: Backend,
+    source: Path,
+    folder: Path,
+    kv_caches: KVCaches,
+    max_positions: int,
+    quantization: Quantization | None = None,
 ) -> None:
     """Writes the graphs, with weights and caches in them, and what they were made for.
 
@@ -52,25 +59,31 @@ def export(
         folder: Where the files go.
         kv_caches: Those of every layer; the graph has caches of these sizes.
         max_positions: Longest context of a row, in tokens.
+        quantization: How weights are kept; None: in the model dtype.
 
     Raises:
         ModelError: The primitives lack something that the model needs.
     """
-    lowered = lower(spec, backend, WeightReader(source, spec.scheme), kv_caches, max_positions, as_program=False)
+    reader = WeightReader(source, spec.scheme)
+    lowered = lower(spec, backend, reader, kv_caches, max_positions, as_program=False, quantization=quantization)
     for graph in GRAPHS:
         write_mindir(getattr(lowered, graph), folder / f"{graph}.mindir", inputs_of(spec, graph))
     num_blocks, block_size = kv_caches[0][0].shape[:2]
-    facts = facts_of(spec, backend.dtype, num_blocks, block_size, max_positions)
+    kept = None if quantization is None else str(quantization.name)
+    facts = facts_of(spec, backend.dtype, kept, num_blocks, block_size, max_positions)
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def facts_of(spec: ModelSpec, dtype: str, num_blocks: int, block_size: int, max_positions: int) -> dict[str, Any]:
+def facts_of(
+    spec: ModelSpec, dtype: str, quantization: str | None, num_blocks: int, block_size: int, max_positions: int
+) -> dict[str, Any]:
     """What a graph was made for, and what it must have been made for to serve."""
     return {
         "architecture": spec.architecture,
         "num_parameters": spec.num_parameters,
         "vocab_size": spec.vocab_size,
         "model_dtype": dtype,
+        "quantization": quantization,
         "num_blocks": num_blocks,
         "block_size": block_size,
         "max_positions": max_positions,

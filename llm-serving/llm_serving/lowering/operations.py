@@ -21,6 +21,11 @@ Tensors = Any
 """A tuple of tensors; MindSpore reads these functions, not Python."""
 
 
+def is_quantized(weight: Sequence[ms.Parameter]) -> bool:
+    """Whether a weight is codes and scales."""
+    return bool(weight[0].dtype == ms.int8)
+
+
 class Tables(nn.Cell):
     """() -> cosines and sines [T, head_dim] of the rows' positions."""
 
@@ -58,25 +63,25 @@ class Scaled(nn.Cell):
 class Gather(nn.Cell):
     """() -> rows of a table, by token, scaled."""
 
-    def __init__(self, backend: Backend, table: ms.Parameter, scale: float, rounded: bool) -> None:
+    def __init__(self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool) -> None:
         super().__init__()
-        self.look_up = backend.embedding()
-        self.table = table
+        self.look_up = backend.quantized_embedding() if is_quantized(table) else backend.embedding()
+        self.table = ms.ParameterTuple(table)
         self.is_scaled = scale != 1
         self.scaled = Scaled(backend.rounded(scale) if rounded else scale)
 
     def construct(self, _: Tensors, step: Tensors) -> Tensors:
-        rows = self.look_up(step[0], self.table)
+        rows = self.look_up(step[0], *self.table)
         return (self.scaled(rows) if self.is_scaled else rows,)
 
 
 class Linear(nn.Cell):
     """x [T, K] -> x * weight^T + bias, rounded after each."""
 
-    def __init__(self, backend: Backend, weight: ms.Parameter, bias: ms.Parameter | None) -> None:
+    def __init__(self, backend: Backend, weight: Sequence[ms.Parameter], bias: ms.Parameter | None) -> None:
         super().__init__()
-        self.product = backend.linear()
-        self.weight = weight
+        self.product = backend.quantized_linear() if is_quantized(weight) else backend.linear()
+        self.weight = ms.ParameterTuple(weight)
         self.has_bias = bias is not None
         if bias is not None:
             # Sums of backends take two tensors of one shape: the bias is looked up once for each row.
@@ -85,7 +90,7 @@ class Linear(nn.Cell):
             self.add = backend.add()
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        x = self.product(read[0], self.weight)
+        x = self.product(read[0], *self.weight)
         if self.has_bias:
             first_row = ops.zeros((x.shape[0],), ms.int32)
             x = self.add(x, self.repeat(first_row, self.bias))
@@ -229,80 +234,33 @@ class Weigh(nn.Cell):
 
 
 class Route(nn.Cell):
-    """x -> shares of all experts, float32 [T, experts], zero where a row does not go; and the same again.
-
-    The lower number comes first among equals: what is sorted is made unequal by position.
-    """
+    """x -> what `Experts` takes of it: which a row goes to, and its shares."""
 
     def __init__(
-        self,
-        backend: Backend,
-        weight: ms.Parameter,
-        correction: ms.Parameter | None,
-        attributes: Mapping[str, Any],
+        self, backend: Backend, weight: ms.Parameter, correction: ms.Parameter | None, attributes: Mapping[str, Any]
     ) -> None:
         super().__init__()
         self.product = backend.logits()
         self.weight = weight
-        self.num_experts = weight.shape[0]
-        self.correction = ms.Tensor(np.zeros(1, np.float32)) if correction is None else correction
-        self.has_correction = correction is not None
-        self.top_k = attributes["top_k"]
-        self.groups, self.top_groups = attributes["groups"], attributes["top_groups"]
-        self.is_softmax = attributes["score"] == "softmax"
-        self.normalise = attributes["normalise"]
-        self.scale = float(np.float32(attributes["scale"]))
-        self.numbers = ms.Tensor(np.arange(self.num_experts, dtype=np.int32))
-        self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
-
-    def rank(self, wanted: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
-        """How many of a row come before each element: larger ones, and equal ones of a lower number."""
-        larger = wanted.expand_dims(1) > wanted.expand_dims(2)
-        equal = ops.logical_and(
-            wanted.expand_dims(1) == wanted.expand_dims(2),
-            (numbers.reshape(1, -1) < numbers.reshape(-1, 1)).expand_dims(0),
-        )
-        return ops.logical_or(larger, equal).astype(ms.int32).sum(-1)
+        self.route = backend.route(attributes, weight.shape[0], correction)
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        logits = self.product(read[0], self.weight)
-        scores = ops.softmax(logits, -1) if self.is_softmax else ops.sigmoid(logits)
-        wanted = scores + self.correction if self.has_correction else scores
-        if self.groups > 1:
-            of_groups = wanted.reshape(wanted.shape[0], self.groups, -1)
-            best = ops.topk(of_groups, 2)[0].sum(-1) if self.has_correction else of_groups.max(-1)
-            kept = self.rank(best, self.group_numbers) < self.top_groups
-            lowest = ops.full_like(of_groups, -1e30)
-            kept = ops.logical_and(kept.expand_dims(-1), ops.ones_like(of_groups).astype(ms.bool_))
-            wanted = ops.select(kept, of_groups, lowest).reshape(wanted.shape[0], -1)
-        chosen = self.rank(wanted, self.numbers) < self.top_k
-        shares = ops.select(chosen, scores, ops.zeros_like(scores))
-        shares = shares / shares.sum(-1, keepdims=True) if self.normalise else shares
-        shares = shares * self.scale
-        return shares, shares
+        return self.route(self.product(read[0], self.weight))
 
 
 class Experts(nn.Cell):
-    """x, shares of all experts -> their sum in float32, in the order of their numbers, rounded once.
+    """x, what `Route` wrote -> the sum of its experts, rounded once."""
 
-    Every expert computes every row: the graph has one shape whatever the rows choose.
-    """
-
-    def __init__(self, backend: Backend, gate_up: Sequence[ms.Parameter], down: Sequence[ms.Parameter]) -> None:
+    def __init__(
+        self, backend: Backend, gate_up: Sequence[ms.Parameter], down: Sequence[ms.Parameter], num_experts: int
+    ) -> None:
         super().__init__()
         self.gate_up = ms.ParameterTuple(gate_up)
         self.down = ms.ParameterTuple(down)
-        self.product = backend.linear()
-        self.gate = backend.swiglu()
-        self.out = backend.logits()
+        self.experts = backend.experts(num_experts)
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        x, shares = read[0], read[1]
-        total = ops.zeros_like(x).astype(ms.float32)
-        for number in range(len(self.gate_up)):
-            inner = self.gate(self.product(x, self.gate_up[number]))
-            total = total + shares[:, number : number + 1] * self.out(inner, self.down[number])
-        return (total.astype(x.dtype),)
+        return (self.experts(read[0], read[1], read[2], self.gate_up, self.down),)
 
 
 class Select(nn.Cell):
@@ -319,14 +277,14 @@ class Select(nn.Cell):
 class Output(nn.Cell):
     """x -> logits, float32, scaled and capped"""
 
-    def __init__(self, backend: Backend, weight: ms.Parameter, scale: float, cap: float) -> None:
+    def __init__(self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float) -> None:
         super().__init__()
-        self.product = backend.logits()
-        self.weight = weight
+        self.product = backend.quantized_logits() if is_quantized(weight) else backend.logits()
+        self.weight = ms.ParameterTuple(weight)
         self.scale, self.cap = float(np.float32(scale)), float(np.float32(cap))
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
-        logits = self.product(read[0], self.weight)
+        logits = self.product(read[0], *self.weight)
         logits = logits * self.scale if self.scale != 1 else logits
         return (ops.tanh(logits / self.cap) * self.cap if self.cap > 0 else logits,)
 

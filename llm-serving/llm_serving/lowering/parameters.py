@@ -26,7 +26,7 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
 
 
 Parameters = Mapping[Weight, Sequence[ms.Parameter]]
-"""One for each weight; of experts one for each of them where each is multiplied by itself."""
+"""One for each weight; codes and scales; of experts perhaps one for each of them."""
 
 
 def parameters_of(
@@ -45,7 +45,7 @@ def parameters_of(
         backend: Makes the Parameters.
         reader: Of the folder; it is read once.
         max_positions: Longest context of a row, in tokens.
-        as_cells: Each expert has a Parameter of its own, and biases are tables of one row.
+        as_cells: Experts have Parameters of their own form, and biases are tables of one row.
         quantization: How weights are kept; each is rounded by itself, when it is read.
 
     Raises:
@@ -61,12 +61,14 @@ def parameters_of(
         if quantization is not None and weight in coded:
             kept = coded[weight]
             codes = _codes(weight, reader, kept, quantization.group_size)
-            made[weight] = [backend.coded_weight(codes, kept in WIDENED, name)]
+            program = () if as_cells else (backend.coded_weight(codes, kept in WIDENED, name),)
+            made[weight] = list(program or backend.quantized_weight(codes, name))
             continue
         values = parameter(weight, reader, max_positions)
-        if weight in multiplied:
-            parts = np.split(values, experts.get(weight, 1))
-            made[weight] = [backend.linear_weight(part, f"{name}.{at}") for at, part in enumerate(parts)]
+        if weight in experts:
+            made[weight] = list(backend.expert_weights(values, experts[weight], name))
+        elif weight in multiplied:
+            made[weight] = [backend.linear_weight(values, name)]
         elif weight.kind == "float32":
             made[weight] = [backend.numbers(values, name)]
         elif values.ndim == 1 and not (weight in biases and as_cells):

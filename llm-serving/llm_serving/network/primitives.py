@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llm_serving.core.choices import QuantizationName
+from llm_serving.network.coded import Quantization
 from llm_serving.network.description import Network, Operation
 
 
@@ -15,6 +17,16 @@ def lacking_in_cells(network: Network) -> str | None:
     return None
 
 
+def lacking_of_codes(network: Network, quantization: Quantization | None) -> str | None:
+    """What weights that are kept so need and the primitives of Ascend do not have; None where they have everything."""
+    if quantization is None:
+        return None
+    if quantization.name != QuantizationName.W8A8:
+        return f"products of {quantization.name} weights"
+    has_experts = any(each.kind == "experts" for each in network.operations)
+    return f"products of {quantization.name} experts" if has_experts else None
+
+
 def lacking(network: Network, num_positions: int) -> str | None:
     """What a network needs and the primitives of Ascend do not have; None where they have everything.
 
@@ -22,9 +34,14 @@ def lacking(network: Network, num_positions: int) -> str | None:
         network: The description.
         num_positions: Longest context that is served: a window of as many tokens is none.
     """
-    attending = (each for each in network.operations if each.kind == "attend")
-    in_attention = (_lacking_in_attention(each, num_positions) for each in attending)
-    return lacking_in_cells(network) or next(filter(None, in_attention), None)
+    found = (_lacking_in(each, num_positions) for each in network.operations)
+    return lacking_in_cells(network) or next(filter(None, found), None)
+
+
+def _lacking_in(operation: Operation, num_positions: int) -> str | None:
+    if operation.kind == "route" and not _is_softmax(operation):
+        return "experts chosen by anything but the largest of a softmax"
+    return _lacking_in_attention(operation, num_positions) if operation.kind == "attend" else None
 
 
 def _lacking_in_attention(operation: Operation, num_positions: int) -> str | None:
@@ -33,3 +50,9 @@ def _lacking_in_attention(operation: Operation, num_positions: int) -> str | Non
     if operation.attributes["cap"]:
         return "attention with a cap on its scores"
     return "attention with slopes" if "slopes" in operation.weights else None
+
+
+def _is_softmax(operation: Operation) -> bool:
+    """Of `route`: MoeGatingTopKSoftmax chooses so."""
+    attributes = operation.attributes
+    return attributes["score"] == "softmax" and attributes["groups"] == 1 and "correction" not in operation.weights

@@ -112,7 +112,7 @@ def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], No
     assert settings.num_blocks is not None  # `config.device_checks` sees to it
     spec = check_folder(Path(settings.model_path))
     sizes = settings.num_blocks, settings.block_size, settings.max_model_len
-    check_facts(folder, facts_of(spec, settings.dtype, *sizes))
+    check_facts(folder, facts_of(spec, settings.dtype, settings.quantization, *sizes))
     on_progress(f"reading the graphs of {folder.name}")
     ini = None if settings.mindir_ini is None else Path(settings.mindir_ini)
     networks = of_files(spec, folder, ini, settings.device_id)

@@ -1,0 +1,74 @@
+"""Experts out of stock MindSpore operations: every expert computes every row, whose share of it may be zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+
+class Route(nn.Cell):
+    """logits [T, experts] -> shares of all experts, float32 [T, experts], zero where a row does not go; and again.
+
+    The lower number comes first among equals: what is sorted is made unequal by position.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any], num_experts: int, correction: ms.Parameter | None) -> None:
+        super().__init__()
+        self.correction = ms.Tensor(np.zeros(1, np.float32)) if correction is None else correction
+        self.has_correction = correction is not None
+        self.top_k = attributes["top_k"]
+        self.groups, self.top_groups = attributes["groups"], attributes["top_groups"]
+        self.is_softmax = attributes["score"] == "softmax"
+        self.normalise = attributes["normalise"]
+        self.scale = float(np.float32(attributes["scale"]))
+        self.numbers = ms.Tensor(np.arange(num_experts, dtype=np.int32))
+        self.group_numbers = ms.Tensor(np.arange(self.groups, dtype=np.int32))
+
+    def rank(self, wanted: ms.Tensor, numbers: ms.Tensor) -> ms.Tensor:
+        """How many of a row come before each element: larger ones, and equal ones of a lower number."""
+        larger = wanted.expand_dims(1) > wanted.expand_dims(2)
+        equal = ops.logical_and(
+            wanted.expand_dims(1) == wanted.expand_dims(2),
+            (numbers.reshape(1, -1) < numbers.reshape(-1, 1)).expand_dims(0),
+        )
+        return ops.logical_or(larger, equal).astype(ms.int32).sum(-1)
+
+    def construct(self, logits: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+        scores = ops.softmax(logits, -1) if self.is_softmax else ops.sigmoid(logits)
+        wanted = scores + self.correction if self.has_correction else scores
+        if self.groups > 1:
+            of_groups = wanted.reshape(wanted.shape[0], self.groups, -1)
+            best = ops.topk(of_groups, 2)[0].sum(-1) if self.has_correction else of_groups.max(-1)
+            kept = self.rank(best, self.group_numbers) < self.top_groups
+            lowest = ops.full_like(of_groups, -1e30)
+            kept = ops.logical_and(kept.expand_dims(-1), ops.ones_like(of_groups).astype(ms.bool_))
+            wanted = ops.select(kept, of_groups, lowest).reshape(wanted.shape[0], -1)
+        chosen = self.rank(wanted, self.numbers) < self.top_k
+        shares = ops.select(chosen, scores, ops.zeros_like(scores))
+        shares = shares / shares.sum(-1, keepdims=True) if self.normalise else shares
+        shares = shares * self.scale
+        return shares, shares
+
+
+class Experts(nn.Cell):
+    """A sum in the order of the numbers of experts, of which each has a weight of its own.
+
+    Args:
+        product: (x [T, K], weight [N, K]) -> [T, N]
+        gate: (x [T, 2*I]) -> [T, I]
+    """
+
+    def __init__(self, product: nn.Cell, gate: nn.Cell) -> None:
+        super().__init__()
+        self.product, self.gate = product, gate
+
+    def construct(self, x: ms.Tensor, shares: ms.Tensor, _: ms.Tensor, gate_up: Any, down: Any) -> ms.Tensor:
+        total = ops.zeros_like(x)
+        for number in range(len(gate_up)):
+            inner = self.gate(self.product(x, gate_up[number]))
+            total = total + shares[:, number : number + 1] * self.product(inner, down[number])
+        return total
