@@ -85,6 +85,7 @@ MEASURE_IN_PROCESS = {
     "contest_simulation.py",
     "engine_benchmark.py",
     "figures.py",
+    "graph_kernel_fusion.py",
     "kernel_benchmark.py",
     "kernel_cases.py",
     "load_benchmark.py",

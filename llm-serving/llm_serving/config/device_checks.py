@@ -50,6 +50,9 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
     elif values[KERNELS] != "plain":
         hint = "for the operator library; device_config.kernels: plain takes any, many times slower"
         _check_multiple(values, spec, MULTIPLE, hint)
+    if values[TARGET] == "CPU" and values[GRAPH_KERNEL]:
+        told = "on a CPU MindSpore fuses graphs of fixed shapes; these leave the rows of a step open"
+        values.notice(GRAPH_KERNEL, f"{values[GRAPH_KERNEL]} has no effect: {told}")
     for name in (NUM_BLOCKS, NUM_SWAP_BLOCKS):
         if (values[name] or 0) * values[BLOCK_SIZE] > MAX_SLOTS:
             rule = f"times pa_config.block_size {values[BLOCK_SIZE]} must be at most {MAX_SLOTS} tokens"

@@ -32,7 +32,8 @@ class DeviceConfig:
     on what its prompt shared a step with. The log tells at the start what is promised."""
 
     enable_graph_kernel: bool = option(False, boolean())
-    """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it."""
+    """MindSpore's graph kernel fusion. Not on Ascend: infer boost, which PagedAttention needs there, excludes it. On a
+    CPU without effect: it takes graphs of fixed shapes there."""
 
     graph_kernel_flags: str = option("", text())
     """Flags of the fusion, as MindSpore writes them: "--enable_parallel_fusion=true ..."."""
