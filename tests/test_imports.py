@@ -119,12 +119,13 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache  # as what follows: every test asks for those of all files, and writes no more when it has asked
 def exists(module: str, root: Path) -> bool:
     path = root.parent.joinpath(*module.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-@cache  # every test asks for those of all files
+@cache
 def imports_of(path: Path, root: Path) -> list[Import]:
     """Every module a file names in an import, most specific: `from a import b` is `a.b` where that is a module."""
     tree = ast.parse(path.read_text(), str(path))
@@ -174,6 +175,11 @@ def may_import(importer: str, imported: str) -> bool:
     return other.row < own.row and (other.column in (own.column, BOTH) or own.column == TOP)
 
 
+@cache
+def imports_by_module(root: Path) -> dict[str, list[Import]]:
+    return {module_name(path, root): imports_of(path, root) for path in sources(root)}
+
+
 def sources(root: Path) -> list[Path]:
     return sorted(root.rglob("*.py"))
 
@@ -193,7 +199,7 @@ def direction_violations(root: Path) -> list[str]:
 
 def reaches(root: Path, start: str, target: str, at_top_only: bool = False) -> list[str]:
     """A chain of imports from module `start` to the foreign package `target`; empty when there is none."""
-    graph = {module_name(path, root): imports_of(path, root) for path in sources(root)}
+    graph = imports_by_module(root)
     chains = {start: [start]}
     waiting = [start]
     while waiting:
