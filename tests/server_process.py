@@ -23,14 +23,21 @@ atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
 ROOT = Path(__file__).resolve().parents[1]
 
 
+_HELD: list[socket.socket] = []
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    """Ports that nobody else is given as long as this process lives, all different.
+
+    Each stays bound here; whoever binds it with SO_REUSEADDR, as servers do, can listen on it nevertheless.
+    """
+    ports = []
+    for _ in range(count):
+        holder = socket.socket()
+        _HELD.append(holder)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        ports.append(holder.getsockname()[1])
     return ports
 
 
