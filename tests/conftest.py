@@ -5,6 +5,7 @@ What needs the operator library comes late, since it may be compiling meanwhile.
 
 import gc
 import logging
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,16 @@ from llm_serving.log import ROOT
 
 TESTS = Path(__file__).parent
 LATE = (
-    *("end_to_end", "families", "models", "backends", "worker", "kernels"),
-    *("test_offline.py", "commands/test_verifier.py", "engine/test_choices_on_a_model.py"),
+    *(
+        "end_to_end/test_kill_matrix.py",
+        "end_to_end",
+        "families",
+        "test_kernels_of_networks.py",
+        "commands/test_verifier.py",
+        "models",
+    ),
+    *("test_quantized_networks.py", "worker", "backends", "test_offline.py", "engine/test_choices_on_a_model.py"),
+    "kernels",
 )
 """Longest first, so that processes that share the files end together."""
 
@@ -28,6 +37,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@cache  # of a file's tests all ask
 def lateness(path: Path) -> int:
     """Place in `LATE`, from 1 on; 0 for all others."""
     return next((place for place, late in enumerate(LATE, start=1) if path.is_relative_to(TESTS / late)), 0)
