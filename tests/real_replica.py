@@ -18,6 +18,8 @@ from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
 
 MAX_STEPS = 5000
+NUM_BLOCKS = 256
+"""Unless the settings say otherwise; a cache of all memory takes a WorkAgent longer to clear than to load the model."""
 
 
 class RealReplica:
@@ -25,7 +27,8 @@ class RealReplica:
 
     def __init__(self, *settings: str, model: Path = Path("demo")) -> None:
         """`settings` are overrides such as "pa_config.num_blocks=36"."""
-        self.config = load_config(None, ["serving_config.audit_every=0", *settings], model)
+        common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}"]
+        self.config = load_config(None, [*common, *settings], model)
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
         self.agents: list[WorkAgentProcess] = []
         """All that were started, the living one last."""

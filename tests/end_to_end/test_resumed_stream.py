@@ -27,7 +27,7 @@ READ = 40
 
 def start(folder: Path) -> Server:
     settings = ("resume_streams=True", "request_log=disk", f"request_log_path={folder}")
-    return start_server("--model", "demo", *(x for each in settings for x in ("--set", f"serving_config.{each}")))
+    return start_server(*(x for each in settings for x in ("--set", f"serving_config.{each}")))
 
 
 def read_and_kill(server: Server) -> tuple[str, bytes]:
@@ -64,16 +64,19 @@ def test_a_killed_master_costs_no_byte(tmp_path: Path) -> None:
     assert rest.content.endswith(b"data: [DONE]\n\n")
 
     events = [event.split("\ndata: ")[1] for event in whole.text.split("\n\n")[:-2]]
-    receipt = tmp_path / "receipt.json"
-    content = json.loads(events[-1])["receipt"]
-    receipt.write_text(json.dumps(content))
-    assert verify(receipt).returncode == 0
-    content["sampling"]["seed"] = str(int(content["sampling"]["seed"]) ^ 1)
-    receipt.write_text(json.dumps(content))
-    altered = verify(receipt)
-    assert (altered.returncode, "sampling.seed: does not fit" in altered.stdout) == (1, True)
-    receipt.write_text(receipt.read_text()[:-9])
-    assert verify(receipt).returncode == 2
+    receipt = json.loads(events[-1])["receipt"]
+    altered = json.loads(events[-1])["receipt"]
+    altered["sampling"]["seed"] = str(int(receipt["sampling"]["seed"]) ^ 1)
+    file = tmp_path / "receipts.jsonl"
+    file.write_text(f"{json.dumps(receipt)}\n{json.dumps(altered)}\n")
+    verified = verify(file)
+    assert verified.returncode == 1, verified.stdout + verified.stderr
+    assert verified.stdout.startswith(f"{file}:1: equal: ")
+    assert f"{file}:2: different: " in verified.stdout
+    assert "sampling.seed: does not fit" in verified.stdout
+    assert "2 receipts: 1 equal, 1 different, 0 unreadable" in verified.stdout
+    file.write_text(json.dumps(altered)[:-9])
+    assert verify(file).returncode == 2
 
 
 def verify(receipt: Path) -> subprocess.CompletedProcess[str]:
