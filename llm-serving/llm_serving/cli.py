@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.commands import (
+    advice,
     background,
     chat,
     cluster,
@@ -49,6 +50,7 @@ COMMANDS: Final = (
     chat,
     cluster,
     reload,
+    advice,
     config,
     hash_key,
     version,

@@ -41,7 +41,9 @@ def _yaml(value: Any) -> str:
         text = repr(value)
         return text if "." in text else text.replace("e", ".0e")
     if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
+        return (
+            f"[{', '.join(map(str, value))}]" if value else "null"
+        )  # what it is by default; some refuse an empty list
     if isinstance(value, str | Path):
         return "'" + str(value).replace("'", "''") + "'"
     return str(value)

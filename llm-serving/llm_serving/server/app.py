@@ -34,6 +34,7 @@ from llm_serving.server.accepted.model_state import ModelState
 from llm_serving.server.accepted.table import AcceptedRequests
 from llm_serving.server.access_log import AccessLog, open_access_log
 from llm_serving.server.accounting import Accounting
+from llm_serving.server.advisor import Advisor
 from llm_serving.server.authentication import ApiKeyAuthentication
 from llm_serving.server.batches import Ask, Batches, BatchStore
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
@@ -108,6 +109,7 @@ def build_site(
         ),
         open_accepted(engine.config) if accepted is None else accepted,
         ModelState(engine.config),
+        Advisor(lambda: engine.config, engine.clock),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)
@@ -153,6 +155,7 @@ class Application:
         live: LiveFeed,
         accepted: AcceptedRequests,
         model_state: ModelState,
+        advisor: Advisor,
     ) -> None:
         self.responses = responses
         self.model_hashes = model_hashes
@@ -160,6 +163,7 @@ class Application:
         self.accepted = accepted
         """Requests that may come again."""
         self.model_state = model_state
+        self.advisor = advisor
         self.batches: Batches | None = None
         """While they are served."""
         self._router = Router(routes, redirect_slashes=False)  # a redirect repeats the Host that the client sent
@@ -257,6 +261,7 @@ async def _running(engine: AsyncEngine, site: Site) -> AsyncIterator[None]:
             lines.cancel()
         if batches is not None:
             await batches.stop()
+        await site.routes.advisor.close()
         await engine.stop()
 
 

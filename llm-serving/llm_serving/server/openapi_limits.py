@@ -39,6 +39,8 @@ LIMITS: Final[dict[str, str]] = {
     "max_tokens_per_doc": "At least 1.",
     "max_output_tokens": "With the prompt it must fit the context of the model and the cache.",
     "previous_response_id": "Of a response that is stored and has ended.",
+    "minutes": "1 to 60, of which the server has recorded at least 20 requests.",
+    "record_path": "The server must record what its schedulers decide (`scheduler_config.record_path`).",
     "configuration": "What the server's own YAML says, when it is read again.",
     "replica": "0 to the number of replicas - 1; not the last one that serves, if it is to leave.",
     "response_id": "Of a response that is stored, and to be cancelled one with `background`.",

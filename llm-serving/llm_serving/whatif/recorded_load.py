@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -30,17 +31,27 @@ def recording_files(path: Path) -> list[Path]:
 
 
 def read_recorded(path: Path) -> Load:
+    """As `read_recorded_files`, of all files of a path."""
+    return read_recorded_files(recording_files(path), path.stem)
+
+
+def read_recorded_files(files: Sequence[Path], name: str, since: float = -math.inf) -> Load:
     """Reads what was asked during a recording, by replaying it.
 
     A request whose end is not in the recording is taken to end where the recording does. Copies that audits compute,
     and the beams of searches beyond the first, are left out: the simulation has its own.
+
+    Args:
+        files: In their order.
+        name: Of the load.
+        since: On the clock of the recording; who came before is left out.
 
     Raises:
         ConfigError: There is no such file.
         RecordingError: One is damaged, of another version, or is not decided again as it was.
     """
     requests: dict[tuple[Path, int], Request] = {}
-    for file in recording_files(path):
+    for file in files:
 
         def note(schedule: Schedule, now: float, file: Path = file) -> None:
             for row in schedule.rows:
@@ -55,7 +66,7 @@ def read_recorded(path: Path) -> Load:
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from None
-    return _load(path.stem, list(_once(requests).values()))
+    return _load(name, [each for each in _once(requests).values() if each.arrival_time >= since])
 
 
 def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:

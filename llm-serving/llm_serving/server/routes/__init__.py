@@ -4,6 +4,7 @@ from typing import Final
 
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.routes import (
+    advice,
     batches,
     chat,
     completions,
@@ -38,6 +39,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *models.ENDPOINTS,
     *explanations.ENDPOINTS,
     *control.ENDPOINTS,
+    *advice.ENDPOINTS,
     *replicas.ENDPOINTS,
     *reload.ENDPOINTS,
     *live.ENDPOINTS,

@@ -1,5 +1,6 @@
 // The live view: one stream of pictures, drawn as they come.
 
+import { AdvicePanel } from "./advice.js";
 import { ask, events } from "./api.js";
 import { count, el, say } from "./dom.js";
 import { LiveState } from "./live_state.js";
@@ -35,7 +36,8 @@ export class Live {
         el("section", { class: "card requests-card", "aria-label": "Requests" }, el("h2", {}, "Requests", (this.reach = el("span", { class: "aside" }))), this.rows.node, this.others),
         el("div", { class: "panels" }, this.engine,
           panel("Tokens a second", el("span", { class: "aside" }, "blue out, amber in"), this.rates.node),
-          panel("Classes", "", this.classes.node), panel("Tenants", "", this.tenants.node))));
+          panel("Classes", "", this.classes.node), panel("Tenants", "", this.tenants.node),
+          panel("Advice", "", new AdvicePanel().node))));
     document.addEventListener("key-changed", () => this.#again());
     document.addEventListener("theme-changed", () => this.#draw());
   }

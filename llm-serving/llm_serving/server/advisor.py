@@ -1,0 +1,107 @@
+"""Has what neighbours of the configuration would have made of the last minutes worked out, by a process beside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from msgspec.json import encode
+
+from llm_serving.config.report import describe
+from llm_serving.config.schema import ServingConfig
+from llm_serving.core.clock import Clock
+from llm_serving.errors import CapacityError, RequestError, UnavailableError
+from llm_serving.log import get_logger
+
+logger = get_logger(__name__)
+
+COMMAND: Final = (sys.executable, "-m", "llm_serving.whatif.advising")
+BUDGET_S: Final = 60.0
+"""Seconds in which neighbours are played."""
+MOST_S: Final = 180.0
+"""Until it is ended, whatever it does."""
+RETRY_AFTER_S: Final = 30.0
+
+
+class Advisor:
+    """Lives on the event loop; one process at a time, which several may wait for.
+
+    Args:
+        config: Asked for the configuration that holds.
+        clock: That of recordings.
+        command: That reads a question and writes advice.
+    """
+
+    def __init__(self, config: Callable[[], ServingConfig], clock: Clock, command: Sequence[str] = COMMAND) -> None:
+        self._config = config
+        self._clock = clock
+        self._command = command
+        self._minutes = 0
+        self._task: asyncio.Task[dict[str, Any]] | None = None
+
+    async def advise(self, minutes: int) -> dict[str, Any]:
+        """Looks at the last minutes.
+
+        Raises:
+            RequestError: Nothing is recorded, or too little came.
+            CapacityError: Advice on another time is being worked out.
+            UnavailableError: It took too long, or too much memory.
+        """
+        folder = self._config().scheduler.record_path
+        if folder is None:
+            rule = "must name a folder for advice: then the server records what its schedulers are told and decide"
+            raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it takes a restart)")
+        if self._task is not None and not self._task.done():
+            if minutes != self._minutes:
+                raise CapacityError("advice is being worked out already", RETRY_AFTER_S)
+        else:
+            self._minutes = minutes
+            self._task = asyncio.create_task(self._work_out(str(folder), minutes))
+        return await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """Ends what is being worked out."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RequestError, UnavailableError):
+                await self._task
+
+    async def _work_out(self, folder: str, minutes: int) -> dict[str, Any]:
+        config = self._config()
+        question = {
+            "yaml": describe(config),
+            "sources": dict(config.sources),
+            "folder": folder,
+            "since": self._clock() - 60.0 * minutes,
+            "budget_s": BUDGET_S,
+        }
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            async with asyncio.timeout(MOST_S):
+                written, _ = await process.communicate(encode(question))
+        except TimeoutError:
+            raise UnavailableError(f"advice was not worked out within {MOST_S:g} s") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        try:
+            told = json.loads(written)
+        except ValueError:
+            logger.error("advice: the process ended with code %d", process.returncode)
+            raise UnavailableError("advice took more time or memory than it may") from None
+        if "error" in told:
+            raise RequestError("minutes", f"must be a time of which there is advice: {told['error']}", minutes)
+        return dict(told)

@@ -1,0 +1,95 @@
+"""Advice over HTTP: a process beside, one at a time; nothing of it can harm the server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine
+from http_serving import serving
+from llm_serving.cli import main
+from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.errors import CapacityError, RequestError, UnavailableError
+from llm_serving.server.advisor import Advisor
+from server_client import error_of
+
+ADVICE = (
+    '{"requests": 1500, "seconds": 60.0, "step_error": 0.1, "played": 9, "not_played": 2, "advised": [], '
+    '"otherwise": []}'
+)
+
+
+def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
+    config = replace(ServingConfig(), scheduler=SchedulerConfig(record_path=folder))
+    return Advisor(lambda: config, lambda: 1000.0, (sys.executable, "-S", "-c", f"import sys, json\n{program}"))
+
+
+def told(program: str, minutes: int = 5) -> Any:
+    return asyncio.run(advisor(program).advise(minutes))
+
+
+def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
+    program = (
+        "question = json.load(sys.stdin)\n"
+        "print(json.dumps({**question, 'yaml': question['yaml'].splitlines()[0], 'sources': {}}))"
+    )
+    assert told(program, 3) == {
+        "yaml": "model_config:",
+        "sources": {},
+        "folder": "records",
+        "since": 820.0,
+        "budget_s": 60.0,
+    }
+
+
+def test_what_it_refuses_and_what_becomes_of_it() -> None:
+    with pytest.raises(RequestError, match=r"`minutes` must be a time of which there is advice: too few\. Given: 5"):
+        told("""print('{"error": "too few"}'); sys.exit(1)""")
+    with pytest.raises(UnavailableError, match="more time or memory than it may"):
+        told("sys.exit(137)")
+
+
+def test_without_a_recording_it_says_how_to_have_one() -> None:
+    with pytest.raises(RequestError, match=r"`record_path` must name a folder.*scheduler_config.record_path"):
+        asyncio.run(advisor("", None).advise(5))
+
+
+def test_one_at_a_time_which_several_wait_for() -> None:
+    async def run() -> None:
+        asked = advisor("sys.stdin.read(); print('{}')")
+        one, other = asyncio.create_task(asked.advise(5)), asyncio.create_task(asked.advise(5))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match="being worked out already"):
+            await asked.advise(6)
+        assert await one is not None and asked._task is not None
+        assert await other == await one
+        waits = advisor("import time; time.sleep(600)")
+        left = asyncio.create_task(waits.advise(5))
+        await asyncio.sleep(0)
+        left.cancel()
+        await waits.close()
+        assert waits._task is not None and waits._task.done()
+
+    asyncio.run(run())
+
+
+def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    with serving(engine) as url:
+        refused = httpx.get(f"{url}/v1/scheduler/advice")
+        assert refused.status_code == 400 and "`record_path` must name a folder" in error_of(refused)["message"]
+        for given in ("0", "61", "x", "-1"):
+            refused = httpx.get(f"{url}/v1/scheduler/advice?minutes={given}")
+            assert error_of(refused)["message"] == f"`minutes` must be an integer from 1 to 60. Given: '{given}'"
+        asked = advisor(f"sys.stdin.read(); print('''{ADVICE}''')")
+        monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_work_out"](asked, "f", 1))
+        assert main(["advice", "--url", url, "--minutes", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1,500 requests of 60 s, 9 neighbours of the YAML played (2 were not)")
+    assert lines[1] == "no neighbour would have been better"

@@ -1,0 +1,97 @@
+"""What neighbours of a configuration would have made of a recorded load, and who works that out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import create_request
+from llm_serving.commands.advice import told
+from llm_serving.config.report import describe
+from llm_serving.errors import RecordingError
+from llm_serving.whatif import advice as advice_module
+from llm_serving.whatif.advice import advise, newest
+from llm_serving.whatif.advising import Question, answer
+from msgspec import to_builtins
+from recordings import MemoryFiles, create_recorded
+from whatif_loads import config_with, create_load, create_profile
+
+SLOTS = "model_config.decode_batch_size"
+
+
+def configure(**overrides: Any) -> Any:
+    return lambda changes: config_with(**overrides, **dict(each.split("=") for each in changes))
+
+
+@pytest.fixture(autouse=True)
+def slots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each neighbour takes a simulation."""
+    every = advice_module.neighbours
+    monkeypatch.setattr(
+        advice_module, "neighbours", lambda *asked: [each for each in every(*asked) if each[0].key == SLOTS]
+    )
+
+
+def test_more_slots_would_have_been_better() -> None:
+    load = create_load(*[0.001 * number for number in range(40)], num_output_tokens=8, max_tokens=8)
+    few = configure(model_config__decode_batch_size=4)
+    advice = advise(few, load, create_profile(num_blocks=400), 0.07, budget_s=60.0)
+    assert (advice.played, advice.not_played) == (1, 0)
+    (found,) = advice.otherwise
+    assert (found.was, found.value, found.source) == ("4", "8", "--set")
+    assert found.line == "model_config: {decode_batch_size: 8}"
+    assert found.needs_restart  # WorkAgents were loaded for four
+    assert {"output_tokens_per_s", "ttft_p99_ms"} <= {each.figure for each in found.better}
+    assert "tpot_p99_ms" in {each.figure for each in found.worse} and not advice.advised
+    lines = list(told(to_builtins(advice)))
+    assert lines[0].startswith("40 requests of 0 s, ") and lines[0].endswith("off by 7% at the median")
+    assert f"    # {SLOTS} is 4 (--set); takes a restart" in "\n".join(lines)
+
+
+def test_where_time_is_short_some_are_not_played() -> None:
+    load = create_load(*[0.001 * number for number in range(40)])
+    advice = advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=0.0)
+    assert (advice.played, advice.not_played) == (0, 2)
+
+
+def test_too_few_requests_are_no_load() -> None:
+    with pytest.raises(RecordingError, match=r"at least 20 requests\. Given: 3"):
+        advise(configure(), create_load(0.0, 1.0, 2.0), create_profile(), 0.0, budget_s=9.0)
+
+
+def test_the_newest_begin_anew() -> None:
+    kept = newest(create_load(0.0, 1.0, 2.0, 3.0), 0.5)
+    assert [each.due_s for stream in kept.streams for each in stream.requests] == [0.0, 1.0]
+
+
+def recorded(folder: Path, num_requests: int) -> float:
+    """Requests one after the other; when the first of them came."""
+    files, times = MemoryFiles(), iter(range(10**6))
+    began = time.monotonic() - 10.0
+    scheduler = create_recorded(files, clock=lambda: began + 0.01 * next(times))
+    for number in range(num_requests):
+        request = create_request(4, request_id=f"r{number}", max_tokens=8, seed=number)
+        request.arrival_time = began + 0.05 * number
+        scheduler.add(request)
+        while (step := scheduler.schedule(began)) is not None:
+            scheduler.update(step, [7] * step.num_samples)
+    folder.mkdir(exist_ok=True)
+    (folder / "replica-0-000001.rec").write_bytes(files.files[0])
+    return began
+
+
+def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
+    since = recorded(tmp_path / "records", 30)
+    config = config_with(model_config__decode_batch_size=4)
+    sources = {**config.sources, SLOTS: "my.yaml:3"}
+    question = Question(describe(config), sources, str(tmp_path / "records"), since, 60.0)
+    advice = answer(question)
+    assert advice.requests == 30
+    assert all(each.source == "my.yaml:3" for each in (*advice.advised, *advice.otherwise) if each.key == SLOTS)
+    question.since = since + 0.4
+    assert answer(question).requests < 30  # who came before is left out
+    question.folder = str(tmp_path)
+    with pytest.raises(RecordingError, match="nothing was recorded in that time"):
+        answer(question)
