@@ -11,7 +11,7 @@ from llm_serving.executor import supervised_executor
 from llm_serving.executor.away import Away
 from llm_serving.executor.executor import RestartFailedError
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.supervised_executor import SupervisedExecutor, restart_delay_s
+from llm_serving.executor.supervised_executor import SupervisedExecutor, patience_s, restart_delay_s
 from llm_serving.transport.messages import Loaded
 
 LOADED = Loaded(num_blocks=9, num_swap_blocks=2, notice="")
@@ -48,9 +48,11 @@ class Starts:
         self.failures = list(failures)
         self.agents: list[StandInAgent] = []
         self.likes: list[Loaded | None] = []
+        self.timeouts: list[float] = []
 
     def __call__(self, like: Loaded | None, timeout_s: float | None) -> StandInAgent:
-        assert timeout_s == (None if like is None else supervised_executor.LEAST_PATIENCE_S)
+        assert (timeout_s is None) == (like is None)
+        self.timeouts += [] if timeout_s is None else [timeout_s]
         self.likes.append(like)
         failure = self.failures.pop(0) if self.failures else None
         if failure is not None:
@@ -172,6 +174,19 @@ def test_delays_double_up_to_a_limit():
     assert delays[:4] == [0.0, 0.1, 0.2, 0.4]
     assert delays == sorted(delays)
     assert delays[-1] == supervised_executor.LONGEST_DELAY_S
+
+
+def test_one_that_hangs_while_it_loads_is_soon_replaced_and_a_slow_machine_gets_the_time_it_needs(pauses):
+    """One patience for all attempts was too long for the former, and shorter than what the latter needed for ever."""
+    starts = Starts(None, *[WorkerDiedError("not ready in time")] * 3)
+    executor = supervise(starts, pauses)
+    for _ in range(3):
+        with pytest.raises(RestartFailedError):
+            executor.restart("it died")
+    executor.restart("it died")
+    executor.restart("it died again")
+    assert starts.timeouts == [20.0, 40.0, 80.0, 160.0, 20.0]
+    assert [patience_s(24.0, num_failed) for num_failed in range(3)] == [72.0, 144.0, 288.0]
 
 
 class TestAway:

@@ -19,9 +19,9 @@ logger = get_logger(__name__)
 
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 5.0
-LEAST_PATIENCE_S: Final = 60.0
-"""Seconds that a WorkAgent may take to load again, however quick the first one was."""
-PATIENCE: Final = 10.0
+LEAST_PATIENCE_S: Final = 20.0
+"""Seconds that a WorkAgent may take to load again at the first attempt, however quick the first one was."""
+PATIENCE: Final = 3.0
 """Times as long as the first one."""
 
 StartAgent = Callable[[Loaded | None, float | None], WorkAgentProcess]
@@ -32,6 +32,15 @@ argument is how many seconds it may take."""
 def restart_delay_s(attempt: int) -> float:
     """Seconds to wait before attempt 0, 1, ... in a row: at once, then doubling up to a limit."""
     return 0.0 if attempt == 0 else min(FIRST_DELAY_S * 2.0 ** min(attempt - 1, 60), LONGEST_DELAY_S)
+
+
+def patience_s(load_s: float, num_failed: int) -> float:
+    """Seconds that an attempt may take after so many that failed, where the first WorkAgent took `load_s`.
+
+    One that hangs while it loads is soon replaced; on a machine that has become slow each attempt gets twice the time
+    of the one before, so that one of them is enough.
+    """
+    return max(LEAST_PATIENCE_S, PATIENCE * load_s) * 2.0 ** min(num_failed, 60)
 
 
 class SupervisedExecutor:
@@ -132,7 +141,7 @@ class SupervisedExecutor:
         if self._pause(delay_s):
             raise WorkerDiedError(reason)
         try:
-            self._use(self._start(self.loaded, max(LEAST_PATIENCE_S, PATIENCE * self._load_s)))
+            self._use(self._start(self.loaded, patience_s(self._load_s, self.away.num_failed)))
         except (LLMServingError, OSError) as error:
             if self._given_up.is_set:
                 raise WorkerDiedError(reason) from error
