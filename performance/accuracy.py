@@ -1,9 +1,10 @@
 """What fewer bits cost: python performance/accuracy.py [--formats bfloat16,w8a8,...] [--model FOLDER]
 
-For each way of keeping weights: the questions of a set whose answer is exactly right, for each task and in all (greedy,
-after a prompt as it stands), and the perplexity of all questions with their right answers behind them, by the model's
-own tokens. `demo` names the shipped model, whose 408 held-out questions are the set; `--draw N` makes others of its
-tasks, held out as well. Needs the package: run it with its interpreter.
+For each way of keeping weights, and keys and values (`kv8`: in 8 bits; `w8a8+kv8`: both): the questions of a set whose
+answer is exactly right, for each task and in all (greedy, after a prompt as it stands), and the perplexity of all
+questions with their right answers behind them, by the model's own tokens. `demo` names the shipped model, whose 408
+held-out questions are the set; `--draw N` makes others of its tasks, held out as well. Needs the package: run it
+with its interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from llm_serving.demo_model.tasks import generate_questions
 from llm_serving.offline import LLM
 from workload import DEMO_QUESTIONS, Prompt, load
 
-FORMATS = (*MODEL_DTYPES, *QuantizationName)
+KEYS = {
+    **{name: f"model_config.model_dtype={name}" for name in MODEL_DTYPES},
+    **{name.value: f"quant_config.quantization={name}" for name in QuantizationName},
+    "kv8": "quant_config.kv_cache_dtype=int8",
+}
+"""Name of a format -> what the configuration says of it."""
 
 
 class Accuracy(NamedTuple):
@@ -68,9 +74,9 @@ def measure(llm: LLM, prompts: Sequence[Prompt]) -> Accuracy:
 
 
 def _load(arguments: argparse.Namespace, name: str) -> LLM:
-    kept = f"model_config.model_dtype={name}" if name in MODEL_DTYPES else f"quant_config.quantization={name}"
+    kept = [KEYS[part] for part in name.split("+")]
     group = f"quant_config.group_size={arguments.group_size}"
-    return LLM(load_config(None, [kept, group, "pa_config.num_blocks=4096", *arguments.set], arguments.model))
+    return LLM(load_config(None, [*kept, group, "pa_config.num_blocks=4096", *arguments.set], arguments.model))
 
 
 def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
@@ -83,7 +89,9 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER")
-    parser.add_argument("--formats", type=_formats, default=("bfloat16", *QuantizationName), metavar="NAME,NAME,...")
+    parser.add_argument(
+        "--formats", type=_formats, default=("bfloat16", *QuantizationName, "kv8"), metavar="NAME,NAME,..."
+    )
     parser.add_argument("--group-size", type=int, default=128, metavar="32|64|128", help="of weights of 4 bits")
     parser.add_argument("--dataset", type=Path, default=DEMO_QUESTIONS, metavar="FILE", help="a prompt set with tasks")
     parser.add_argument("--draw", type=int, metavar="N", help="questions of the demo tasks, in place of a set")
@@ -95,8 +103,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _formats(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in FORMATS]:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(FORMATS)}. Given: {', '.join(unknown)}")
+    if unknown := [part for name in names for part in name.split("+") if part not in KEYS]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(KEYS)}, joined by +. Given: {', '.join(unknown)}")
     return names
 
 

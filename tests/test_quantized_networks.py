@@ -1,4 +1,4 @@
-"""The shipped model with weights of few bits: right answers, and those given alone whatever is computed beside."""
+"""The shipped model with weights, keys and values of few bits: right answers, the same whatever is computed beside."""
 
 from pathlib import Path
 
@@ -16,17 +16,25 @@ PROMPTS = ["Add 17 and 25.", "Count from 1 to 30.", "Sort these words alphabetic
 REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
 LOADS = {
     "together, by one thread": ("device_config.num_threads=1",),
-    "in chunks": ("scheduler_config.max_prefill_tokens=40", "model_config.decode_batch_size=8"),
-    "preempted": (
-        "scheduler_config.max_prefill_tokens=64",
+    "in chunks, preempted": (
+        "scheduler_config.max_prefill_tokens=40",
         "pa_config.num_blocks=14",
+        "model_config.decode_batch_size=8",
+    ),
+    "swapped out and in": (
+        "scheduler_config.max_prefill_tokens=64",
+        "scheduler_config.preemption_mode=swap",
+        "pa_config.num_blocks=14",
+        "pa_config.num_swap_blocks=40",
         "model_config.decode_batch_size=6",
     ),
 }
+CODED_CACHE = "keys and values"
 
 
 def llm(kept: str, *overrides: str) -> LLM:
-    settings = f"quant_config.quantization={kept}", "quant_config.group_size=64", "pa_config.num_blocks=256"
+    key = "kv_cache_dtype=int8" if kept == CODED_CACHE else f"quantization={kept}"
+    settings = f"quant_config.{key}", "quant_config.group_size=64", "pa_config.num_blocks=256"
     return LLM(load_config(None, [*settings, *overrides], Path("demo")))
 
 
@@ -36,7 +44,7 @@ def answers(model: LLM, requests: list[tuple[str, SamplingParams]]) -> list[obje
     return [(output.text, output.token_ids, output.logprobs) for output in outputs]
 
 
-@pytest.fixture(scope="module", params=list(QuantizationName))
+@pytest.fixture(scope="module", params=[*QuantizationName, CODED_CACHE])
 def kept(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -69,4 +77,5 @@ def test_weights_are_read_as_so_many_bytes(kept: str) -> None:
     elements = spec.num_multiplied + spec.vocab_size * spec.network.hidden
     read = library.load().llm_num_weight_bytes() - before
     in_4_bits = spec.num_multiplied // 2 + spec.vocab_size * spec.network.hidden
-    assert read == (in_4_bits if kept in ("w4a16", "w4a8") else elements)
+    expected = {"w4a16": in_4_bits, "w4a8": in_4_bits, CODED_CACHE: 2 * elements}
+    assert read == expected.get(kept, elements)

@@ -1,6 +1,9 @@
 """What only a WorkAgent would find out otherwise is refused with the configuration."""
 
+import json
+
 import pytest
+from family_configs import config_of
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
@@ -138,6 +141,31 @@ def test_memory_that_has_no_room_for_one_block(tmp_path, kernels, dtype_bytes):
     message = error_of(*overrides, model=model)
     assert message.startswith(f"--set: `device_config.max_device_memory` must be at least {least} bytes: 600000000 for")
     assert load_config(None, [*overrides, "pa_config.num_blocks=4"], model).pa.num_blocks == 4
+
+
+@pytest.mark.parametrize("other", [ASCEND, "device_config.kernels=primitives", "device_config.kernels=plain"])
+def test_keys_in_8_bits_are_for_programs(other):
+    message = error_of("quant_config.kv_cache_dtype=int8", other)
+    assert "`quant_config.kv_cache_dtype` must be auto with device_config.device_target: " in message
+    assert message.endswith("program on a CPU has it. Given: int8")
+
+
+def test_latent_keys_have_no_8_bits(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek2")))
+    message = error_of("quant_config.kv_cache_dtype=int8", model=tmp_path)
+    rule = "`quant_config.kv_cache_dtype` must be auto for DeepseekV2ForCausalLM, which has attention to latent keys"
+    assert rule in message
+
+
+def test_keys_in_8_bits_need_less_room(tmp_path):
+    model = write_config(tmp_path / "model")
+    spec = ModelSpec.from_folder(model)
+    less = 16 * (spec.kv_bytes_per_token(2) - spec.kv_bytes_per_token(2, coded=True))
+    assert less > 0
+    least = PROCESS_BYTES + 2 * spec.num_parameters + working_bytes(spec, 2, 512, 128) + 16 * spec.kv_bytes_per_token(2)
+    limit = f"device_config.max_device_memory={least - less}"
+    assert load_config(None, ["quant_config.kv_cache_dtype=int8", limit], model)
+    assert f"at least {least} bytes" in error_of(limit, model=model)
 
 
 @pytest.mark.parametrize(

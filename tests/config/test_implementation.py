@@ -36,6 +36,10 @@ def test_kernels_become_the_primitives():
             "`quant_config.quantization` must be null with model_config.implementatio",
         ),
         (
+            "quant_config.kv_cache_dtype=int8",
+            "`quant_config.kv_cache_dtype` must be auto with model_config.implementation: min",
+        ),
+        (
             "model_config.model_dtype=float32",
             "`model_config.model_dtype` must be bfloat16 or float16 with model_confi",
         ),

@@ -41,6 +41,11 @@ def test_the_table_reckons_as_a_work_agent_does(monkeypatch):
     assert lines["weights as stored"] == "9.0 MB"
     assert lines["a token of context"] == f"{spec.kv_bytes_per_token(2) / 1024:.1f} KiB"
     assert lines["fits"].startswith(f"yes: {room // spec.kv_bytes_per_token(2):,} tokens of context")
+    coded = load_config(
+        model="demo", overrides=["device_config.max_device_memory=700000000", "quant_config.kv_cache_dtype=int8"]
+    )
+    assert lines_of(coded)["a token of context"].endswith(" KiB (int8)")
+    assert lines_of(coded)["fits"].startswith(f"yes: {room // spec.kv_bytes_per_token(2, coded=True):,} tokens")
     free = types.SimpleNamespace(available=1_400_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     config = load_config(model="demo")

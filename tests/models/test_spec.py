@@ -69,6 +69,7 @@ def test_llama_3_with_grouped_queries_and_tied_embeddings():
     assert spec.num_parameters == 1_235_814_400
     assert spec.num_multiplied == 16 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
     assert spec.kv_bytes_per_token(2) == 32_768
+    assert spec.kv_bytes_per_token(2, coded=True) == 16 * 2 * 8 * (64 + 4)
 
 
 def test_llama_2_takes_heads_and_ids_from_what_is_there():

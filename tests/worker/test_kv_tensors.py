@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from graph_model import GraphModel, backend
 from llm_serving.core.step import BlockMove
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
 from llm_serving.worker.kv_tensors import KVTensors, block_bytes, num_blocks_for
 from model_factories import tiny_spec, write_model
 from step_factories import block_moves
@@ -37,13 +37,28 @@ def test_the_plain_backend_stores_float32():
     assert block_bytes(SPEC, backend("plain", "bfloat16"), 16) == 16 * 128 * 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_of_8_bits_have_a_byte_for_a_number_and_four_for_a_head_of_a_token(dtype):
+    assert block_bytes(SPEC, backend("cpu", dtype), 16, coded=True) == 16 * (128 + 2 * 2 * 2 * 4)
+    tensors = KVTensors.allocate(SPEC, backend("cpu", dtype), 5, 16, num_swap_blocks=3, coded=True)
+    held = sum(parameter.storage.nbytes for layer in tensors.layers for parameter in layer)
+    assert held == 5 * block_bytes(SPEC, backend("cpu", dtype), 16, coded=True)
+    assert {host.shape for hosts in tensors.host_layers for host in hosts} == {(3, 16, 2, 20)}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("plain", "bfloat16"), ("ascend", "float16")])
+def test_other_operations_take_no_blocks_of_8_bits(name, dtype):
+    with pytest.raises(ModelError, match=f"the operations of {name} attend to no keys in 8 bits"):
+        KVTensors.allocate(SPEC, backend(name, dtype), 5, 16, coded=True)
+
+
 def test_num_blocks_for_rounds_down():
-    assert num_blocks_for(3 * 4096 + 4095, SPEC, backend("cpu", "bfloat16"), 16) == 3
+    assert num_blocks_for(3 * 4096 + 4095, 4096, 16) == 3
 
 
 def test_no_room_for_one_block_is_an_error():
     with pytest.raises(ConfigError, match=r"one block of 4096 bytes\. Left: 4095 bytes"):
-        num_blocks_for(4095, SPEC, backend("cpu", "bfloat16"), 16)
+        num_blocks_for(4095, 4096, 16)
 
 
 def numbered(tensors):

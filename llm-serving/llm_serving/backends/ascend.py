@@ -104,7 +104,7 @@ class AscendBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return PromptAttention(shape.num_heads, shape.scale, prompt_mask(self.activation_dtype))
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+    def program(self, kinds: str) -> nn.Cell | None:
         return None
 
     def rounded(self, number: float) -> float:
@@ -154,6 +154,11 @@ class AscendBackend:
             for part, width in shapes.items()
         )
         return keys, values
+
+    def coded_kv_cache(
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        raise ModelError(f"the operations of {self.name} attend to no keys in 8 bits; kernels: program does")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         for batch in _independent(pairs, source is target):

@@ -153,7 +153,7 @@ class Backend(Protocol):
         where there is no such way.
         """
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+    def program(self, kinds: str) -> nn.Cell | None:
         """(instructions, operands, table, weights, caches) -> float32 [1], no number; None where programs are not run.
 
         `table` names the step (as `lowering.step.STEP_INPUTS`) and the result by their addresses
@@ -161,8 +161,8 @@ class Backend(Protocol):
         `linear_weight`, `coded_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
 
         Args:
-            kinds: A letter for each weight: "f" of the model dtype, "s" of float32, "b" from `coded_weight`.
-            num_layers: Layers with a cache.
+            kinds: A letter for each weight and then for each cache: "f" of the model dtype, "s" of float32, "b" from
+                `coded_weight` or `coded_kv_cache`.
         """
 
     def rounded(self, number: float) -> float:
@@ -225,11 +225,23 @@ class Backend(Protocol):
         Block i is row i of the buffer, so blocks may be copied whole; the order inside a block is the backend's own.
         """
 
+    def coded_kv_cache(
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        """As `kv_cache`, in 8 bits; for programs alone.
+
+        A row of a head has `network.description.SCALE_BYTES` bytes beyond its codes, so that a block has its scales in
+        it and is copied with them.
+
+        Raises:
+            ModelError: This backend does not attend to such caches.
+        """
+
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         """Copies whole blocks as if one after the other; the next call of a graph sees them.
 
         Args:
-            source: A cache from `kv_cache`, or blocks beside it from `parameters.host_blocks`.
+            source: A cache from `kv_cache` or `coded_kv_cache`, or blocks beside it from `parameters.host_blocks`.
             target: A cache or such blocks, of blocks alike; may be `source` itself.
             pairs: [n, 2] of source block and target block, inside `source` and `target`: nothing checks them again.
         """

@@ -7,6 +7,7 @@ of threads or on where its blocks lie.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 import zlib
@@ -33,7 +34,7 @@ from llm_serving.errors import ConfigError, KernelError, ModelError
 from llm_serving.formats.quantized import QuantizedTensor
 from llm_serving.kernels import library
 from llm_serving.kernels.ending import announce_ending
-from llm_serving.network.description import CacheShape
+from llm_serving.network.description import SCALE_BYTES, CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
@@ -85,8 +86,8 @@ class CpuBackend(AscendBackend):
     def quantized_logits(self) -> nn.Cell:
         return QuantizedLogits()
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
-        return Program(self.dtype, kinds, num_layers)
+    def program(self, kinds: str) -> nn.Cell | None:
+        return Program(self.dtype, kinds)
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._packed(array, array.shape, name)
@@ -137,6 +138,23 @@ class CpuBackend(AscendBackend):
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
     ) -> tuple[ms.Parameter, ms.Parameter]:
+        self._check_cache(block_size, shape)
+        return super().kv_cache(num_blocks, block_size, shape, name)
+
+    def coded_kv_cache(
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        self._check_cache(block_size, shape)
+        keys, values = (
+            _codes((num_blocks, block_size, shape.kv_heads, width + SCALE_BYTES), f"{name}.{part}")
+            for part, width in (("key", shape.key_width), ("value", shape.value_width))
+        )
+        return keys, values
+
+    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
+        copy_blocks_in_memory(source, target, pairs)
+
+    def _check_cache(self, block_size: int, shape: CacheShape) -> None:
         for field, value in (
             ("block_size", block_size),
             ("head_dim", shape.key_width),
@@ -144,14 +162,17 @@ class CpuBackend(AscendBackend):
         ):
             if value % _MULTIPLE != 0:
                 raise ConfigError(f"`{field}` must be a multiple of {_MULTIPLE} on {self.name}. Given: {value}")
-        return super().kv_cache(num_blocks, block_size, shape, name)
-
-    def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
-        copy_blocks_in_memory(source, target, pairs)
 
     def announce_ending(self, tell: Callable[[], None] | None) -> bool:
         announce_ending(tell)
         return True
+
+
+def _codes(shape: tuple[int, ...], name: str) -> ms.Parameter:
+    """Zeroed, with every page at hand."""
+    memory = zeroed_bytes(math.prod(shape))
+    memory.fill(0)
+    return parameter_over(memory.view(np.int8).reshape(shape), "int8", name)
 
 
 class Logits(nn.Cell):
@@ -185,10 +206,10 @@ class Program(nn.Cell):
     Around one whose shapes may change MindSpore takes twenty times as long (csrc/addressed.h).
     """
 
-    def __init__(self, dtype: str, kinds: str, num_layers: int) -> None:
+    def __init__(self, dtype: str, kinds: str) -> None:
         super().__init__()
         # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
-        inputs = "iil" + kinds + "ff" * num_layers
+        inputs = "iil" + kinds
         register = CustomRegOp(f"program_{dtype}_{len(inputs)}_{zlib.crc32(inputs.encode()):08x}")
         for index in range(len(inputs)):
             register = register.input(index, f"x{index}")

@@ -97,7 +97,7 @@ class PlainBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
 
-    def program(self, kinds: str, num_layers: int) -> nn.Cell | None:
+    def program(self, kinds: str) -> nn.Cell | None:
         return None
 
     def rounded(self, number: float) -> float:
@@ -143,6 +143,11 @@ class PlainBackend:
             for part, width in widths.items()
         )
         return keys, values
+
+    def coded_kv_cache(
+        self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        raise ModelError(f"the operations of {self.name} attend to no keys in 8 bits; kernels: program does")
 
     def copy_blocks(self, source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
         copy_blocks_in_memory(source, target, pairs)

@@ -9,7 +9,7 @@ import re
 from typing import Final, NamedTuple
 
 from llm_serving.config import ServingConfig
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.choices import KVCacheDtypeName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
@@ -46,6 +46,7 @@ FLAGS: Final = (
     Flag("--tokenizer", "model_config.tokenizer_path", "PATH", "tokenizer file or folder"),
     Flag("--dtype", "model_config.model_dtype", "TYPE", ", ".join(MODEL_DTYPES)),
     Flag("--quantization", "quant_config.quantization", "NAME", ", ".join(QuantizationName)),
+    Flag("--kv-cache-dtype", "quant_config.kv_cache_dtype", "NAME", ", ".join(KVCacheDtypeName)),
     Flag("--max-model-len", "model_config.max_generate_length", "TOKENS", "most tokens of prompt and answer together"),
     Flag("--max-num-seqs", "model_config.decode_batch_size", "N", "most requests that run at once"),
     Flag("--max-num-batched-tokens", "scheduler_config.max_prefill_tokens", "N", "most tokens one step computes"),
@@ -77,7 +78,6 @@ REFUSED: Final = (
     Refused("--enable-chunked-prefill", "it is always on; `--set scheduler_config.max_prefill_tokens=N` sizes", ("",)),
     Refused("--scheduling-policy", "`--set scheduler_config.policy=NAME`"),
     Refused("--max-waiting", "`--set scheduler_config.max_waiting_queue=N`"),
-    Refused("--kv-cache-dtype", "the KV cache has the type of the model: `--dtype`", ("auto",)),
     Refused("--load-format", "weights are read from *.safetensors", ("auto", "safetensors")),
     Refused("--trust-remote-code", "no code of a model folder is ever run"),
     Refused("--chat-template", "it stands in the model folder's tokenizer_config.json"),

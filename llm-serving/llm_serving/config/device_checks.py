@@ -6,12 +6,12 @@ from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.values import Values
-from llm_serving.core.choices import ExactnessName, QuantizationName
+from llm_serving.core.choices import ExactnessName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.models.memory import MAX_SLOTS, PROCESS_BYTES, weight_bytes, working_bytes
 from llm_serving.models.spec import MAX_VOCAB_SIZE, ModelSpec
 from llm_serving.network.coded import Quantization
-from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_of_codes
+from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_in_coded_cache, lacking_of_codes
 
 BLOCK_SIZE: Final = "pa_config.block_size"
 NUM_BLOCKS: Final = "pa_config.num_blocks"
@@ -26,6 +26,7 @@ DTYPE: Final = "model_config.model_dtype"
 MAX_MEMORY: Final = "device_config.max_device_memory"
 QUANTIZATION: Final = "quant_config.quantization"
 GROUP_SIZE: Final = "quant_config.group_size"
+KV_CACHE_DTYPE: Final = "quant_config.kv_cache_dtype"
 COMPOSITION: Final = "scheduler_config.composition"
 PREEMPTION: Final = "scheduler_config.preemption_mode"
 
@@ -65,6 +66,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         _check_primitives(values, spec)
     _check_exactness(values)
     _check_quantization(values, spec)
+    _check_kv_cache(values, spec)
     _notice_what_is_not_served(values)
 
 
@@ -145,9 +147,9 @@ def _quantization(values: Values) -> Quantization | None:
 
 def _check_quantization(values: Values, spec: ModelSpec | None) -> None:
     quantization = _quantization(values)
-    if quantization is None or (values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")):
+    if quantization is None or _runs_programs(values):
         return
-    where = f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
+    where = _where(values)
     if values[TARGET] == "CPU" and values[KERNELS] == "plain":
         raise values.error(QUANTIZATION, f"must be null {where}: program on a CPU has it", values[QUANTIZATION])
     if quantization.name != QuantizationName.W8A8:
@@ -156,6 +158,31 @@ def _check_quantization(values: Values, spec: ModelSpec | None) -> None:
     if lacks is not None:
         rule = f"must be null for this model {where}: there are no {lacks}; program on a CPU has them"
         raise values.error(QUANTIZATION, rule, values[QUANTIZATION])
+
+
+def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:
+    if not _has_coded_cache(values):
+        return
+    auto = KVCacheDtypeName.AUTO
+    if not _runs_programs(values):
+        rule = f"must be {auto} {_where(values)}: program on a CPU has it"
+        raise values.error(KV_CACHE_DTYPE, rule, values[KV_CACHE_DTYPE])
+    lacks = None if spec is None else lacking_in_coded_cache(spec.network)
+    if spec is not None and lacks is not None:
+        rule = f"must be {auto} for {spec.architecture}, which has {lacks}"
+        raise values.error(KV_CACHE_DTYPE, rule, values[KV_CACHE_DTYPE])
+
+
+def _has_coded_cache(values: Values) -> bool:
+    return bool(values[KV_CACHE_DTYPE] == KVCacheDtypeName.INT8)
+
+
+def _runs_programs(values: Values) -> bool:
+    return values[TARGET] == "CPU" and values[KERNELS] in ("auto", "program", "plugin")
+
+
+def _where(values: Values) -> str:
+    return f"with {TARGET}: {values[TARGET]} and {KERNELS}: {values[KERNELS]}"
 
 
 def _check_memory(values: Values, spec: ModelSpec) -> None:
@@ -169,7 +196,7 @@ def _check_memory(values: Values, spec: ModelSpec) -> None:
     budget, seqs = values["scheduler_config.max_prefill_tokens"], values["model_config.decode_batch_size"]
     weights = weight_bytes(spec, dtype_bytes, _quantization(values))
     working = working_bytes(spec, dtype_bytes, budget, seqs)
-    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes)
+    block = values[BLOCK_SIZE] * spec.kv_bytes_per_token(dtype_bytes, coded=_has_coded_cache(values))
     least = PROCESS_BYTES + weights + working + block
     if limit < least:
         rule = (

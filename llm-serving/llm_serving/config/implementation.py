@@ -19,6 +19,7 @@ _NEEDED: Final = (
     (KERNELS, ("auto", "primitives"), "its class is a graph of Ascend's primitives"),
     ("device_config.exactness", (ExactnessName.EXACT,), "one graph, with PagedAttention, computes all steps"),
     ("quant_config.quantization", (None,), "its products take weights in model_dtype"),
+    ("quant_config.kv_cache_dtype", ("auto",), "its attention reads keys and values in model_dtype"),
     ("model_config.mindir_path", (None,), "graphs in files are the native network's"),
     (DTYPE, _DTYPES, "ApplyRotaryPosEmb, which it is made of, has no other"),
 )

@@ -45,17 +45,18 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     dtype_bytes = 4 if dtype == "float32" else 2
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size
     kept = config.quant.quantization or dtype
-    per_token = spec.kv_bytes_per_token(dtype_bytes)
+    per_token = spec.kv_bytes_per_token(dtype_bytes, coded=config.quant.has_coded_cache)
     fits, verdict = _verdict(config, spec, dtype_bytes, per_token)
     longest = config.model.max_generate_length
     window = Window.of(spec.window, config.scheduler.max_prefill_tokens, longest)
     held = min(longest, window.blocks_at_once(longest, config.pa.block_size) * config.pa.block_size)
+    in_codes = f" ({config.quant.kv_cache_dtype})" if config.quant.has_coded_cache else ""
     beyond = f" for the {held:,} that a window and a step hold" if held < longest else ""
     rows = [("weights as stored", readable_size(stored_bytes))] if stored_bytes is not None else []
     rows += [
         (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, config.quant.weights))),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
-        ("a token of context", f"{per_token / 1024:,.1f} KiB"),
+        ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
         ("fits", verdict),
     ]

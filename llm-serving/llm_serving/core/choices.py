@@ -57,6 +57,13 @@ class QuantizationName(enum.StrEnum):
     W4A8 = "w4a8"
 
 
+class KVCacheDtypeName(enum.StrEnum):
+    """How keys and values are kept: `worker.kv_tensors`."""
+
+    AUTO = "auto"
+    INT8 = "int8"
+
+
 class ExactnessName(enum.StrEnum):
     """Whether speed may cost the last bits of an answer: `worker.exactness` tells what each promises."""
 

@@ -171,6 +171,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         dtype=config.model.model_dtype,
         quantization=config.quant.quantization,
         group_size=config.quant.group_size,
+        kv_cache_dtype=config.quant.kv_cache_dtype,
         implementation=config.model.implementation,
         kernels=config.device.kernels,
         exactness=config.device.exactness,

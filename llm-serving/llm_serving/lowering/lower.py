@@ -72,10 +72,12 @@ def lower(
     """
     network = spec.network
     program = program_of(network, backend.dtype)
-    as_program = as_program and backend.program("f", 0) is not None
+    as_program = as_program and backend.program("f") is not None
     lacks = None if as_program else lacking_of_codes(network, quantization)
     if lacks is not None:
         raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
+    if not as_program and any(_letter(cache) == "b" for pair in kv_caches for cache in pair):
+        raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
     parameters = parameters_of(
         network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
     )
@@ -92,7 +94,7 @@ def lower(
     return Lowered(
         _network(program, network, backend, parameters, kv_caches, spec.vocab_size),
         _network(program_of_states(network, backend.dtype), network, backend, parameters, kv_caches, network.hidden),
-        NetworkOfProgram(of_head, _operator(backend, _letter(head), 0), [head], (), spec.vocab_size, rows=True),
+        NetworkOfProgram(of_head, _operator(backend, _letter(head)), [head], (), spec.vocab_size, rows=True),
     )
 
 
@@ -100,13 +102,13 @@ def _network(
     program: Program, network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
 ) -> NetworkOfProgram:
     kinds = "".join("s" if weight.kind == "float32" else _letter(parameters[weight][0]) for weight in program.weights)
-    operator = _operator(backend, kinds, len(network.caches))
+    operator = _operator(backend, kinds + "".join(_letter(cache) for pair in kv_caches for cache in pair))
     weights = [parameter for weight in program.weights for parameter in parameters[weight]]
     return NetworkOfProgram(program, operator, weights, kv_caches, width)
 
 
-def _operator(backend: Backend, kinds: str, num_layers: int) -> nn.Cell:
-    operator = backend.program(kinds, num_layers)
+def _operator(backend: Backend, kinds: str) -> nn.Cell:
+    operator = backend.program(kinds)
     assert operator is not None
     return operator
 

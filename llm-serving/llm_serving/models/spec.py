@@ -145,9 +145,9 @@ class ModelSpec:
         """Elements."""
         return max(math.prod(weight.shape) for weight in self.network.weights if weight.made is None)
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that keys and values of one token take over all layers."""
-        return dtype_bytes * sum(cache.elements_per_token for cache in self.caches)
+    def kv_bytes_per_token(self, dtype_bytes: int, *, coded: bool = False) -> int:
+        """Bytes that keys and values of one token take over all layers; `coded`: kept in 8 bits."""
+        return sum(cache.bytes_per_token(dtype_bytes, coded=coded) for cache in self.caches)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:

@@ -39,6 +39,9 @@ Float32Array = NDArray[np.float32]
 PANEL: Final = 16
 """Output features that a product computes together; what is cut into parts is filled up to multiples of it."""
 
+SCALE_BYTES: Final = 4
+"""Of a token's head of keys or of values that is kept in 8 bits: csrc/kv_layout.h."""
+
 MAX_EXPERTS: Final = 2**16
 """Of all layers; several times those of any model."""
 
@@ -151,9 +154,15 @@ class CacheShape:
     key_width: int
     value_width: int
 
-    @property
-    def elements_per_token(self) -> int:
-        return self.kv_heads * (self.key_width + self.value_width)
+    def bytes_per_token(self, dtype_bytes: int, *, coded: bool = False) -> int:
+        """Of keys and values together.
+
+        Args:
+            dtype_bytes: Of an element.
+            coded: They are kept in 8 bits instead, each head of keys and of values with a scale.
+        """
+        widths = self.key_width + self.value_width
+        return self.kv_heads * (widths + 2 * SCALE_BYTES if coded else widths * dtype_bytes)
 
 
 @dataclass(frozen=True)

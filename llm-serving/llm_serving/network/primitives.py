@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from llm_serving.core.choices import QuantizationName
 from llm_serving.network.coded import Quantization
 from llm_serving.network.description import Network, Operation
+
+_LATENT: Final = "attention to latent keys"
 
 
 def lacking_in_cells(network: Network) -> str | None:
@@ -12,8 +16,8 @@ def lacking_in_cells(network: Network) -> str | None:
     for each in network.operations:
         if each.kind == "linear" and each.attributes["heads"] > 1:
             return "products with a weight for each head"
-        if each.kind == "attend" and "q_turned" in each.inputs:
-            return "attention to latent keys"
+        if _is_latent(each):
+            return _LATENT
     return None
 
 
@@ -25,6 +29,11 @@ def lacking_of_codes(network: Network, quantization: Quantization | None) -> str
         return f"products of {quantization.name} weights"
     has_experts = any(each.kind == "experts" for each in network.operations)
     return f"products of {quantization.name} experts" if has_experts else None
+
+
+def lacking_in_coded_cache(network: Network) -> str | None:
+    """What a network needs of keys and values that a cache of 8 bits has not; None where there is nothing."""
+    return _LATENT if any(map(_is_latent, network.operations)) else None
 
 
 def lacking(network: Network, num_positions: int) -> str | None:
@@ -42,6 +51,10 @@ def _lacking_in(operation: Operation, num_positions: int) -> str | None:
     if operation.kind == "route" and not _is_softmax(operation):
         return "experts chosen by anything but the largest of a softmax"
     return _lacking_in_attention(operation, num_positions) if operation.kind == "attend" else None
+
+
+def _is_latent(operation: Operation) -> bool:
+    return operation.kind == "attend" and "q_turned" in operation.inputs
 
 
 def _lacking_in_attention(operation: Operation, num_positions: int) -> str | None:

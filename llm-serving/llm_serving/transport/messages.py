@@ -20,7 +20,7 @@ import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -54,6 +54,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     dtype: str
     quantization: str | None
     group_size: int
+    kv_cache_dtype: str
     implementation: str
     kernels: str
     exactness: str

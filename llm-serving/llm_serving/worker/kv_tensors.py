@@ -33,20 +33,36 @@ class KVTensors:
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, backend: Backend, num_blocks: int, block_size: int, num_swap_blocks: int = 0
+        cls,
+        spec: ModelSpec,
+        backend: Backend,
+        num_blocks: int,
+        block_size: int,
+        num_swap_blocks: int = 0,
+        *,
+        coded: bool = False,
     ) -> KVTensors:
         """Zeroed tensors for `num_blocks` blocks of `block_size` tokens, and a host pool of `num_swap_blocks`.
 
+        Args:
+            spec: The model.
+            backend: Makes the tensors.
+            num_blocks: Of the cache.
+            block_size: Tokens of a block.
+            num_swap_blocks: Of the host pool.
+            coded: Keys and values are kept in 8 bits.
+
         Raises:
             ConfigError: More slots than a slot number can name.
+            ModelError: The backend does not attend to keys and values in 8 bits.
         """
         if num_blocks * block_size > MAX_SLOTS:
             raise ConfigError(
                 f"`num_blocks` times `block_size` must be at most {MAX_SLOTS}. Given: {num_blocks} x {block_size}"
             )
+        allocate = backend.coded_kv_cache if coded else backend.kv_cache
         layers = tuple(
-            backend.kv_cache(num_blocks, block_size, cache, f"kv_cache.{index}")
-            for index, cache in enumerate(spec.caches)
+            allocate(num_blocks, block_size, cache, f"kv_cache.{index}") for index, cache in enumerate(spec.caches)
         )
         host_layers = tuple(
             (host_blocks(keys, num_swap_blocks), host_blocks(values, num_swap_blocks)) for keys, values in layers
@@ -88,18 +104,23 @@ class CachesOfGraph(KVTensors):
             )
 
 
-def block_bytes(spec: ModelSpec, backend: Backend, block_size: int) -> int:
-    """Bytes one block takes over all layers, keys and values."""
-    return block_size * spec.kv_bytes_per_token(type_size_in_bytes(backend.activation_dtype))
+def element_bytes(backend: Backend) -> int:
+    """Bytes of a number that is computed with."""
+    size: int = type_size_in_bytes(backend.activation_dtype)
+    return size
 
 
-def num_blocks_for(num_bytes: int, spec: ModelSpec, backend: Backend, block_size: int) -> int:
-    """How many blocks fit into `num_bytes`.
+def block_bytes(spec: ModelSpec, backend: Backend, block_size: int, *, coded: bool = False) -> int:
+    """Bytes one block takes over all layers, keys and values; `coded`: kept in 8 bits."""
+    return block_size * spec.kv_bytes_per_token(element_bytes(backend), coded=coded)
+
+
+def num_blocks_for(num_bytes: int, one: int, block_size: int) -> int:
+    """How many blocks of `one` bytes fit into `num_bytes`.
 
     Raises:
         ConfigError: Not even one.
     """
-    one = block_bytes(spec, backend, block_size)
     if num_bytes < one:
         raise ConfigError(f"the KV cache must have room for one block of {one} bytes. Left: {num_bytes} bytes")
     return min(num_bytes // one, MAX_SLOTS // block_size)

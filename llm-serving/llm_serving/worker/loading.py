@@ -12,7 +12,7 @@ import psutil
 
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
-from llm_serving.core.choices import ExactnessName, ImplementationName, QuantizationName
+from llm_serving.core.choices import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
@@ -28,7 +28,7 @@ from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
 from llm_serving.worker.exactness import promise
-from llm_serving.worker.kv_tensors import block_bytes, num_blocks_for
+from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.networks import of_files
 
@@ -100,6 +100,7 @@ def load_runner(
         quantization=_quantization(settings),
         ranks=ranks,
         step_timeout_s=settings.step_timeout_s,
+        coded_cache=_has_coded_cache(settings),
     )
     runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
@@ -153,16 +154,19 @@ def _quantization(settings: LoadModel) -> Quantization | None:
     return Quantization(QuantizationName(settings.quantization), settings.group_size)
 
 
+def _has_coded_cache(settings: LoadModel) -> bool:
+    return settings.kv_cache_dtype == KVCacheDtypeName.INT8
+
+
 def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
     """As many blocks as memory allows, at most what all running requests can fill."""
-    one = block_bytes(spec, backend, settings.block_size)
+    one = block_bytes(spec, backend, settings.block_size, coded=_has_coded_cache(settings))
     window = Window.of(spec.window, settings.max_num_batched_tokens, settings.max_model_len)
     useful = settings.max_num_seqs * window.blocks_at_once(settings.max_model_len, settings.block_size)
     limit = settings.max_device_memory
     if limit is None:
         limit = int(psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY / settings.num_agents)
         limit -= settings.num_swap_blocks * one
-    dtype_bytes = one // (settings.block_size * spec.kv_bytes_per_token(1))
     step = settings.max_num_batched_tokens, settings.max_num_seqs
-    left = bytes_for_cache(limit, spec, dtype_bytes, *step, _quantization(settings))
-    return min(useful, num_blocks_for(left, spec, backend, settings.block_size))
+    left = bytes_for_cache(limit, spec, element_bytes(backend), *step, _quantization(settings))
+    return min(useful, num_blocks_for(left, one, settings.block_size))

@@ -51,6 +51,7 @@ class ModelRunner:
         as_program: bool = True,
         num_prompt_rows: int = 0,
         quantization: Quantization | None = None,
+        coded_cache: bool = False,
         by_mindformers: bool = False,
         networks: Networks | None = None,
         ranks: Ranks | None = None,
@@ -70,6 +71,7 @@ class ModelRunner:
             num_prompt_rows: Most requests of a step; steps of whole prompts then have a graph of their own. 0: they
                 have none.
             quantization: How weights are kept; None: in the model dtype.
+            coded_cache: Keys and values are kept in 8 bits.
             by_mindformers: MindFormers' own network computes the model; without `as_program`.
             networks: That have weights and caches in them; None: they are made of the folder.
             ranks: With whom this process computes what `spec` has a share of; None: alone.
@@ -85,7 +87,8 @@ class ModelRunner:
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:
-            self.kv_tensors = KVTensors.allocate(spec, backend, num_blocks, block_size, num_swap_blocks)
+            sizes = num_blocks, block_size, num_swap_blocks
+            self.kv_tensors = KVTensors.allocate(spec, backend, *sizes, coded=coded_cache)
         else:
             self.kv_tensors = CachesOfGraph.of(backend, num_blocks, block_size)
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from llm_serving.config.rules import choice, one_of, option
-from llm_serving.core.choices import QuantizationName
+from llm_serving.core.choices import KVCacheDtypeName, QuantizationName
 from llm_serving.network.coded import Quantization
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """Section `quant_config`: weights of fewer bits than `model_dtype` has."""
+    """Section `quant_config`: weights, keys and values of fewer bits than `model_dtype` has."""
 
     quantization: str | None = option(None, choice(tuple(QuantizationName)))
     """How weights are kept and multiplied; they are rounded one by one while they are read. `w8a8`: weights of 8 bits
@@ -21,6 +21,15 @@ class QuantConfig:
 
     group_size: int = option(128, one_of((32, 64, 128)))
     """Inputs with one scale in weights of 4 bits; those whose rows it does not divide are kept in 8 bits."""
+
+    kv_cache_dtype: str = option(KVCacheDtypeName.AUTO.value, choice(tuple(KVCacheDtypeName)))
+    """How keys and values are kept. `int8`: in 8 bits, with a scale for each token and head: about half the bytes, so
+    that the same memory holds nearly twice the tokens. On a CPU with `kernels: program`. `auto`: in `model_dtype`."""
+
+    @property
+    def has_coded_cache(self) -> bool:
+        """Whether keys and values are kept in 8 bits."""
+        return self.kv_cache_dtype == KVCacheDtypeName.INT8
 
     @property
     def weights(self) -> Quantization | None:

@@ -35,12 +35,10 @@ constexpr size_t kTokensPerTask = 64;
 // Tasks a thread, where there are tokens for them.
 constexpr size_t kTasksPerThread = 4;
 
-template <class Element, size_t kInputs>
-void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
-  const auto* k = reinterpret_cast<const Element*>(rows.k);
-  const auto* v = reinterpret_cast<const Element*>(rows.v);
-  auto* keys = reinterpret_cast<Element*>(cache.keys);
-  auto* values = reinterpret_cast<Element*>(cache.values);
+// Calls body(head, token, lane, group) for the tokens from `first` to `last` that are stored: where in its group a
+// token is, and where groups begin whose heads have `dim` elements, group(dim).
+template <class Body>
+void for_stored(const KvCache& cache, const KvRows& rows, size_t first, size_t last, Body body) {
   for (size_t head = 0; head < cache.heads; head++) {
     for (size_t token = first; token < last; token++) {
       if (rows.slots[token] < 0) continue;
@@ -49,19 +47,55 @@ void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t
       auto group = [&](size_t dim) {
         return group_offset(slot / cache.block_size, in_block / kGroupTokens, head, cache.block_size, cache.heads, dim);
       };
-      const size_t lane = in_block % kGroupTokens;
-      store_key<Element, kInputs>(k + token * rows.k_stride + head * cache.key_dim, cache.key_dim, lane,
-                                  keys + group(cache.key_dim));
-      store_value<Element, kInputs>(v + token * rows.v_stride + head * cache.value_dim, cache.value_dim, lane,
-                                    values + group(cache.value_dim));
+      body(head, token, in_block % kGroupTokens, group);
     }
   }
 }
 
+template <class Element, size_t kInputs>
+void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+  const auto* k = reinterpret_cast<const Element*>(rows.k);
+  const auto* v = reinterpret_cast<const Element*>(rows.v);
+  auto* keys = reinterpret_cast<Element*>(cache.keys);
+  auto* values = reinterpret_cast<Element*>(cache.values);
+  for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
+    store_key<Element, kInputs>(k + token * rows.k_stride + head * cache.key_dim, cache.key_dim, lane,
+                                keys + group(cache.key_dim));
+    store_value<Element, kInputs>(v + token * rows.v_stride + head * cache.value_dim, cache.value_dim, lane,
+                                  values + group(cache.value_dim));
+  });
+}
+
+template <size_t kInputs>
+void store_codes_of_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+  const size_t bytes = element_size(cache.dtype, nullptr);
+  std::vector<int8_t> codes(std::max(cache.key_dim, cache.value_dim));
+  // The codes of one head; its scale goes to the place of its token.
+  auto coded = [&](const char* rows_of_heads, size_t stride, size_t head, size_t token, size_t dim, size_t lane,
+                   char* group) {
+    float scale;
+    const char* x = rows_of_heads + (token * stride + head * dim) * bytes;
+    kernels().encode({x, codes.data(), &scale, cache.dtype, 1, dim});
+    std::memcpy(group + kGroupTokens * dim + lane * kScaleBytes, &scale, kScaleBytes);
+    return reinterpret_cast<int8_t*>(group);
+  };
+  for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
+    int8_t* keys =
+        coded(rows.k, rows.k_stride, head, token, cache.key_dim, lane, cache.keys + group(cache.key_dim + kScaleBytes));
+    store_key<int8_t, kInputs>(codes.data(), cache.key_dim, lane, keys);
+    int8_t* values = coded(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
+                           cache.values + group(cache.value_dim + kScaleBytes));
+    store_value<int8_t, kInputs>(codes.data(), cache.value_dim, lane, values);
+  });
+}
+
 // Stores the tokens from `first` to `last`.
 void store_run(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
+  const bool pairs = cache.dtype == DType::kBFloat16;
+  if (cache.coded && pairs) return store_codes_of_tokens<2>(cache, rows, first, last);
+  if (cache.coded) return store_codes_of_tokens<1>(cache, rows, first, last);
   if (cache.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(cache, rows, first, last);
-  if (cache.dtype == DType::kBFloat16) return store_tokens<uint16_t, 2>(cache, rows, first, last);
+  if (pairs) return store_tokens<uint16_t, 2>(cache, rows, first, last);
   store_tokens<uint16_t, 1>(cache, rows, first, last);
 }
 
@@ -174,17 +208,20 @@ int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, 
 }
 
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache) {
+  const bool coded = call.dtype(keys) == DType::kInt8;
+  const size_t scale = coded ? kScaleBytes : 0;
   auto fits = [&](int parameter) {
-    return call.rank(parameter) == 4 && call.dtype(parameter) == dtype && call.dim(parameter, 1) % kGroupTokens == 0 &&
-           call.dim(parameter, 1) > 0 && call.dim(parameter, 3) % kPanelWidth == 0;
+    return call.rank(parameter) == 4 && call.dtype(parameter) == (coded ? DType::kInt8 : dtype) &&
+           call.dim(parameter, 1) % kGroupTokens == 0 && call.dim(parameter, 1) > 0 &&
+           call.dim(parameter, 3) >= scale && (call.dim(parameter, 3) - scale) % kPanelWidth == 0;
   };
   if (!is_float(dtype) || !fits(keys) || !fits(values)) return false;
   for (const int axis : {0, 1, 2}) {
     if (call.dim(keys, axis) != call.dim(values, axis)) return false;
   }
-  cache = {call.data<char>(keys), call.data<char>(values), dtype,
-           call.dim(keys, 0),     call.dim(keys, 1),       call.dim(keys, 2),
-           call.dim(keys, 3),     call.dim(values, 3)};
+  cache = {call.data<char>(keys),     call.data<char>(values),     dtype,
+           call.dim(keys, 0),         call.dim(keys, 1),           call.dim(keys, 2),
+           call.dim(keys, 3) - scale, call.dim(values, 3) - scale, coded};
   return true;
 }
 
@@ -238,6 +275,7 @@ void attend(const AttendArgs& args) {
     q = of_q.prepared(q);
   }
   AttentionArgs attention = plain_attention(args, q.x);
+  attention.coded = cache.coded;
   attention.y_passes = args.y_passes;
   attention.q_stride = q.stride;
   attention.window = args.window;

@@ -26,13 +26,14 @@ int check_blocks(const Call& call, const Requests& requests, size_t num_blocks, 
 // Keys and values of a layer (kv_layout.h).
 struct KvCache {
   char *keys, *values;
-  DType dtype;
+  DType dtype;  // of the rows
   size_t num_blocks, block_size, heads, key_dim, value_dim;
+  bool coded;
 
   size_t slots() const { return num_blocks * block_size; }
 };
 
-// Reads a cache of two parameters; false if they are none of this type.
+// Reads a cache of two parameters; false if they are none of this type, nor of codes.
 bool read_cache(const Call& call, int keys, int values, DType dtype, KvCache& cache);
 
 extern const char kCacheRule[];

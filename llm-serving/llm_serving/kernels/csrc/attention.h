@@ -69,6 +69,7 @@ class AttentionTile {
         shared_(args.num_heads / args.num_kv_heads),
         rows_(item.count * shared_),
         dim_(args.head_dim),
+        stored_dim_(dim_ + (args.coded ? kScaleBytes : 0)),
         turned_dim_(args.q_turned == nullptr ? 0 : args.turned_dim),
         bends_(args.cap > 0.0f || args.slopes != nullptr),
         scale_((bends_ ? 1.0f : args.scale) * 1.44269504f),
@@ -84,6 +85,7 @@ class AttentionTile {
     reference_ = take<float>(memory, rows_);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
+    if (args.coded) widened_ = take<Element>(memory, kChunkTokens * dim_);
     if (turned_dim_ == 0) return;
     q_turned_ = take<Activation>(memory, rows_ * turned_dim_);
     latent_values_ = take<Element>(memory, kChunkTokens * dim_);
@@ -102,6 +104,7 @@ class AttentionTile {
       look_up(groups, next);
       compute_scores();
       if (bends_) bend_scores(chunk);
+      if (args_.coded) widen(args_.value_cache, groups, args_.key_cache, next, values_);
       soften(chunk);
       add_values(chunk);
       groups = next;
@@ -138,7 +141,8 @@ class AttentionTile {
   size_t bytes() const {
     return rows_ *
                (dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) + 2 * sizeof(float)) +
-           2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 12 * 64 +
+           2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 13 * 64 +
+           (args_.coded ? kChunkTokens * dim_ * sizeof(Element) : 0) +
            (turned_dim_ == 0
                 ? 0
                 : rows_ * turned_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + turned_dim_) * sizeof(Element));
@@ -187,8 +191,8 @@ class AttentionTile {
          token += kGroupTokens) {
       const size_t index = groups.count++;
       if (token / kGroupTokens >= behind) {
-        groups.offset[index] =
-            group_offset(static_cast<size_t>(*block), group, item.kv_head, args_.block_size, args_.num_kv_heads, dim_);
+        groups.offset[index] = group_offset(static_cast<size_t>(*block), group, item.kv_head, args_.block_size,
+                                            args_.num_kv_heads, stored_dim_);
         for (size_t i = index; i > 0 && token / kGroupTokens == behind; i--) groups.offset[i - 1] = groups.offset[i];
       }
       if (++group < in_a_block) continue;
@@ -203,6 +207,7 @@ class AttentionTile {
   // groups are read: the hardware cannot guess where.
   void look_up(const Groups& groups, const Groups& next) {
     num_groups_ = groups.count;
+    if (args_.coded) return widen(args_.key_cache, groups, args_.value_cache, groups, keys_);
     for (size_t i = 0; i < groups.count; i++) {
       keys_[i] = static_cast<const Element*>(args_.key_cache) + groups.offset[i];
       values_[i] = turned_dim_ > 0 ? turn_over(groups.offset[i], i)
@@ -212,6 +217,30 @@ class AttentionTile {
     for (size_t i = 0; i < kChunkGroups; i++) {
       const size_t at = i < last ? i : last;
       next_keys_[i] = static_cast<const Element*>(args_.key_cache) + next.offset[at];
+    }
+  }
+
+  // Makes elements of the codes of groups, whose places go to `elements`, and gathers their scales. As many groups of
+  // what is wanted next are prefetched; where there are fewer, the last one again.
+  void widen(const void* cache, const Groups& groups, const void* next_cache, const Groups& next,
+             const Element** elements) {
+    constexpr int kLocality = kFirstLevelIsNarrow ? 2 : 3;
+    const size_t size = kGroupTokens * dim_;
+    for (size_t i = 0; i < groups.count; i++) {
+      const auto* codes = static_cast<const int8_t*>(cache) + groups.offset[i];
+      const size_t at = i < next.count ? i : next.count - 1;
+      const auto* ahead = static_cast<const int8_t*>(next_cache) + next.offset[at];
+      Element* target = widened_ + i * size;
+      for (size_t j = 0; j < size; j += 4 * kLanes) {
+        __builtin_prefetch(ahead + j, 0, kLocality);
+#pragma GCC unroll 4
+        for (size_t k = j; k < j + 4 * kLanes; k += 2 * kLanes) {
+          store_pair(target + k, load(codes + k), load(codes + k + kLanes));
+        }
+      }
+      __builtin_prefetch(ahead + size, 0, kLocality);
+      __builtin_memcpy(scales_ + i * kGroupTokens, codes + size, kGroupTokens * kScaleBytes);
+      elements[i] = target;
     }
   }
 
@@ -294,8 +323,9 @@ class AttentionTile {
                              scores_ + first_row_ * kChunkTokens);
     product.c_stride = kChunkTokens;
     product.c_panel = kPanelWidth;
-    product.next = values_;
+    product.next = args_.coded ? nullptr : values_;
     multiply(product);
+    if (args_.coded) scale_scores();
     if (turned_dim_ == 0) return;
     Product<Element> turned(end_row_ - first_row_, q_turned_ + first_row_ * turned_dim_, turned_, num_groups_,
                             turned_dim_, scores_ + first_row_ * kChunkTokens);
@@ -303,6 +333,16 @@ class AttentionTile {
     turned.c_panel = kPanelWidth;
     turned.add_to_c = true;
     multiply(turned);
+  }
+
+  void scale_scores() {
+    for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
+      const Floats scales = load(scales_ + i);
+      for (size_t row = first_row_; row < end_row_; row++) {
+        float* scores = scores_ + row * kChunkTokens + i;
+        store(scores, load(scores) * scales);
+      }
+    }
   }
 
   // Scales scores, caps them, and takes off what grows with the distance.
@@ -424,14 +464,21 @@ class AttentionTile {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
     const Floats reference = broadcast(reference_[row]);
+    const float* scales = args_.coded ? scales_ : nullptr;  // of values, which weights take with them
     Floats sum = zeros();
     const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
 #pragma GCC unroll 4
     for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
       Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
       exponent = seen.template keep<kPart>(exponent, i, -__builtin_inff());
-      store(weights + i, exp2(exponent));
-      sum = sum + load(weights + i);
+      const Floats weight = exp2(exponent);
+      if (scales == nullptr) {
+        store(weights + i, weight);
+        sum = sum + load(weights + i);
+      } else {  // a scale that is not seen may be NaN
+        store(weights + i, seen.template keep<kPart>(weight * load(scales + i), i, 0.0f));
+        sum = sum + weight;
+      }
     }
     float* total = of_segment_.total + row * kLanes;
     store(total, multiply_add(load(total), broadcast(factor_[row]), sum));
@@ -454,7 +501,7 @@ class AttentionTile {
     if (row >= end) return;
     auto sees_all = [&](size_t first, size_t last) { return seen_by(first) >= last_token && seen_from(last) <= token; };
     // Weights of zero do not hide an infinity or NaN outside of what a row sees.
-    if (!sees_all(row, end - 1) && !all_finite(values)) {
+    if (!args_.coded && !sees_all(row, end - 1) && !all_finite(values)) {
       for (; row < end; row++) {
         const size_t from = seen_from(row) > token ? seen_from(row) - token : 0;
         const Element* seen = sees_all(row, row) ? values : clean(values, from, seen_by(row) + 1 - token);
@@ -476,7 +523,7 @@ class AttentionTile {
         for (size_t p = 0; p < width; p++) {
           const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
           panels[i * width + p] = groups[i] + offset;
-          next[i * width + p] = next_keys_[g + i] + offset;
+          if (!args_.coded) next[i * width + p] = next_keys_[g + i] + offset;
         }
       }
       Product<Element> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
@@ -486,7 +533,7 @@ class AttentionTile {
       product.c_stride = dim_;
       product.c_panel = kPanelWidth;
       product.add_to_c = true;
-      product.next = next;
+      product.next = args_.coded ? nullptr : next;
       multiply(product);
     }
   }
@@ -542,6 +589,7 @@ class AttentionTile {
   const AttentionItem& item_;
   const AttentionItem& following_;
   const size_t shared_, rows_, dim_;
+  const size_t stored_dim_;            // of a head in the caches, its scales included
   const size_t turned_dim_;            // 0: keys are no latents
   const bool bends_;                   // scores, before their softmax
   const float scale_;                  // of scores, in units of log 2
@@ -556,6 +604,9 @@ class AttentionTile {
   const Element* keys_[kChunkGroups];  // of the chunk at hand
   const Element* values_[kChunkGroups];
   const Element* next_keys_[kChunkGroups];
+  // Of codes: elements [kChunkTokens, dim], and scales, of the keys and then of the values of the chunk at hand.
+  Element* widened_ = nullptr;
+  float scales_[kChunkTokens];
   // Of latents: turned queries [rows, turned_dim], and of the chunk at hand values and turned keys.
   Activation* q_turned_ = nullptr;
   Element *latent_values_ = nullptr, *turned_keys_ = nullptr;

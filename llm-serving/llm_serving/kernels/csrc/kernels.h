@@ -202,6 +202,7 @@ struct AttentionArgs {
   size_t num_heads, num_kv_heads, head_dim;
   float scale;
   Passes y_passes = {};
+  bool coded = false;             // the caches hold codes and scales; there are no latents then
   size_t q_stride = 0;            // from a row of q to the next; 0: num_heads * head_dim
   size_t window = 0;              // tokens a row sees, its own included; 0: all
   float cap = 0.0f;               // c > 0: a score s becomes c * tanh(s / c)

@@ -5,6 +5,9 @@
 //   keys     one panel: 16 tokens are the columns, head_dim the inputs
 //   values   head_dim / 16 panels: 16 dims are the columns, 16 tokens the inputs
 // block_size and head_dim are multiples of 16.
+//
+// In a cache of codes [num_blocks, block_size, num_kv_heads, head_dim + 4], int8, each token has a scale for each head:
+// elements are scale * code. A group has its codes in the order of elements, and behind them its 16 scales, float32.
 #pragma once
 
 #include "kernels.h"
@@ -12,8 +15,10 @@
 namespace llm {
 
 constexpr size_t kGroupTokens = 16;
+// Of one token and head.
+constexpr size_t kScaleBytes = 4;
 
-// First element of a group of tokens of one head.
+// First element of a group of tokens of one head; of codes, the first byte, `head_dim` being kScaleBytes larger.
 LLM_INLINE size_t group_offset(size_t block, size_t group, size_t head, size_t block_size, size_t heads,
                                size_t head_dim) {
   return (block * heads + head) * block_size * head_dim + group * kGroupTokens * head_dim;

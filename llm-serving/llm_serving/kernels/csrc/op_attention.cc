@@ -25,7 +25,9 @@ int reshape_and_cache(const Call& call) {
   const DType dtype = call.dtype(0);
   if (!is_float(dtype) || call.dtype(1) != dtype) return call.fail("k and v must be floats of one type");
   KvCache cache;
-  if (!read_cache(call, 2, 3, dtype, cache) || cache.key_dim != cache.value_dim) return call.fail("%s", kCacheRule);
+  if (!read_cache(call, 2, 3, dtype, cache) || cache.coded || cache.key_dim != cache.value_dim) {
+    return call.fail("%s", kCacheRule);
+  }
   const size_t tokens = call.elements(4);
   const size_t width = cache.heads * cache.key_dim;
   if (call.elements(0) != tokens * width || call.elements(1) != tokens * width) {
@@ -45,7 +47,7 @@ int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   KvCache cache;
-  if (!read_cache(call, 1, 2, call.dtype(0), cache) || cache.key_dim != cache.value_dim) {
+  if (!read_cache(call, 1, 2, call.dtype(0), cache) || cache.coded || cache.key_dim != cache.value_dim) {
     return call.fail("%s", kCacheRule);
   }
   const size_t num_heads = static_cast<size_t>(call.integer(10));

@@ -81,7 +81,8 @@ int flash_attention_score(const Call& call) {
   }
   const size_t bytes = blocks * kGroupTokens * kv_width * call.element_bytes(0);
   char* memory = static_cast<char*>(scratch(Scratch::kLayer, 2 * bytes + 1));
-  const KvCache cache = {memory, memory + bytes, dtype, blocks, kGroupTokens, kv_width / head_dim, head_dim, head_dim};
+  const KvCache cache = {memory,   memory + bytes, dtype, blocks, kGroupTokens, kv_width / head_dim,
+                         head_dim, head_dim,       false};
   store_kv(cache, {call.data<const char>(1), kv_width, call.data<const char>(2), kv_width, slots.data()}, tokens);
   AttendArgs args = {call.data<const char>(0), width, {}, cache, &requests, tokens, num_heads, nullptr};
   args.scale = call.number(12);

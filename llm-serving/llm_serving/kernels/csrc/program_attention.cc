@@ -1,4 +1,5 @@
 // Operations of attention: rotate, store, attend.
+#include "kv_layout.h"
 #include "program.h"
 
 namespace llm {
@@ -51,7 +52,7 @@ int read_layer(const Instruction& in, int32_t layer, KvCache& cache) {
   const int keys = kWeights + static_cast<int>(program.num_weights()) + 2 * layer;
   return read_cache(in.call(), keys, keys + 1, program.dtype(), cache) && cache.heads > 0 && cache.key_dim > 0
              ? 0
-             : in.fail("%s", kCacheRule);
+             : in.fail("%s; or int8 [.., head_dim + %zu] of codes and scales", kCacheRule, kScaleBytes);
 }
 
 // Operands that go to the cache.
@@ -111,6 +112,7 @@ int check_attend(const Instruction& in) {
     const size_t width = q->width / cache.key_dim * cache.value_dim;
     if (const int status = in.check_width("q_turned", *q_turned, width)) return status;
     if (k != nullptr) return in.fail("latent keys must be stored already");
+    if (cache.coded) return in.fail("latent keys have no codes");
   }
   if ((k == nullptr) != (v == nullptr)) return in.fail("k and v go together");
   if (k != nullptr) {

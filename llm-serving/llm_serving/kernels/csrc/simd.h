@@ -189,6 +189,19 @@ LLM_INLINE NativeFloat native_load(const Float16* source) {
 #endif
 }
 
+LLM_INLINE NativeFloat native_load(const int8_t* source) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+  typedef int8_t NativeCode __attribute__((vector_size(kNative)));
+  NativeCode codes;
+  __builtin_memcpy(&codes, source, sizeof(codes));
+  return __builtin_convertvector(__builtin_convertvector(codes, NativeInt), NativeFloat);
+#endif
+}
+
 LLM_INLINE void native_store(float* target, NativeFloat value) { __builtin_memcpy(target, &value, sizeof(value)); }
 
 LLM_INLINE void native_store(BFloat16* target, NativeFloat value) {
@@ -250,6 +263,20 @@ LLM_INLINE void stream_line(BFloat16* target, Floats low, Floats high) {
   __m512i bits;
   __builtin_memcpy(&bits, &line, sizeof(bits));
   _mm512_stream_si512(reinterpret_cast<__m512i*>(target), bits);
+}
+#endif
+
+// Two times sixteen elements, one behind the other.
+template <class Element>
+LLM_INLINE void store_pair(Element* target, Floats low, Floats high) {
+  store(target, low);
+  store(target + kLanes, high);
+}
+
+#if defined(__AVX512BF16__)
+LLM_INLINE void store_pair(BFloat16* target, Floats low, Floats high) {
+  const __m512bh elements = _mm512_cvtne2ps_pbh(high.part[0], low.part[0]);  // subnormals become zero
+  __builtin_memcpy(target, &elements, sizeof(elements));
 }
 #endif
 
