@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run("L", lambda: _without_limits(start_up(config)))
     if arguments.tests != ["L"]:
         llm = LLM(config)
-        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization)
+        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_coded_cache)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
             run("A", partial(single_stream, llm, arguments.runs, cost))

@@ -96,6 +96,7 @@ class StepCost:
     spec: ModelSpec
     dtype: str
     quantization: str | None = None
+    coded_cache: bool = False
     counted_bytes: float | None = None
     """What a step has read of the weights, where that depends on the experts its rows chose; None: those of one row."""
 
@@ -113,7 +114,8 @@ class StepCost:
 
     def num_bytes(self, num_context_tokens: int) -> float:
         """Bytes read by a step whose rows have `num_context_tokens` in the cache together."""
-        return self.weight_bytes + self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype]) * num_context_tokens
+        per_token = self.spec.kv_bytes_per_token(ELEMENT_BYTES[self.dtype], coded=self.coded_cache)
+        return self.weight_bytes + per_token * num_context_tokens
 
     def flop(self, num_tokens: int, num_samples: int, num_pairs: int) -> float:
         """Operations of a step. Of a token that does not sample the last layer needs keys and values alone.

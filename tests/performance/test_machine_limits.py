@@ -29,6 +29,11 @@ def test_a_step_reads_every_weight_but_the_embedding_and_every_context():
     assert COST.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * 2 * 16 * 2  # keys and values, two layers
 
 
+def test_a_context_in_8_bits_is_read_with_its_scales():
+    coded = StepCost(SPEC, "bfloat16", coded_cache=True)
+    assert coded.num_bytes(3) - COST.num_bytes(0) == 3 * 2 * (16 + 4) * 2
+
+
 def test_a_tied_table_is_read_once():
     tied = StepCost(ModelSpec.from_hugging_face({**CONFIG, "tie_word_embeddings": True}), "float32")
     assert tied.num_bytes(0) == 4 * (LAYERS + HEAD)
