@@ -81,6 +81,7 @@ LEAVES = {"kernels": {"errors", "log"}, "demo_model": set()}
 NO_MINDSPORE_ANYWHERE = {part for part, place in PLACES.items() if place.column in (BOTH, MASTER)} | {"kernels"}
 MEASURE_IN_PROCESS = {
     "accuracy.py",
+    "all_reduce_benchmark.py",
     "constraint_benchmark.py",
     "contest_simulation.py",
     "engine_benchmark.py",
@@ -92,6 +93,7 @@ MEASURE_IN_PROCESS = {
     "loop_holds.py",
     "machine_limits.py",
     "random_agent.py",
+    "rank_memory.py",
     "routing_comparison.py",
     "scaling.py",
     "sampler_benchmark.py",
