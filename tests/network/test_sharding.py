@@ -16,8 +16,8 @@ from llm_serving.network.weights import parameter
 from network_reference import parameters, run, run_ranks, step_of_prompt
 
 TOKENS = [5, 60, 7, 7, 31, 96, 0, 2, 44, 8, 13]
-WIDE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "intermediate_size": 128}
 LATENT = "deepseek2"
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
 def network(name: str, **facts: object) -> Network:
@@ -27,7 +27,7 @@ def network(name: str, **facts: object) -> Network:
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != LATENT])
 def test_two_ranks_compute_what_one_does(name: str) -> None:
-    net = network(name, **(WIDE if name != "llama, odd heads and odd inner" else {}))
+    net = network(name)
     expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net, every=True))[-1:]
     ranks = [sharded(net, rank, 2) for rank in range(2)]
     assert [cache.kv_heads for cache in ranks[0].caches] == [cache.kv_heads // 2 for cache in net.caches]
@@ -43,7 +43,7 @@ def test_two_ranks_compute_what_one_does(name: str) -> None:
 
 
 def test_four_ranks_have_a_head_of_keys_each() -> None:
-    net = network("baichuan2, 13B", **WIDE)
+    net = network("baichuan2, 13B")
     expected = run(net.operations, parameters(net, RandomTensors(), 64), step_of_prompt(TOKENS, net))
     ranks = [sharded(net, rank, 4) for rank in range(4)]
     assert [cache.kv_heads for cache in ranks[3].caches] == [1, 1, 1]
@@ -105,7 +105,7 @@ def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:
     [
         ("llama", {}, 4, "must divide the 2 heads of keys and values"),
         ("llama", {"intermediate_size": 97}, 2, "must divide the 97 columns of a feed-forward layer"),
-        ("qwen3, experts", {}, 2, "times 16 must divide the 48 columns of an expert"),
+        ("mixtral", {"intermediate_size": 80, **SIX_HEADS}, 3, "must divide the 80 columns of an expert"),
         (LATENT, {}, 2, "must be 1 for a model whose keys are latent"),
     ],
 )

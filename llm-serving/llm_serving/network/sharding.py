@@ -18,7 +18,16 @@ from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
-from llm_serving.network.description import PANEL, Float32Array, Network, Operation, Value, Weight
+from llm_serving.network.description import (
+    PANEL,
+    Float32Array,
+    Network,
+    Operation,
+    Value,
+    Weight,
+    blocks,
+    filled,
+)
 from llm_serving.network.rewriting import Graph
 
 KEY: Final = "cluster_config.tensor_parallel"
@@ -186,15 +195,15 @@ class _Sharding:
 
 
 def _of_experts(operation: Operation, rank: int, count: int) -> dict[str, Weight]:
-    """Of each expert a share of its columns."""
+    """Of each expert a share of its columns, filled up with zeros as all of them are."""
     gate_up, down = operation.weights["gate_up"], operation.weights["down"]
     inner = down.shape[1]
-    if inner % (count * PANEL):
-        raise _CannotShardError(f"times {PANEL} must divide the {inner} columns of an expert")
-    share = inner // count
-    columns = tuple(range(rank * share, (rank + 1) * share))
-    rows = tuple(block * inner + i for block in range(2 * operation.attributes["experts"]) for i in columns)
-    return {"gate_up": _rows(gate_up, _once(rows)), "down": _columns(down, _once(columns))}
+    if inner % count:
+        raise _CannotShardError(f"must divide the {inner} columns of an expert")
+    first = rank * (inner // count)
+    columns = tuple(-1 if i < 0 else first + i for i in filled(inner // count, PANEL))
+    rows = blocks(2 * operation.attributes["experts"], inner, columns)
+    return {"gate_up": _rows(gate_up, _once(tuple(rows))), "down": _columns(down, _once(columns))}
 
 
 def _rows(weight: Weight, numbers: Numbers) -> Weight:
@@ -226,7 +235,7 @@ class _Share:
 
 @lru_cache(64)
 def _picked(order: Numbers | None, numbers: Numbers) -> Numbers:
-    return numbers if order is None else tuple(order[number] for number in numbers)
+    return numbers if order is None else tuple(-1 if number < 0 else order[number] for number in numbers)
 
 
 @lru_cache(64)
