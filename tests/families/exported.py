@@ -47,14 +47,16 @@ def networks_of(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
     changes: dict[str, Any] | None = None,
+    num_ranks: int = 1,
 ) -> tuple[ModelSpec, Lowered]:
-    """The graphs that Ascend would run, with a cache of their own.
+    """The graphs that Ascend would run, with a cache of their own; those of the last of several ranks.
 
     Raises:
         ModelError: The primitives lack something that the family needs.
     """
     models.write(name, folder, changes=changes)
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=POSITIONS)
+    spec = spec.of_rank(num_ranks - 1, num_ranks)
     ascend = backend("ascend", dtype)
     kv_tensors = KVTensors.allocate(spec, ascend, NUM_BLOCKS, BLOCK_SIZE)
     ways = {"as_program": False, "whole_prompts": True, "quantization": quantization}

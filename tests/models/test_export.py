@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from families.exported import NUM_BLOCKS, ROWS, differences, export_all, networks_of
+from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, networks_of
 from graph_model import BLOCK_SIZE
 from llm_serving.core.choices import QuantizationName
-from llm_serving.lowering.step import STEP_INPUTS
+from llm_serving.lowering.step import STEP_INPUTS, dynamic_inputs
+from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
 from mindspore.train.mind_ir_pb2 import TensorProto
 
@@ -55,6 +56,22 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
     assert mask not in {node.input[MASK[ATTENTION[graph]] - 1] for node in of_attention}, "the mask is None"
     rotated = [node for node in nodes.values() if kind(node) == "ApplyRotaryPosEmb"]
     assert {node.input[4].split(":")[-1] for node in rotated} == {"batch_valid_length"}
+
+
+def test_the_graph_of_a_rank_adds_up_twice_in_a_layer_what_is_computed_of_half_the_weights(tmp_path):
+    spec, networks = networks_of("qwen3", tmp_path, num_ranks=2)
+    written = export(networks.states, tmp_path / "states.mindir", dynamic_inputs()).graph
+    sums = [node for node in written.node if kind(node) == "AllReduce"]
+    assert len(sums) == 2 * len(spec.caches)
+    whole = {
+        each.weights["weight"].shape
+        for each in ModelSpec.from_folder(tmp_path).network.operations[3:-2]
+        if each.kind == "linear"
+    }
+    shapes = {tuple(each.dims) for each in written.parameter}
+    halves = {shape for rows, columns in whole for shape in ((rows // 2, columns), (rows, columns // 2))}
+    assert shapes & halves
+    assert not shapes & whole
 
 
 def constants_of(written, operator):

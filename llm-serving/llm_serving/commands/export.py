@@ -32,9 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.worker.kv_tensors import KVTensors
 
     spec, backend = check_folder(folder), create_backend("ascend", config.model.model_dtype)
-    caches = KVTensors.allocate(spec, backend, num_blocks, config.pa.block_size).layers
-    num_bytes = 2 * (spec.num_parameters + sum(each.size for pair in caches for each in pair))
-    with new_folder(arguments.target, num_bytes) as written:
-        export(spec, backend, folder, written, caches, config.model.max_generate_length, config.quant.weights)
+    num_ranks = config.cluster.tensor_parallel
+    ranks = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
+    cache_bytes = num_blocks * config.pa.block_size * sum(each.kv_bytes_per_token(2) for each in ranks)
+    with new_folder(arguments.target, 2 * sum(each.num_held for each in ranks) + cache_bytes) as written:
+        for rank, each in enumerate(ranks):
+            of_rank = written if num_ranks == 1 else written / f"rank_{rank}"
+            of_rank.mkdir(exist_ok=True)
+            caches = KVTensors.allocate(each, backend, num_blocks, config.pa.block_size).layers
+            export(each, backend, folder, of_rank, caches, config.model.max_generate_length, config.quant.weights)
     say(f"{arguments.target}: done")
     return 0

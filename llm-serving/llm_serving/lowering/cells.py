@@ -206,6 +206,8 @@ class _Listing:
                 return cells.Activate(backend, attributes["function"])
             case "add":
                 return cells.Add(backend, attributes["scale"])
+            case "all_reduce":
+                return cells.AllReduce()
             case "weigh":
                 return cells.Weigh()
             case "route":

@@ -80,7 +80,7 @@ def facts_of(
     """What a graph was made for, and what it must have been made for to serve."""
     return {
         "architecture": spec.architecture,
-        "num_parameters": spec.num_parameters,
+        "num_parameters": spec.num_held,
         "vocab_size": spec.vocab_size,
         "model_dtype": dtype,
         "quantization": quantization,

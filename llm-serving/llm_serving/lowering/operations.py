@@ -209,6 +209,17 @@ class GeluTanhGate(nn.Cell):
         return (0.5 * gate * (1 + ops.tanh(inner)) * up).astype(x.dtype)
 
 
+class AllReduce(nn.Cell):
+    """The sum of x over all ranks: a collective of MindSpore, among the devices that compute a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = ops.AllReduce(ops.ReduceOp.SUM)
+
+    def construct(self, read: Tensors, _: Tensors) -> Tensors:
+        return (self.reduce(read[0]),)
+
+
 class Add(nn.Cell):
     """a, b -> a + scale * b, rounded once."""
 
