@@ -6,7 +6,7 @@ given alone. Prints tables in Markdown.
 
     simulated   the engine over a fake model, each of its steps lost once, under three policies, by recompute and swap
     model       the engine over a real WorkAgent process with the shipped model, killed or stopped by a signal
-    server      the real scripts, the streams read over HTTP, one or two WorkAgents; the master killed and stopped
+    server      the real server, the streams read over HTTP, one or two WorkAgents; the master killed and stopped
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ SIGNALS = {signal.SIGKILL: range(0, DISTANCE, 5), signal.SIGSTOP: range(2, DISTA
 """And with which offsets they are sent: a WorkAgent takes seconds to start."""
 
 
-def model_tables(signals: dict[signal.Signals, range] = SIGNALS) -> Iterator[Table]:
-    """A table for each signal."""
+def model_tables(signals: dict[signal.Signals, range] = SIGNALS, most_kills: int = MANY) -> Iterator[Table]:
+    """A table for each signal, which is sent at most so many times from an offset on."""
     replica = RealReplica(*SETTINGS)
     try:
         alone: dict[str, list[str]] = {}
@@ -119,12 +119,14 @@ def model_tables(signals: dict[signal.Signals, range] = SIGNALS) -> Iterator[Tab
                 request.fork_of = None
                 play(replica.engine, {name: [request]}, lambda: None, NEVER)
                 alone[name].append(bytes_of(replica.take_answer(request.request_id)))
-        yield from (_model_table(replica, alone, sent, offsets) for sent, offsets in signals.items())
+        yield from (_model_table(replica, alone, sent, offsets, most_kills) for sent, offsets in signals.items())
     finally:
         replica.close()
 
 
-def _model_table(replica: RealReplica, alone: dict[str, list[str]], sent: signal.Signals, offsets: range) -> Table:
+def _model_table(
+    replica: RealReplica, alone: dict[str, list[str]], sent: signal.Signals, offsets: range, most_kills: int
+) -> Table:
     table = Table(f"real WorkAgent process, {sent.name}", ["idle", *MOMENTS])
     num_restarts = replica.num_restarts
 
@@ -143,7 +145,7 @@ def _model_table(replica: RealReplica, alone: dict[str, list[str]], sent: signal
     ask_undisturbed()
     for offset in offsets:
         asked = streams(NUM_TOKENS)
-        met = play(replica.engine, asked, send, range(offset, MANY, DISTANCE))
+        met = play(replica.engine, asked, send, range(offset, MANY, DISTANCE)[:most_kills])
         compare(table, asked, met, alone, replica.take_answer)
         assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
     ask_undisturbed()  # whose WorkAgent may have died behind its last reply
