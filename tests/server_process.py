@@ -1,9 +1,10 @@
-"""The real scripts, the real processes, on free ports."""
+"""The real processes on free ports, started by the commands of this process or by the real scripts."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
+from llm_serving.cli import main
 
 RUN_DIR = Path(tempfile.mkdtemp(prefix="llm-serving-run-"))
 atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
@@ -48,6 +51,17 @@ def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subproce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd="/")
 
 
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `run_script`, but in this process: there is no interpreter to start and nothing to install."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+        warnings.catch_warnings(action="ignore", category=ResourceWarning),  # it leaves a server running
+    ):
+        code = main(arguments)
+    return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that `start_server` started."""
@@ -55,6 +69,7 @@ class Server:
     port: int
     processes: list[psutil.Process]
     """The master first, then its WorkAgents."""
+    by_script: bool
 
     @property
     def url(self) -> str:
@@ -73,19 +88,30 @@ class Server:
         return httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits)
 
     def stop(self) -> None:
-        result = run_script("stop.sh", "--port", str(self.port))
+        port = ("--port", str(self.port))
+        if self.by_script:
+            result = run_script("stop.sh", *port)
+        else:
+            result = run_command("stop", "--run-dir", str(RUN_DIR), *port)
         assert result.returncode == 0, result.stderr
 
 
-def start_server(*arguments: str, num_agents: int = 1) -> Server:
+def start_server(*arguments: str, num_agents: int = 1, by_script: bool = False) -> Server:
+    """With the arguments of scripts/start.sh, `by_script` or as it does."""
     (port,) = free_ports(1)
     ports = f"serving_config.agent_ports={list(range(16002, 16002 + num_agents))}"
-    result = run_script("start.sh", "--port", str(port), "--set", ports, *arguments)
+    all_arguments = ("--port", str(port), "--set", ports, *arguments)
+    if by_script:
+        result = run_script("start.sh", *all_arguments)
+    else:
+        has_model = not {"--config", "--model"}.isdisjoint(arguments)
+        model = () if has_model else ("--config", str(ROOT / "configs" / "demo_cpu.yaml"))
+        result = run_command("start", "--run-dir", str(RUN_DIR), *model, *all_arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "start.sh prints a line to paste"
+    assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "it prints a line to paste"
     record = json.loads((RUN_DIR / str(port) / "server.json").read_text())
     master = psutil.Process(record["pid"])
-    return Server(port, [master, *_work_agents(master)])
+    return Server(port, [master, *_work_agents(master)], by_script)
 
 
 def _work_agents(master: psutil.Process) -> list[psutil.Process]:

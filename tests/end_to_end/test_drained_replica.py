@@ -41,7 +41,7 @@ def test_a_replica_leaves_and_joins_under_load_and_nothing_is_lost() -> None:
     try:
 
         async def run() -> None:
-            async with asyncio.timeout(120), server.client() as client:
+            async with asyncio.timeout(300), server.client() as client:
                 alone = [await ask(client, number) for number in range(NUM_REQUESTS)]
                 loaded = [asyncio.create_task(ask(client, number)) for number in range(NUM_REQUESTS)]
                 assert (await client.post("/v1/replicas/1/drain")).status_code == 200

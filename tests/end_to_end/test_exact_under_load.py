@@ -1,4 +1,4 @@
-"""The shipped model through the real processes: answers are right, and the same alone and under load."""
+"""The shipped model through the real scripts and processes: answers are right, and the same alone and under load."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def prompt_of(question: dict[str, str]) -> str:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     before = shared_memory_names()
-    server = start_server("--set", "pa_config.num_blocks=160", "--set", "scheduler_config.max_prefill_tokens=256")
+    settings = ("--set", "pa_config.num_blocks=160", "--set", "scheduler_config.max_prefill_tokens=256")
+    server = start_server(*settings, by_script=True)
     yield server
     server.stop()
-    gone, alive = psutil.wait_procs(server.processes, timeout=10)
+    gone, alive = psutil.wait_procs(server.processes, timeout=60)
     assert len(gone) == 2 and not alive
     assert shared_memory_names() == before
 
@@ -105,7 +106,7 @@ def test_streams_under_load_carry_the_same_answer(server: Server) -> None:
 
 def test_nothing_is_compiled_while_serving(server: Server) -> None:
     async def run() -> None:
-        async with asyncio.timeout(120), server.client() as client:
+        async with asyncio.timeout(300), server.client() as client:
             await complete(client, {"prompt": "Add 17 and 25.", "max_tokens": 1})
             after_warm_up = await metric(client, COMPILATIONS)
             for count in (1, 3, 24, 7):  # batches of every size, while prompts come and answers end
@@ -144,7 +145,7 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await anext(response.aiter_lines())
                 assert await metric(client, "vllm:num_requests_running") >= 1  # beside an audit, perhaps
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while await metric(client, "vllm:num_requests_running") > 0:
                     await asyncio.sleep(0)
             assert await metric(client, "vllm:kv_cache_usage_perc") == 0
