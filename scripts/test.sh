@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs lint, types and all tests, the latter in one process more than there are CPUs, four
+# Sets up what is missing, then runs lint, types and all tests, the latter in two processes more than there are CPUs, four
 # at most: some of them wait. Arguments go to pytest, which then runs in one process unless they say otherwise (-n 2
 # --dist loadfile).
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -17,9 +17,14 @@ python_folders=(llm-serving tests performance scripts)
 "$venv/bin/ruff" format --quiet --check --config "$config" "${python_folders[@]}"
 find llm-serving/llm_serving/kernels/csrc \( -name '*.cc' -o -name '*.h' \) -print0 |
     xargs -0 "$venv/bin/clang-format" --dry-run -Werror
-(cd llm-serving && "$venv/bin/mypy")
+pytest=("$venv/bin/python" -m pytest -c "$config" --rootdir "$root")
 if [ $# -eq 0 ]; then
-    processes=$(($(nproc) + 1))
+    processes=$(($(nproc) + 2))
     set -- tests --numprocesses $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder
+    # Beside the types: leaves the byte code of all tests, which otherwise each process would compile.
+    "${pytest[@]}" tests --collect-only --quiet >/dev/null 2>&1 &
+    collected=$!
 fi
-exec "$venv/bin/python" -m pytest -c "$config" --rootdir "$root" "$@"
+(cd llm-serving && "$venv/bin/mypy")
+[ -z "${collected:-}" ] || wait "$collected" || true # what is wrong there the tests say
+exec "${pytest[@]}" "$@"
