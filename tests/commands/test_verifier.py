@@ -239,6 +239,18 @@ def test_an_answer_that_was_cancelled_is_compared_as_far_as_it_went(whole, verif
     assert "differ at position 4" in only(verify(resealed(whole, choices=[cut])))
 
 
+def test_an_altered_text_beside_a_receipt_is_found(llm, receipt_of, verify):
+    prompts, greedy = ["Count from 1 to 9.", "Add 17 and 25."], SamplingParams(temperature=0.0, max_tokens=20)
+    receipt, texts = receipt_of(prompts, greedy), [each.text for each in llm.generate(prompts, greedy)]
+    echoed = "Add 17 and 25." + texts[1]
+    assert verify(replace(opened(receipt), texts={0: texts[0], 1: echoed})).differences == []
+    assert verify(replace(opened(receipt), texts={0: texts[0] + "!", 1: "No: " + echoed, 2: ""})).differences == [
+        "the answer: the text of choice 0 is not that of the receipt",
+        "the answer: the text of choice 1 is not that of the receipt",
+        "the answer: has choice 2, of which the receipt tells nothing",
+    ]
+
+
 def test_an_audit_counts_and_says_what_is_wrong(whole, tmp_path):
     told: list[str] = []
     file = tmp_path / "audit.jsonl"
@@ -250,6 +262,9 @@ def test_an_audit_counts_and_says_what_is_wrong(whole, tmp_path):
 
     altered = json.loads(json.dumps(whole))
     altered["choices"][0]["token_ids"][3] ^= 1
+    assert audit(whole, {"choices": [], "receipt": whole}) == EQUAL
+    assert audit({"choices": [{"index": 0, "text": "another"}], "receipt": whole}) == DIFFERENT
+    assert told[1:] == ["    the answer: the text of choice 0 is not that of the receipt"]
     assert audit(whole, {"choices": [], "receipt": whole}) == EQUAL
     assert told[-1] == "2 receipts: 2 equal, 0 different, 0 unreadable"
     assert audit(altered, whole) == DIFFERENT

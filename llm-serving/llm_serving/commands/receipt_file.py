@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ from llm_serving.errors import ConfigError, ReceiptError
 from llm_serving.hub.progress import Progress
 from llm_serving.receipts.contents import ModelFiles, content_hashes
 from llm_serving.receipts.seal import MAX_BYTES, Opened, opened
+from llm_serving.receipts.told_texts import told_texts
 
 EQUAL: Final = 0
 DIFFERENT: Final = 1
@@ -126,7 +128,7 @@ def _item(data: bytes) -> Opened | ReceiptError:
     try:
         content: Any = msgspec.json.decode(data)
         if isinstance(content, dict) and "receipt" in content:
-            content = content["receipt"]
+            return replace(opened(content["receipt"]), texts=told_texts(content))
         return opened(content)
     except ReceiptError as error:
         return error

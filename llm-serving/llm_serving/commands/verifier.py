@@ -21,6 +21,7 @@ from llm_serving.receipts.configuration import Setting, settings_of
 from llm_serving.receipts.contents import ContentHashes
 from llm_serving.receipts.receipt import Receipt, ReceiptChoice
 from llm_serving.receipts.seal import Opened
+from llm_serving.receipts.told_texts import is_text_of
 from llm_serving.server.choices import COUNT, Choices
 from llm_serving.server.sampling import sequences_of
 from llm_serving.server.selection import ChoiceOutput, select_best
@@ -91,6 +92,7 @@ class Verifier:
             llm = self._model_for(receipt)
             _compare_means(verdict, receipt, llm)
             self._compare_answers(verdict, receipt, llm)
+            _compare_texts(verdict, opened, llm)
         except LLMServingError as error:
             verdict.differences.append(f"cannot be computed here: {error}")
         return verdict
@@ -206,6 +208,18 @@ def _compare_means(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
         _compare(
             verdict.notes, f"computed_by.{each}", getattr(receipt.computed_by, each), getattr(llm.computed_by, each)
         )
+
+
+def _compare_texts(verdict: Verdict, opened: Opened, llm: LLM) -> None:
+    """Of the answer that the receipt came with."""
+    receipt = opened.receipt
+    for index, text in opened.texts.items():
+        if not 0 <= index < len(receipt.choices):
+            verdict.differences.append(f"the answer: has choice {index}, of which the receipt tells nothing")
+            continue
+        prompt = llm.tokenizer.decode(receipt.prompts[index // receipt.n])
+        if not is_text_of(text, prompt, receipt.choices[index].text):
+            verdict.differences.append(f"the answer: the text of choice {index} is not that of the receipt")
 
 
 def _choice_differences(where: str, told: ReceiptChoice, alone: ReceiptChoice) -> list[str]:

@@ -6,8 +6,8 @@ A seal finds accidents and careless hands. Whoever alters a receipt and seals it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +32,8 @@ class Opened:
     receipt: Receipt
     altered: tuple[str, ...]
     """Fields that do not fit the seal; `hash` where nothing but the seal itself does not."""
+    texts: Mapping[int, str] = field(default_factory=dict)
+    """Of the answer that it came with, by the index of the choice."""
 
 
 def sealed(receipt: Receipt) -> bytes:
