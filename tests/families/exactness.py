@@ -5,12 +5,15 @@
 Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
 after hits of their beginnings, brought back from host memory or computed again after they lost their places, and after
 the death of the WorkAgent. Tokens and log-probabilities must be the same bytes. What a dead WorkAgent held is NaN, and
-so is whatever no request holds, so that nothing stale can be read unnoticed. Needs no device and no torch; minutes.
+so is whatever no request holds, so that nothing stale can be read unnoticed. `plain` is asked in a process of its own,
+without the operator library, which would take the place of MindSpore's products. Needs no device and no torch; minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,7 +25,7 @@ from typing import Any, Final
 from engine_harness import bytes_of
 from families import models
 from fragile_harness import FragileHarness
-from graph_model import backend, poison
+from graph_model import WITHOUT_LIBRARY, backend, poison
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput
@@ -198,12 +201,21 @@ def differing(served: Served) -> list[str]:
 
 
 def cell(name: str, kernels: str, dtype: str) -> str:
+    if kernels == "plain" and WITHOUT_LIBRARY not in os.environ:
+        return _without_library(name, dtype)
     with tempfile.TemporaryDirectory() as folder:
         try:
             served = Served(name, Path(folder), kernels, dtype)
         except ModelError as refusal:
             return f"refused: {refusal}"
         return "; ".join(differing(served)) or "same bytes"
+
+
+def _without_library(name: str, dtype: str) -> str:
+    command = [sys.executable, "-m", "families.exactness", name, "--kernels", "plain", "--dtype", dtype]
+    environment = os.environ | {WITHOUT_LIBRARY: "1"}
+    table = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return table.strip().rpartition("\n")[2].strip("| ").partition(" | ")[2]
 
 
 def main() -> None:
