@@ -1,6 +1,6 @@
 """Whether an answer of any family depends on more than the request: as a table, a row for each model.
 
-    PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program primitives plain mindformers]
+    PYTHONPATH=tests .venv/bin/python -m families.exactness [NAME ...] [--kernels program plain kv8 ...]
 
 Four requests are answered alone, each prompt in one step and no block ever given back; then in chunks, beside others,
 after hits of their beginnings, brought back from host memory or computed again after they lost their places, and after
@@ -38,6 +38,8 @@ NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
 MINDFORMERS: Final = "mindformers"
 """The network of MindFormers, where that is installed."""
+CODED_CACHE: Final = "kv8"
+"""A program over keys and values in 8 bits."""
 
 
 class Served:
@@ -59,8 +61,9 @@ class Served:
             BLOCK_SIZE,
             longest,
             num_swap_blocks=NUM_SWAP_BLOCKS,
-            as_program=kernels == "program",
+            as_program=kernels in ("program", CODED_CACHE),
             by_mindformers=kernels == MINDFORMERS,
+            coded_cache=kernels == CODED_CACHE,
         )
         long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
         sampled = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=11, logprobs=3)
@@ -221,7 +224,7 @@ def _without_library(name: str, dtype: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, MINDFORMERS))
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, MINDFORMERS, CODED_CACHE))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     sys.stdout.write(f"| model | {' | '.join(arguments.kernels)} |\n| --- |{' --- |' * len(arguments.kernels)}\n")

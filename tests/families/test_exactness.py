@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from engine_harness import bytes_of
 from families import models
-from families.exactness import Served, differing
+from families.exactness import CODED_CACHE, Served, differing
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.errors import ModelError
 from real_replica import RealReplica
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -19,9 +20,17 @@ from tokenizers.models import WordLevel
 pytestmark = pytest.mark.mindspore
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3-moe", "deepseek-v2"])
-def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str) -> None:
-    assert not differing(Served(name, tmp_path))
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("mistral", "program"), ("qwen3-moe", "program"), ("deepseek-v2", "program"), ("gemma2", CODED_CACHE)],
+)
+def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, kernels: str) -> None:
+    assert not differing(Served(name, tmp_path, kernels))
+
+
+def test_latent_keys_in_8_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="a cache of 8 bits has no attention to latent keys"):
+        Served("deepseek-v2", tmp_path, CODED_CACHE)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

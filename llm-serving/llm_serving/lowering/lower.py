@@ -18,7 +18,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
 from llm_serving.network.description import Network
-from llm_serving.network.primitives import lacking_of_codes
+from llm_serving.network.primitives import lacking_in_coded_cache, lacking_of_codes
 from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
 
 
@@ -76,8 +76,11 @@ def lower(
     lacks = None if as_program else lacking_of_codes(network, quantization)
     if lacks is not None:
         raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
-    if not as_program and any(_letter(cache) == "b" for pair in kv_caches for cache in pair):
-        raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
+    if any(_letter(cache) == "b" for pair in kv_caches for cache in pair):
+        if not as_program:
+            raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
+        if (lacks := lacking_in_coded_cache(network)) is not None:
+            raise ModelError(f"a cache of 8 bits has no {lacks}")
     parameters = parameters_of(
         network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
     )
