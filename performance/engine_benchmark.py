@@ -1,8 +1,8 @@
 """Speed of the engine without a server: python performance/engine_benchmark.py --model FOLDER [--tests A,B,C,S,L]
 
-    A   one stream: prompt 128, output 128; time to the first token, then tokens per second (median of runs), and what
-        a step reads of the weights
-    B   32 and 128 requests at once: prompt 128, output 128; output tokens per second, prefill included
+    A   one stream: prompt 128 or --prompt, output 128; time to the first token, then tokens per second (median of
+        runs), and what a step reads of the weights
+    B   32 and 128 requests at once, the same lengths; output tokens per second, prefill included
     C   one prompt of 1,024 or --long-prompt, one output token: prompt tokens per second (median of runs)
     S   where a decode step's time goes, for one stream and for each size of test B: microseconds of each operator, of
         the graph around them, of scheduling, building, sampling and text, and of the way to a WorkAgent and back
@@ -38,7 +38,7 @@ from lost_cores import LostCoresMeter
 from machine_limits import Limits, StepCost, decode_seconds, prompt_seconds
 from step_breakdown import step_breakdown
 
-PROMPT_LEN = OUTPUT_LEN = 128
+OUTPUT_LEN = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,15 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_coded_cache)
         llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
         if "A" in arguments.tests:
-            run("A", partial(single_stream, llm, arguments.runs, cost))
+            run("A", partial(single_stream, llm, arguments.runs, arguments.prompt, cost))
         if "B" in arguments.tests:
             for count in arguments.batch:
-                run(f"B{count}", partial(batch, llm, count, cost))
+                run(f"B{count}", partial(batch, llm, count, arguments.prompt, cost))
         if "C" in arguments.tests:
             run("C", partial(prefill, llm, arguments.runs, arguments.long_prompt, cost))
         if "S" in arguments.tests:
             counts = (1, *arguments.batch)
-            run("S", lambda: _without_limits(step_breakdown(llm, counts, PROMPT_LEN, OUTPUT_LEN)))
+            run("S", lambda: _without_limits(step_breakdown(llm, counts, arguments.prompt, OUTPUT_LEN)))
     if arguments.json is not None:
         document = {
             "settings": {name: str(value) for name, value in vars(arguments).items()},
@@ -105,12 +105,12 @@ def _without_limits(figures: list[Figure]) -> Judge:
     return lambda _: figures
 
 
-def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
+def single_stream(llm: LLM, runs: int, length: int, cost: StepCost) -> Judge:
     """Test A."""
     first, rates, read = [], [], 0
     for run in range(runs):
         start = time.perf_counter()
-        prompts = random_prompts(llm, 1, PROMPT_LEN, run)
+        prompts = random_prompts(llm, 1, length, run)
         marks = [(time.perf_counter(), _weight_bytes()) for _ in llm.stream(prompts, greedy(OUTPUT_LEN))]
         times = [time for time, _ in marks]
         first.append(times[0] - start)
@@ -118,8 +118,8 @@ def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
         read = _bytes_of_a_step([num_bytes for _, num_bytes in marks])
 
     def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, 1, PROMPT_LEN)
-        highest = (OUTPUT_LEN - 1) / decode_seconds(limits, cost, 1, PROMPT_LEN, PROMPT_LEN + OUTPUT_LEN - 1)
+        least = prompt_seconds(limits, cost, 1, length)
+        highest = (OUTPUT_LEN - 1) / decode_seconds(limits, cost, 1, length, length + OUTPUT_LEN - 1)
         return [
             Figure("A", "time to first token", 1e3 * statistics.median(first), "ms", 1e3 * least, less_is_better=True),
             Figure("A", "decode, one stream", statistics.median(rates), "tok/s", highest),
@@ -129,18 +129,18 @@ def single_stream(llm: LLM, runs: int, cost: StepCost) -> Judge:
     return judge
 
 
-def batch(llm: LLM, count: int, cost: StepCost) -> Judge:
+def batch(llm: LLM, count: int, length: int, cost: StepCost) -> Judge:
     """Test B."""
     start = time.perf_counter()
-    prompts = random_prompts(llm, count, PROMPT_LEN, count)
+    prompts = random_prompts(llm, count, length, count)
     pieces = [(len(piece.token_ids), _weight_bytes()) for _, piece in llm.stream(prompts, greedy(OUTPUT_LEN))]
     elapsed = time.perf_counter() - start
-    num_tokens = sum(length for length, _ in pieces)
+    num_tokens = sum(size for size, _ in pieces)
     cost = cost.reading(_bytes_of_a_step([num_bytes for _, num_bytes in pieces]))
 
     def judge(limits: Limits) -> list[Figure]:
-        least = prompt_seconds(limits, cost, count, PROMPT_LEN)
-        least += decode_seconds(limits, cost, count, PROMPT_LEN, PROMPT_LEN + OUTPUT_LEN - 1)
+        least = prompt_seconds(limits, cost, count, length)
+        least += decode_seconds(limits, cost, count, length, length + OUTPUT_LEN - 1)
         return [Figure(f"B{count}", "output", num_tokens / elapsed, "tok/s", num_tokens / least)]
 
     return judge
@@ -182,6 +182,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")
     parser.add_argument("--runs", type=int, default=3, help="runs of tests A and C, of which the median counts")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
+    parser.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="the prompts of tests A, B and S")
     parser.add_argument("--long-prompt", type=int, default=1024, metavar="TOKENS", help="the prompt of test C")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
