@@ -32,3 +32,8 @@ def test_same_bytes_are_promised_where_products_and_attention_are_always_the_sam
 
 def test_nothing_is_said_to_be_verified_on_a_device():
     assert "not verified on a device" in promise("exact", "ascend_invariant")
+
+
+def test_experts_on_a_device_have_no_batch_invariant_products():
+    assert promise("exact", "ascend_invariant", has_experts=True).startswith("what a prompt shares a step with")
+    assert promise("exact", "cpu", has_experts=True) == promise("exact", "cpu")

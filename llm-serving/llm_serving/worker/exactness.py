@@ -29,11 +29,21 @@ PROMISES: Final[Mapping[tuple[ExactnessName, str], str]] = {
 """Exactness and name of the backend -> what is promised."""
 
 
-def promise(exactness: str, backend_name: str) -> str:
+_OF_EXPERTS: Final = (
+    "what a prompt shares a step with changes no kernel: PagedAttention computes every step; the last bits of an "
+    "answer are not promised: GroupedMatmulV4 multiplies experts, and may order its sums by how many rows an expert has"
+)
+"""In place of a promise of the device's batch-invariant products: there are none of experts."""
+
+
+def promise(exactness: str, backend_name: str, has_experts: bool = False) -> str:
     """What answers of this server may depend on.
 
     Args:
         exactness: `device_config.exactness`.
         backend_name: `Backend.name` of what computes.
+        has_experts: The model has.
     """
+    if has_experts and backend_name == "ascend_invariant":
+        return _OF_EXPERTS
     return PROMISES[ExactnessName(exactness), backend_name]

@@ -75,9 +75,11 @@ def load_runner(
             library.library_path(on_progress)
     backend, notice = backend_for(device, settings.dtype)
     framework = f"{ms.__version__} with MindFormers {mindformers_version()}" if by_mindformers else ms.__version__
-    logger.info("device_config.exactness: %s: %s", device.exactness, promise(device.exactness, backend.name))
     folder = Path(settings.model_path)
     spec = check_folder(folder)
+    has_experts = any(each.kind == "experts" for each in spec.network.operations)
+    told = promise(device.exactness, backend.name, has_experts)
+    logger.info("device_config.exactness: %s: %s", device.exactness, told)
     if spec.scheme is not None:
         logger.info("the weights are quantised by %s: they are served in %s", spec.scheme.described, settings.dtype)
     ranks = None if ranks_fd is None else _join(ranks_fd, settings, backend)
