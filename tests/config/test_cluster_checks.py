@@ -53,7 +53,6 @@ def test_ranks_of_a_replica_share_the_cores_and_the_memory_of_the_machine() -> N
     [
         ("cluster_config.engine=ray", r"must be 1 with `cluster_config\.engine: ray`: ranks share memory"),
         ("device_config.device_target=Ascend", r"must be 1 with `device_config\.device_target: Ascend`: sums go"),
-        ("quant_config.quantization=w8a8", r"must be 1 with `quant_config\.quantization: w8a8`: weights are dealt"),
         ("device_config.kernels=plain", r"must be 1 with `device_config\.kernels: plain`: only a program"),
         ("device_config.kernels=primitives", r"must be 1 with `device_config\.kernels: primitives`: only a program"),
         ("model_config.implementation=mindformers", r"must be 1 with `device_config\.kernels: primitives`"),
@@ -70,6 +69,14 @@ def test_a_model_that_cannot_be_dealt_out_is_refused(tmp_path: Path) -> None:
     rule = r"`cluster_config\.tensor_parallel` must divide the 2 heads of keys and values\. Given: 4"
     with pytest.raises(ConfigError, match=rule):
         load_config(None, ["cluster_config.tensor_parallel=4"], tmp_path)
+
+
+def test_a_model_whose_files_are_quantised_is_refused(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | quantised))
+    rule = r"`cluster_config\.tensor_parallel` must be 1 for a model whose weights are quantised by .*Given: 2"
+    with pytest.raises(ConfigError, match=rule):
+        load_config(None, ["cluster_config.tensor_parallel=2"], tmp_path)
 
 
 def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:

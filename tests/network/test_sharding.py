@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 from family_configs import CONFIGS, RandomTensors, config_of
+from llm_serving.core.choices import QuantizationName
 from llm_serving.errors import ModelError
 from llm_serving.models.facts import Facts
 from llm_serving.models.registry import describe
+from llm_serving.network.coded import Quantization, coded_weights
 from llm_serving.network.description import Network
 from llm_serving.network.program import program_of
 from llm_serving.network.rewriting import rewrite, select_rows
@@ -90,6 +92,14 @@ def test_two_ranks_have_what_one_has_but_for_table_head_and_norms() -> None:
     halved = sum(math.prod(weight.shape) for weight in multiplied)
     sizes = [sum(math.prod(w.shape) for w in each.weights if w.made is None) for each in (net, rank)]
     assert sizes[0] - sizes[1] == halved // 2
+
+
+def test_shares_whose_groups_are_not_whole_are_kept_in_8_bits() -> None:
+    rank = sharded(network("llama"), 0, 2)
+    coded = coded_weights(rank, Quantization(QuantizationName.W4A16, 32))
+    kept = {weight.names[0].split(".")[-2]: (weight.shape[1], name) for weight, name in coded.items()}
+    assert kept["o_proj"] == (64, QuantizationName.W4A16)
+    assert kept["down_proj"] == (48, QuantizationName.W8A16)
 
 
 def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:

@@ -15,7 +15,6 @@ TENSOR_PARALLEL: Final = f"{SECTION}.tensor_parallel"
 _ONLY_ALONE: Final = (
     (f"{SECTION}.engine", EngineName.LOCAL, "ranks share memory"),
     ("device_config.device_target", "CPU", "sums go through the memory of this machine"),
-    ("quant_config.quantization", None, "weights are dealt out in the model dtype"),
     ("model_config.mindir_path", None, "graphs in files are those of one process"),
 )
 """Key, the value that it must have for several ranks, and why."""
