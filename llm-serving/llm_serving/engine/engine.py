@@ -20,7 +20,7 @@ from llm_serving.core.computed_by import NOT_KNOWN
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.core.step import StepOutput
+from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines, timeout_of
 from llm_serving.engine.ledger import Ledger
@@ -106,6 +106,8 @@ class Engine:
         self._restart_wait_s = restart_wait_s
         self._drafter = drafter
         self._builder = StepBuilder(scheduler.blocks)
+        self.build_step: Callable[[Schedule, int], StepInput] = self._builder.build
+        """Makes what the executor gets of what was decided; simulations need less of it."""
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
@@ -315,7 +317,7 @@ class Engine:
         if schedule is not None:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
-            self._executor.submit(self._builder.build(schedule, self._executor.next_step), forms_late)
+            self._executor.submit(self.build_step(schedule, self._executor.next_step), forms_late)
             self._host_s = self._settle_s + self._clock() - now
             if not self._in_flight:
                 self._step_began = now

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_serving.core.step import StepInput
-
 
 class StepShape(NamedTuple):
     """Numbers of one step, each of which a cost model may have pieces over."""
@@ -24,11 +22,6 @@ class StepShape(NamedTuple):
     """Products of queries and keys in rows of more than one token."""
     moves: int
     """Blocks copied, moved out or moved in."""
-
-
-def shape_of(step: StepInput) -> StepShape:
-    """The shape of a step as the WorkAgent gets it."""
-    return shape_of_rows(step.query_lens, step.num_computed, step.sampling.num_samples, len(step.block_moves))
 
 
 def shape_of_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock
 from llm_serving.observe.metrics import Metrics
@@ -20,6 +22,12 @@ class Tally(Metrics):
     def step(self, num_running: int, num_waiting: int, kv_usage: float, num_tokens: int, *, replica: int = 0) -> None:
         self.num_tokens += num_tokens
         self.block_use.append((self._clock(), kv_usage))
+
+    def first_token(self, seconds: float) -> None:
+        """Outcomes have it."""
+
+    def inter_tokens(self, seconds: Sequence[float]) -> None:
+        """Outcomes have them."""
 
     def preempted(self, n: int = 1) -> None:
         self.num_preempted += n

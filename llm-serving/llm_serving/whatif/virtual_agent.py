@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llm_serving.core.step import AllowedTokens, Int32Array, StepInput, StepOutput, no_top_tokens
+from llm_serving.core.step import AllowedTokens, Int32Array, StepOutput, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
+from llm_serving.scheduler import Schedule
 from llm_serving.whatif.profile import Profile
-from llm_serving.whatif.step_shape import StepShape, shape_of
+from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.timeline import EngineClock
 
 END_TOKEN = 2
@@ -21,11 +22,35 @@ FIRST_TOKEN = 3
 """From here on ids are words."""
 
 
+class VirtualStep(NamedTuple):
+    """Of a step what a profile needs, and who gets which token."""
+
+    number: int
+    shape: StepShape
+    samples: list[tuple[int, int]]
+    """(seed of the request, position of the token), of each token to be chosen."""
+
+
+def virtual_step(schedule: Schedule, number: int) -> Any:
+    """In place of `StepBuilder.build`, whose arrays nobody reads here. Nothing is guessed ahead in simulations."""
+    tokens = context = pairs = 0
+    samples = []
+    for request, num_computed, query_len, num_samples, _ in schedule.rows:
+        tokens += query_len
+        context += num_computed
+        if query_len > 1:
+            pairs += query_len * num_computed + query_len * (query_len + 1) // 2
+        if num_samples:
+            samples.append((request.sampling.seed or 0, num_computed + query_len))
+    rows = len(schedule.rows)
+    shape = StepShape(rows, tokens, len(samples), context + tokens, pairs, len(schedule.block_moves))
+    return VirtualStep(number, shape, samples)
+
+
 class _Computed(NamedTuple):
     """A step under way."""
 
-    step: StepInput
-    shape: StepShape
+    step: VirtualStep
     ends: float
     announced: bool
     """Whether its end is announced."""
@@ -59,18 +84,20 @@ class VirtualAgent(Unsupervised):
         self.spans: list[tuple[float, float]] = []
         """(when a step began, seconds that it took)."""
         self._profile, self._clock, self._wait_until = profile, clock, wait_until
-        self._lengths, self._vocab_size, self._rng = lengths, vocab_size, rng
+        self._lengths: list[tuple[int, int]] = [(prompt, output) for prompt, output in lengths.tolist()]
+        self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
         self._in_flight: deque[_Computed] = deque()
         self._free = 0.0
 
-    def submit(self, step: StepInput, announce_ending: bool = False) -> None:
-        shape, profile, clock = shape_of(step), self._profile, self._clock
+    def submit(self, step: Any, announce_ending: bool = False) -> None:
+        """`step`: of `virtual_step`."""
+        shape, profile, clock = step.shape, self._profile, self._clock
         clock.spend(profile.form.seconds(shape))
         seconds = profile.step.seconds(shape) * self._spread(profile.spread)
         begins = max(clock.now + profile.latency_s, self._free)
         self._free = begins + seconds
         self.spans.append((begins, seconds))
-        self._in_flight.append(_Computed(step, shape, self._free, announce_ending))
+        self._in_flight.append(_Computed(step, self._free, announce_ending))
         self.next_step += 1
 
     def allow(self, allowed: AllowedTokens) -> None:
@@ -81,21 +108,19 @@ class VirtualAgent(Unsupervised):
             self._wait(self._in_flight[-1].ends - self._profile.lead_s)
 
     def collect(self) -> StepOutput:
-        step, shape, ends, _ = self._in_flight.popleft()
+        step, ends, _ = self._in_flight.popleft()
         self._wait(ends + self._profile.latency_s)
-        self._clock.spend(self._profile.take.seconds(shape))
-        sampling = step.sampling
-        count = sampling.num_samples
-        return StepOutput(step.step, self._tokens(step), np.zeros(count, np.float32), no_top_tokens(count))
+        self._clock.spend(self._profile.take.seconds(step.shape))
+        count = len(step.samples)
+        tokens = np.array([self._token(*each) for each in step.samples], np.int32)
+        return StepOutput(step.number, tokens, np.zeros(count, np.float32), no_top_tokens(count))
 
-    def _tokens(self, step: StepInput) -> Int32Array:
-        """Names of request and position, and the end where it is due."""
-        sampling = step.sampling
-        requests = sampling.seed.astype(np.int64)
-        prompt_lens, output_lens = self._lengths[requests, 0], self._lengths[requests, 1]
-        words = FIRST_TOKEN + (requests * 7919 + sampling.position) % (self._vocab_size - FIRST_TOKEN)
-        ends = sampling.position - prompt_lens + 1 >= output_lens
-        return np.where(ends, END_TOKEN, words).astype(np.int32)
+    def _token(self, request: int, position: int) -> int:
+        """A name of request and position, or the end where it is due."""
+        num_prompt, num_output = self._lengths[request]
+        if position - num_prompt + 1 >= num_output:
+            return END_TOKEN
+        return FIRST_TOKEN + (request * 7919 + position) % self._num_words
 
     def _spread(self, factors: Sequence[float]) -> float:
         if not factors:

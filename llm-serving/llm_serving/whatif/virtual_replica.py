@@ -21,7 +21,7 @@ from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
-from llm_serving.whatif.virtual_agent import END_TOKEN, VirtualAgent
+from llm_serving.whatif.virtual_agent import END_TOKEN, VirtualAgent, virtual_step
 
 CHECK_EVERY: Final = 256
 """Steps between two looks at all blocks and places; bounds are watched at every one."""
@@ -99,6 +99,7 @@ class VirtualReplica:
             )
 
         self.engine = world.drive(index, make)
+        self.engine.build_step = virtual_step
         if not parts.predicts:
             self.engine.load = _PredictsNothing(self.engine.scheduler.limits)
         self._num_since_check = 0

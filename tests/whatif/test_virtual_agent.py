@@ -1,0 +1,32 @@
+"""What a simulation makes of a step in place of its arrays tells the same of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factories import create_scheduler
+from hypothesis import given, settings
+from llm_serving.executor.step_builder import StepBuilder
+from llm_serving.scheduler import Schedule
+from llm_serving.whatif.step_shape import shape_of_rows
+from llm_serving.whatif.virtual_agent import virtual_step
+from scheduler_loads import arrivals, create_load, scheduler_options
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrivals=arrivals, options=scheduler_options())
+def test_shape_and_samples_are_those_of_the_arrays(arrivals: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
+    scheduler = create_scheduler(**options | {"max_steps_in_flight": 1})
+    builder = StepBuilder(scheduler.blocks)
+    for _, _, request in create_load(arrivals):
+        scheduler.add(request)
+    for number in range(60):
+        schedule: Schedule | None = scheduler.schedule(0.0)
+        if schedule is None:
+            break
+        step, virtual = builder.build(schedule, number), virtual_step(schedule, number)
+        shape = shape_of_rows(step.query_lens, step.num_computed, step.sampling.num_samples, len(step.block_moves))
+        assert virtual.shape == shape
+        seeds, positions = step.sampling.seed.tolist(), step.sampling.position.tolist()
+        assert virtual.samples == list(zip(seeds, positions, strict=True))
+        scheduler.update(schedule, [7] * schedule.num_samples)
