@@ -4,6 +4,7 @@ import json
 import pytest
 from factories import create_request
 from llm_serving.cli import main
+from llm_serving.whatif import needs
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.profile import write_profile
 from recordings import MemoryFiles, create_recorded
@@ -49,6 +50,33 @@ def test_configurations_stand_side_by_side(arguments, capsys):
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line and not line.startswith(" ")}
     assert rows["answered"] == ["40", "40"]
     assert float(rows["output_tokens_per_s"][0]) > float(rows["output_tokens_per_s"][1])
+
+
+def test_what_would_have_to_change_is_told(arguments, capsys, monkeypatch):
+    every = needs.neighbours
+    monkeypatch.setattr(needs, "neighbours", lambda *asked: list(every(*asked))[3:5])  # each takes a simulation
+    few = [arguments[0], f"{arguments[1]}+model_config.decode_batch_size=4", *arguments[3:]]
+    assert main([*few, "--need", "tenant tenant-0.ttft_p99_ms=1e9"]) == 0
+    assert "tenant tenant-0.ttft_p99_ms <= 1,000,000,000: it is" in capsys.readouterr().out
+    assert main([*few, "--need", "interactive.ttft_p99_ms=60"]) == 0
+    shown = capsys.readouterr().out.split("my+decode_batch_size=4:")[1]
+    assert "interactive.ttft_p99_ms <= 60: it is" in shown and "NOT KEPT" in shown
+    assert "model_config.decode_batch_size: 4 -> 8: interactive.ttft_p99_ms" in shown
+    assert "2 replicas in place of 1: interactive.ttft_p99_ms" in shown
+
+
+@pytest.mark.parametrize(
+    ("need", "told"),
+    [
+        ("ttft_p99", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99'"),
+        ("ttft_p99_ms=x", "--need must be FIGURE=LIMIT with a number >= 0. Given: 'ttft_p99_ms=x'"),
+        ("ttft_p98_ms=4", "the nearest known figure is `ttft_p99_ms`. Given: 'ttft_p98_ms'"),
+        ("tenant nobody.ttft_p99_ms=4", "must be of a class or a tenant that the load has requests of"),
+    ],
+)
+def test_a_need_that_is_none_is_refused(arguments, capsys, need, told):
+    assert main([*arguments, "--need", need]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_numbers_come_as_json(arguments, capsys):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llm_serving.whatif.load import Load
     from llm_serving.whatif.profile import Profile
     from llm_serving.whatif.simulation import Result
+    from llm_serving.whatif.tuning.goal import Constraint
 
 
 OWN_PROFILE: Final = "@profile="
@@ -40,6 +41,13 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument("--find-rate", action="store_true", help="also the highest rate at which each keeps promises")
     parser.add_argument(
         "--kept", type=float, default=0.99, metavar="SHARE", help="of requests, for --find-rate; default 0.99"
+    )
+    parser.add_argument(
+        "--need",
+        action="append",
+        default=[],
+        metavar="FIGURE=LIMIT",
+        help="also what would have to change to keep it: 'tenant alice.ttft_p99_ms=1000'; may be given several times",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="all numbers; - is standard output, without the table")
     parser.add_argument("--svg", type=Path, metavar="OUT", help="a plot; wants matplotlib")
@@ -90,9 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.profile import read_profile
     from llm_serving.whatif.reading import read_load
     from llm_serving.whatif.report import as_json, mark, table
+    from llm_serving.whatif.tuning.goal import constraint
 
     if not 0 < arguments.kept <= 1:
         raise ConfigError(f"--kept must be above 0 and at most 1. Given: {arguments.kept:g}")
+    needs = [constraint(each, "--need") for each in arguments.need]
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
     variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
@@ -120,7 +130,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.find_rate:
         found = [(each, highest_rate(load, each, arguments.kept)) for each in variants]
         print(_capacities(found, arguments.kept))
+    if needs:
+        for argument, variant in zip(arguments.configs, variants, strict=True):
+            _say_what_would_keep(argument, variant, load, arguments.model, needs)
     return 0
+
+
+def _say_what_would_keep(
+    argument: str, variant: Variant, load: Load, model: str | None, needs: Sequence[Constraint]
+) -> None:
+    from llm_serving.whatif.needs import what_would_keep
+    from llm_serving.whatif.tuning.goal import Figure, Goal
+    from llm_serving.whatif.tuning.knobs import Changes, as_overrides, classes_in, tenants_in
+    from llm_serving.whatif.tuning.trial import Trials
+
+    path, *changes = argument.split("+")
+    own = [each for each in changes if not each.startswith(OWN_PROFILE)]
+
+    def configure(changed: Changes) -> ServingConfig:
+        return read_with(Path(path), [*own, *as_overrides(changed)], model)
+
+    goal = Goal(Figure("", "goodput_per_s"), most=True, constraints=tuple(needs))
+    goal.check_groups(classes_in(variant.config, load), tenants_in(load))
+    print(f"{variant.name}:")
+    for line in what_would_keep(Trials(configure, load, variant.profile, goal, variant.seed)):
+        print(f"  {line}", flush=True)
 
 
 def _capacities(found: Sequence[tuple[Variant, Capacity]], kept_share: float) -> str:

@@ -167,6 +167,21 @@ def goal(root: Located) -> Goal:
     return Goal(objective, wanted[0] == "most", tuple(constraints), fixed, blocks, where)
 
 
+def constraint(written: str, where: str) -> Constraint:
+    """Of `FIGURE=LIMIT`.
+
+    Raises:
+        ConfigError: With the rule.
+    """
+    name, equals, limit = written.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return Constraint(_figure(name.strip(), where), number()(float(limit)))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} must be FIGURE=LIMIT with a number >= 0. Given: {shorten(written)}") from None
+
+
 def _figure(name: str, where: str) -> Figure:
     group, _, own = name.rpartition(".")
     own = SHORT.get(own, own)
