@@ -121,6 +121,16 @@ def test_sending_to_a_closed_channel_is_an_error(ends) -> None:
         channel.send(Hello(1))
 
 
+def test_who_takes_nothing_counts_as_gone(ends) -> None:
+    """A process that is stopped keeps its socket: whoever sent to it waited for ever once the buffers were full."""
+    left, _ = ends
+    sender = Channel(left, AgentMessage)
+    sender.send_timeout_s = 0.01
+    with pytest.raises(ChannelClosedError, match="timed out"):
+        for _ in range(100):
+            sender.send(Failed("x" * (MAX_FRAME_BYTES // 2)))
+
+
 def test_a_message_longer_than_a_frame_is_not_sent(ends) -> None:
     _, channel = ends
     with pytest.raises(ProtocolError, match="exceeds the limit"):

@@ -95,6 +95,7 @@ class ClusterPlacement:
                 process.end(None)
                 raise
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
+        channel.send_timeout_s = settings.step_timeout_s
         return Started(process, channel, InlineArrays(settings.num_buffers))
 
     def close(self) -> None:

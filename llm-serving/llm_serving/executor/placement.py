@@ -62,9 +62,9 @@ class ThisMachine:
                 link: AgentLink
                 undo.callback(buffers.close)
                 if settings.num_ranks == 1:
-                    process, link = _start(undo, index, buffers.fd, log_level)
+                    process, link = _start(undo, index, settings, buffers.fd, log_level)
                 else:
-                    process, link = _start_ranks(undo, settings.num_ranks, index, buffers.fd, log_level)
+                    process, link = _start_ranks(undo, index, settings, buffers.fd, log_level)
             except OSError as error:
                 raise WorkerDiedError(f"WorkAgent {index} cannot be started: {error.strerror or error}") from error
             undo.pop_all()
@@ -77,9 +77,12 @@ class ThisMachine:
         pass
 
 
-def _start(undo: contextlib.ExitStack, index: int, *others: Any) -> tuple[LocalProcess, AgentChannel]:
+def _start(
+    undo: contextlib.ExitStack, index: int, settings: LoadModel, *others: Any
+) -> tuple[LocalProcess, AgentChannel]:
     ours, theirs = socket.socketpair()
     channel: AgentChannel = Channel(ours, AgentMessage)  # type: ignore[arg-type]
+    channel.send_timeout_s = settings.step_timeout_s
     undo.callback(channel.close)
     with theirs:
         process = _spawn(index, theirs.fileno(), *others)
@@ -88,11 +91,12 @@ def _start(undo: contextlib.ExitStack, index: int, *others: Any) -> tuple[LocalP
 
 
 def _start_ranks(
-    undo: contextlib.ExitStack, num_ranks: int, index: int, memory_fd: int, log_level: str
+    undo: contextlib.ExitStack, index: int, settings: LoadModel, memory_fd: int, log_level: str
 ) -> tuple[RankProcesses, RankChannels]:
     """All of one replica: they read the same steps, and add up what they compute in memory of their own."""
-    with rank_memory(num_ranks) as ranks_fd:
-        started = [_start(undo, index, memory_fd, log_level, rank, ranks_fd) for rank in range(num_ranks)]
+    ranks = range(settings.num_ranks)
+    with rank_memory(settings.num_ranks) as ranks_fd:
+        started = [_start(undo, index, settings, memory_fd, log_level, rank, ranks_fd) for rank in ranks]
     return RankProcesses([process for process, _ in started]), RankChannels([channel for _, channel in started])
 
 

@@ -35,6 +35,8 @@ class Channel(Generic[Incoming]):
         self._socket = sock
         self.max_frame_bytes = MAX_FRAME_BYTES
         """Longest frame that is sent or taken."""
+        self.send_timeout_s: float | None = None
+        """Seconds in which the other side must take a frame; None: any time."""
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._received = bytearray()
@@ -47,14 +49,14 @@ class Channel(Generic[Incoming]):
 
         Raises:
             ProtocolError: The message is longer than a frame may be.
-            ChannelClosedError: The other side is gone.
+            ChannelClosedError: The other side is gone, or takes nothing for so long that it counts as gone.
         """
         payload = self._encoder.encode(message)
         if len(payload) > self.max_frame_bytes:
             raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {self.max_frame_bytes}")
         frame = _LENGTH.pack(len(payload)) + payload
         try:
-            self._socket.settimeout(None)
+            self._socket.settimeout(self.send_timeout_s)
             self._socket.sendall(frame)
         except OSError as error:
             raise ChannelClosedError(f"the other side is gone: {error}") from error
