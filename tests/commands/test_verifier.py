@@ -220,6 +220,13 @@ def test_weights_of_fewer_bits_are_told_and_computed_with(whole, verify):
     assert "configuration.model_config.model_dtype: None in the receipt" in none.differences[0]
 
 
+def test_keys_of_fewer_bits_are_told_and_computed_with(whole, verify):
+    settings = opened(whole).receipt.configuration
+    assert settings["quant_config.kv_cache_dtype"] == "auto"
+    fewer = verify(resealed(whole, configuration=settings | {"quant_config.kv_cache_dtype": "int8"}))
+    assert fewer.differences and not any(line.startswith(("configuration", "cannot")) for line in fewer.differences)
+
+
 def test_another_instruction_set_is_told_and_computed_with_if_this_processor_has_it(whole, verify):
     by = opened(whole).receipt.computed_by
     plain = verify(resealed(whole, computed_by=msgspec.structs.replace(by, instruction_set="plain")))
