@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from threading import Event
+from typing import Any
 
 import pytest
 from async_engine_setup import Setup
@@ -359,9 +361,38 @@ def test_stopping_ends_open_streams_with_an_error() -> None:
         async with setup.running() as engine:
             setup.runners[0].gate.clear()
             stream = engine.generate([5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="a")
+            stopping = asyncio.create_task(engine.stop())
+            await asyncio.sleep(0)  # the engine has been told
+        await stopping
         last = [piece async for piece in stream][-1]
         assert last.finish_reason is FinishReason.UNAVAILABLE
         assert "shutting down" in (last.error or "")
+
+    asyncio.run(run())
+
+
+def test_requests_given_to_an_engine_that_has_not_begun_end_when_the_server_does() -> None:
+    """Its thread is held between the moment it may be given requests and its first step."""
+    may_begin = Event()
+
+    class Held(dict[int, str]):
+        def pop(self, *arguments: Any) -> Any:
+            may_begin.wait()
+            return super().pop(*arguments)
+
+    async def run() -> None:
+        setup = Setup()
+        setup.engine.replicas._failures = Held()
+        setup.engine.start()
+        while setup.engine.health().loading:
+            await asyncio.sleep(0)
+        stream = setup.engine.generate([5], GREEDY, request_id="a")
+        stopping = asyncio.create_task(setup.engine.stop())
+        await asyncio.sleep(0)  # the engine has been told
+        may_begin.set()
+        await stopping
+        async with asyncio.timeout(30):
+            assert [piece async for piece in stream][-1].finish_reason is FinishReason.UNAVAILABLE
 
     asyncio.run(run())
 

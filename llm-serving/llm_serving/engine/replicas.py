@@ -223,11 +223,11 @@ class Replicas:
             if self._reloaded is not None:
                 _reload(engine, self._reloaded)
             self._failures.pop(index, None)
-            if not self._stopping.is_set():
+            if self._stopping.is_set() or index in self._drained:  # since it began to load
+                engine.stop()
+            else:
                 logger.info("WorkAgent %d is ready", index)
-                if index in self._drained:  # since it began to load
-                    engine.stop()
-                engine.run()
+            engine.run()  # to its end at least: it may have been given requests
         self._ledger.leave(index)
 
     def _join(self, index: int, engine: Engine) -> None:
