@@ -22,7 +22,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import placement
+from llm_serving.executor import placement, supervised_executor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
@@ -160,8 +160,9 @@ def test_no_port_is_needed(run_stand_in):
             agent.stop()
 
 
-def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand_in, processes):
+def test_killed_again_and_again_also_while_it_loads_and_then_it_serves(run_stand_in, processes, monkeypatch):
     """20 deaths in a row without a step; every second WorkAgent does not get as far as being ready."""
+    monkeypatch.setattr(supervised_executor, "LEAST_PATIENCE_S", 600.0)  # none is replaced for being slow
     num_kills = 0
 
     def kill():
