@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ import pytest
 from llm_serving.config import load_config
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError, WorkerDiedError
+from llm_serving.executor.agent_process import LocalProcess
 from llm_serving.executor.executor import RemoteExecutor
-from llm_serving.executor.ranks import RankChannels
+from llm_serving.executor.ranks import RankChannels, RankProcesses
 from llm_serving.executor.supervisor import load_settings
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import step_from_arrays
@@ -147,3 +149,19 @@ def test_one_that_is_gone_is_noticed_at_once(ranks: Ranks, rank: int) -> None:
     assert poll.poll(10_000)
     with pytest.raises(ChannelClosedError):
         ranks.master.receive(10)
+
+
+class SeenLate(LocalProcess):
+    """Not seen to have ended by who asks, as in the moment between the end of its channel and its own."""
+
+    @property
+    def has_ended(self) -> bool:
+        return False
+
+
+def test_the_rank_that_ended_by_itself_is_named_though_it_was_not_seen_to() -> None:
+    processes = RankProcesses([SeenLate(["sleep", "600"]), SeenLate(["sh", "-c", "exit 7"])])
+    os.waitid(os.P_PID, processes.ranks[1].pid, os.WEXITED | os.WNOWAIT)
+    processes.kill()
+    processes.end(None)
+    assert processes.described_end == "rank 1: code 7"

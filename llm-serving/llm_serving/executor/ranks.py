@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ class RankProcesses:
         self.ranks = processes
         """In their order."""
         self._first: int | None = None
-        """The rank that ended by itself."""
+        """The rank that ended by itself, if it was seen to have."""
 
     @property
     def pid(self) -> int:
@@ -131,7 +132,9 @@ class RankProcesses:
 
     @property
     def described_end(self) -> str:
-        rank = self._first or 0
+        # One that ends closes its channel a moment before it can be seen to have ended.
+        by_itself = (rank for rank, process in enumerate(self.ranks) if process.returncode != -signal.SIGKILL)
+        rank = next(by_itself, 0) if self._first is None else self._first
         return f"rank {rank}: {self.ranks[rank].described_end}"
 
     def kill(self) -> None:
