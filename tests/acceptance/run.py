@@ -32,6 +32,8 @@ class Client(NamedTuple):
 
     name: str
     packages: tuple[str, ...]
+    only_by_name: bool = False
+    """Whether it is left out where no clients are named."""
 
 
 CLIENTS: Final = (
@@ -48,6 +50,7 @@ CLIENTS: Final = (
     Client("lm_eval", ("lm-eval[api]",)),
     Client("guidellm", ("guidellm",)),  # brings torch along
     Client("aiperf", ("aiperf",)),
+    Client("vllm", ("vllm",), only_by_name=True),  # brings CUDA's libraries along, several GB
 )
 
 
@@ -71,7 +74,7 @@ def main() -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     results = []
     for client in CLIENTS:
-        if client.name in (arguments.names or [client.name]):
+        if client.name in arguments.names or not (arguments.names or client.only_by_name):
             print(f"{client.name} ...", file=sys.stderr, flush=True)
             results += run(client, arguments)
     print(table(results))
