@@ -160,6 +160,7 @@ class Row(NamedTuple):
     """While requests came, but for the first quarter of that time."""
     figures: Figures
     master_share: float
+    """Of that time; by what it took for a token on average."""
     seconds: float
     """That the simulation took."""
 
@@ -178,8 +179,11 @@ def _row(size: int, profile: Profile, arguments: argparse.Namespace) -> Row:
     seconds = time.perf_counter() - begin
     last = max(each.due_s for each in result.outcomes)
     times = [time for each in result.outcomes for time in each.token_times_s if last / 4 <= time < last]
+    tokens_per_s = len(times) / (0.75 * last)
+    num_tokens = sum(len(each.token_times_s) for each in result.outcomes)
     end = max(each.end_s for each in result.outcomes)
-    return Row(size, len(times) / (0.75 * last), figures_of(result), result.master_share * end / last, seconds)
+    a_token_s = result.master_share * end / num_tokens
+    return Row(size, tokens_per_s, figures_of(result), a_token_s * tokens_per_s, seconds)
 
 
 def plot(rows: Sequence[Row], profile: Profile, path: Path) -> None:
