@@ -17,7 +17,7 @@ from llm_serving.cli import main
 from llm_serving.commands.flags import FLAGS, REFUSED
 from llm_serving.config import load_config
 from llm_serving.config.loader import RULES
-from llm_serving.config.paths import PROJECT_FOLDER
+from llm_serving.config.paths import DEMO_FOLDER, PROJECT_FOLDER
 from llm_serving.errors import ModelError, NoWorkAgentsError, WorkerDiedError, WorkerError
 from llm_serving.recording.records import Decided
 from llm_serving.server.authentication import hash_key
@@ -162,7 +162,7 @@ def test_of_an_api_key_the_hash_alone_is_kept_and_passed_on(by_flag, model, monk
     assert (row.name, row.key_sha256) == ("default", hash_key(KEY))
     assert KEY not in str(arguments)
     assert hash_key(KEY) in str(arguments)
-    assert main(["config", "check", *arguments]) == 0
+    assert main(["config", "check", *arguments, "--tokenizer", str(DEMO_FOLDER)]) == 0
 
 
 def test_the_key_of_the_environment_does_not_count_beside_those_of_the_configuration(served, model, monkeypatch):

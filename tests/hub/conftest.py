@@ -5,6 +5,8 @@ import json
 import pytest
 from hub_server import HubServer, StoredModel, running_hub
 from small_model import CONFIG, small_weights
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 WEIGHTS = small_weights()
 
@@ -43,9 +45,16 @@ def tiny_files(**changes: object) -> dict[str, bytes]:
         "model.safetensors": WEIGHTS,
         "original/consolidated.safetensors": b"0" * 1000,
         "pytorch_model.bin": b"0" * 1000,
-        "tokenizer.json": b'{"model": {}}',
+        "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": b'{"legacy": true}',
     }
+
+
+def _tokenizer() -> bytes:
+    """One that can be read."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer.to_str().encode()
 
 
 def weight_requests(hub: HubServer) -> list[str]:
