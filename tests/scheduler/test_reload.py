@@ -46,6 +46,17 @@ def test_bounds_hold_whatever_the_rules_become(
     run.finish()
 
 
+def test_who_has_a_place_that_is_there_no_more_keeps_it_in_another_class() -> None:
+    run = SchedulerRun(create_scheduler(max_num_seqs=3))
+    run.add(*(create_request(3, max_tokens=6, seed=seed) for seed in range(3)))
+    run.step()
+    run.reload(rules_of(run.scheduler, max_num_seqs=1))
+    for priority in (-1, 9):
+        assert run.scheduler.reprioritise(run.requests[0], priority)
+        run.scheduler.check_integrity()
+    run.finish()
+
+
 def test_who_has_a_place_keeps_it_where_there_are_fewer() -> None:
     run = SchedulerRun(create_scheduler(max_num_seqs=3, max_num_batched_tokens=12))
     run.add(*(create_request(3, max_tokens=6, seed=seed) for seed in range(4)))

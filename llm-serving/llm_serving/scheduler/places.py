@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from llm_serving.core.request import RUNNING, Request
 from llm_serving.core.request_class import RequestClass
@@ -45,6 +46,17 @@ class Places:
         self.running.remove(request)
         self._count(request, -1)
         self._most = max(self._limits.max_num_seqs, len(self.running))
+
+    @contextmanager
+    def changing(self, request: Request) -> Iterator[None]:
+        """While its key or class changes, the request keeps the place that it has, if it has one."""
+        runs = request.status is RUNNING
+        if runs:
+            self.running.remove(request)
+            self._count(request, -1)
+        yield
+        if runs:
+            self.take(request)
 
     def clear(self) -> None:
         """Nobody runs any more."""

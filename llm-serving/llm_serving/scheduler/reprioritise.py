@@ -32,13 +32,10 @@ class Reprioritiser:
         return self._move_to(request, priority, after, step, is_apart)
 
     def _move_within(self, request: Request, priority: int, is_apart: bool) -> None:
-        queue, runs = self._waits.queue.queues[request.request_class.name], request.status is RUNNING
+        queue = self._waits.queue.queues[request.request_class.name]
         waits = request in queue
-        if runs:
-            self._places.leave(request)
-        request.queue_key = self._keys.with_priority(request, priority)
-        if runs:
-            self._places.take(request)
+        with self._places.changing(request):
+            request.queue_key = self._keys.with_priority(request, priority)
         if is_apart:
             self._waits.wait(request)
         elif waits:
@@ -56,12 +53,10 @@ class Reprioritiser:
             queue.discard(request)
             if not request.has_run:
                 self._waits.follow(self._waits.gate.left(request))
-        if runs:
-            self._places.leave(request)
-        self._set_class(request, priority, after, step)
+        with self._places.changing(request):
+            self._set_class(request, priority, after, step)
         if runs:
             request.moved_at_step = step
-            self._places.take(request)
         if waits or is_apart:
             self._waits.wait(request, num_waited)
         return True
