@@ -30,6 +30,7 @@ from llm_serving.config.yaml_reader import read_value
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.figures import Figures, figures_of
 from llm_serving.whatif.load import Load
+from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile, read_profile
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.workload import workload
@@ -73,10 +74,20 @@ def load(num_replicas: float, num_requests: int, num_tenants: int, seed: int) ->
     return workload(read_value(text, "chat"), "chat", seed)
 
 
-def play(given: Load, num_replicas: int, profile: Profile, seed: int = 1) -> Result:
-    """The load on one master."""
+def play(
+    given: Load, num_replicas: int, profile: Profile, seed: int = 1, samples: list[tuple[float, float]] | None = None
+) -> Result:
+    """The load on one master; samples get (time, seconds that the master has computed until then)."""
     config = load_config(None, [*SETTINGS, f"cluster_config.replicas={num_replicas}"])
-    return Simulation(config, given, profile, seed).run()
+    simulation = Simulation(config, given, profile, seed)
+
+    def look(outcomes: Sequence[Outcome], now: float) -> bool:
+        del outcomes
+        if samples is not None:
+            samples.append((now, simulation.master_s))
+        return False
+
+    return simulation.run(look)
 
 
 def shares_of_masters(num_masters: int, exponent: float) -> list[float]:
@@ -147,9 +158,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
 
 
-def _play_share(size: int, share: float, profile: Profile, arguments: argparse.Namespace) -> Result:
+def _play_share(
+    size: int,
+    share: float,
+    profile: Profile,
+    arguments: argparse.Namespace,
+    samples: list[tuple[float, float]] | None = None,
+) -> Result:
     count = max(MIN_REQUESTS, round(arguments.requests * size * share))
-    return play(load(size * share, count, TENANTS_PER_MASTER, arguments.seed), size, profile, arguments.seed)
+    given = load(size * share, count, TENANTS_PER_MASTER, arguments.seed)
+    return play(given, size, profile, arguments.seed, samples)
 
 
 class Row(NamedTuple):
@@ -160,7 +178,7 @@ class Row(NamedTuple):
     """While requests came, but for the first quarter of that time."""
     figures: Figures
     master_share: float
-    """Of that time; by what it took for a token on average."""
+    """Of that time, in which its threads computed."""
     seconds: float
     """That the simulation took."""
 
@@ -175,15 +193,19 @@ class Row(NamedTuple):
 
 def _row(size: int, profile: Profile, arguments: argparse.Namespace) -> Row:
     begin = time.perf_counter()
-    result = _play_share(size, 1.0, profile, arguments)
+    samples: list[tuple[float, float]] = []
+    result = _play_share(size, 1.0, profile, arguments, samples)
     seconds = time.perf_counter() - begin
     last = max(each.due_s for each in result.outcomes)
     times = [time for each in result.outcomes for time in each.token_times_s if last / 4 <= time < last]
-    tokens_per_s = len(times) / (0.75 * last)
-    num_tokens = sum(len(each.token_times_s) for each in result.outcomes)
-    end = max(each.end_s for each in result.outcomes)
-    a_token_s = result.master_share * end / num_tokens
-    return Row(size, tokens_per_s, figures_of(result), a_token_s * tokens_per_s, seconds)
+    return Row(size, len(times) / (0.75 * last), figures_of(result), _share(samples, last), seconds)
+
+
+def _share(samples: Sequence[tuple[float, float]], last: float) -> float:
+    """Of the time while requests came, but for the first quarter: (time, seconds computed until then)."""
+    within = [each for each in samples if last / 4 <= each[0] < last]
+    (begin, before), (end, after) = within[0], within[-1]
+    return (after - before) / (end - begin)
 
 
 def plot(rows: Sequence[Row], profile: Profile, path: Path) -> None:

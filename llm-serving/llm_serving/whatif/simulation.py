@@ -144,6 +144,11 @@ class Simulation:
             raise ContradictionError(f"seed {self._seed}: {error or 'blocks or places are not conserved'}") from error
         return self._finish()
 
+    @property
+    def master_s(self) -> float:
+        """Seconds that the master's threads have computed until now."""
+        return self._interpreter.taken_s
+
     def _next(self) -> VirtualReplica | None:
         """The replica that is farthest behind of those with something to do."""
         while True:
