@@ -247,23 +247,27 @@ def test_a_changed_time_without_consequence_still_changes_the_hash() -> None:
     assert replay(with_record(data, entry.number, Asked(0.001))).hash != seal(data)
 
 
+PLACES = st.integers(0, 2**20 - 1)
+"""Of a recording, modulo its length, which the names of requests change: more of them take more digits."""
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_no_changed_byte_goes_unnoticed(draw: st.DataObject) -> None:
+@given(PLACES, st.integers(1, 255))
+def test_no_changed_byte_goes_unnoticed(place: int, bits: int) -> None:
     data = small_recording()
-    position = draw.draw(st.integers(0, len(data) - 1))
     changed = bytearray(data)
-    changed[position] ^= draw.draw(st.integers(1, 255))
+    changed[place % len(data)] ^= bits
     with pytest.raises(RecordingError, match=r"damaged|not a recording"):
         replay(bytes(changed))
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(draw: st.DataObject) -> None:
+@given(PLACES)
+def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(place: int) -> None:
     data = small_recording()
     entries = read(data)
-    length = draw.draw(st.integers(entries[0].offset, len(data) - 1))
+    first = entries[0].offset
+    length = first + place % (len(data) - first)
     ends = [each.offset for each in entries]
     replayed = replay(data[:length])
     assert replayed._reader.torn_at == (None if length in ends else max(end for end in ends if end < length))
