@@ -12,6 +12,7 @@ from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
 from llm_serving.scheduler.rules import Rules
+from scheduler_run import SchedulerRun
 
 shares = st.sampled_from([0.1, 0.5, 1.0])
 
@@ -99,3 +100,12 @@ def create_load(arrivals: list[tuple[Any, ...]]) -> list[tuple[int, int | None, 
             )
         load.append((step, None if abort is None else step + abort, request))
     return load
+
+
+def arrive(run: SchedulerRun, load: list[tuple[int, int | None, Request]], step: int) -> None:
+    """What a load of `create_load` does before a step: requests come, and requests are given up."""
+    for arrival, abort, request in load:
+        if arrival == step:
+            run.add(request)
+        if abort == step:
+            run.abort(request)

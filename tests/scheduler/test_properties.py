@@ -6,7 +6,7 @@ from typing import Any
 
 from factories import create_scheduler
 from hypothesis import given, settings
-from scheduler_loads import arrivals, create_load, scheduler_options
+from scheduler_loads import arrivals, arrive, create_load, scheduler_options
 from scheduler_run import SchedulerRun
 
 
@@ -16,10 +16,6 @@ def test_every_request_ends_with_what_it_asked_for(arrivals: list[tuple[Any, ...
     run = SchedulerRun(create_scheduler(**options))
     load = create_load(arrivals)
     for step in range(26):
-        for arrival, abort, request in load:
-            if arrival == step:
-                run.add(request)
-            if abort == step:
-                run.abort(request)
+        arrive(run, load, step)
         run.step()
     run.finish()

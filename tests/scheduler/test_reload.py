@@ -12,7 +12,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler import Scheduler
 from llm_serving.scheduler.orders import Shortest
 from llm_serving.scheduler.rules import Rules
-from scheduler_loads import arrivals, create_load, other_rules, scheduler_options
+from scheduler_loads import arrivals, arrive, create_load, other_rules, scheduler_options
 from scheduler_run import SchedulerRun
 
 
@@ -34,11 +34,7 @@ def test_bounds_hold_whatever_the_rules_become(
     run = SchedulerRun(create_scheduler(**options))
     load = create_load(arrivals)
     for step in range(26):
-        for arrival, abort, request in load:
-            if arrival == step:
-                run.add(request)
-            if abort == step:
-                run.abort(request)
+        arrive(run, load, step)
         for at_step, other in others:
             if at_step == step:
                 run.reload(other_rules(options, other))
