@@ -20,7 +20,7 @@ from llm_serving.offline import LLM
 from llm_serving.receipts.answer_digest import AnswerDigest
 from llm_serving.receipts.configuration import settings_of
 from llm_serving.receipts.contents import ModelFiles, content_hashes
-from llm_serving.receipts.receipt import Receipt
+from llm_serving.receipts.receipt import VERSION, Receipt
 from llm_serving.receipts.seal import Opened, opened, sealed
 from llm_serving.server.choices import ONE_ANSWER, Choices
 from llm_serving.server.sampling import sequences_of
@@ -92,7 +92,7 @@ def _served(llm, ids, sampling, choices) -> list[tuple[int, RequestOutput]]:
 
 def _receipt(llm, hashes, ids, sampling, choices, digest) -> Receipt:
     return Receipt(
-        version=1,
+        version=VERSION,
         id="cmpl-x",
         created=0,
         model="demo",
@@ -225,6 +225,31 @@ def test_keys_of_fewer_bits_are_told_and_computed_with(whole, verify):
     assert settings["quant_config.kv_cache_dtype"] == "auto"
     fewer = verify(resealed(whole, configuration=settings | {"quant_config.kv_cache_dtype": "int8"}))
     assert fewer.differences and not any(line.startswith(("configuration", "cannot")) for line in fewer.differences)
+
+
+def test_receipts_of_older_servers_are_verified_whatever_keys_they_have(whole, verify):
+    settings = dict(opened(whole).receipt.configuration)
+    del settings["quant_config.kv_cache_dtype"], settings["device_config.exactness"]  # newer than the receipt
+    settings |= {"model_config.pooling": "last", "model_config.mindir_path": None}  # which change no byte
+    older = verify(resealed(whole, version=1, configuration=settings))
+    assert (older.differences, older.notes) == ([], [])
+    newer = verify(resealed(whole, configuration=settings | {"quant_config.unheard_of": 8}))
+    assert only(newer) == "configuration.quant_config.unheard_of: 8 in the receipt, a key that is not known here"
+
+
+def test_the_cache_is_as_large_as_what_is_verified(whole, receipt_of, hashes):
+    short = receipt_of(["Add 17 and 25."], SamplingParams(temperature=0.0, max_tokens=3))
+    receipts = [opened(each) for each in (short, whole)]
+    num_loads: list[str] = []
+    for known in (receipts, []):
+        num_loads.clear()
+        verifier = Verifier(load, hashes, num_loads.append, [each.receipt for each in known])
+        assert [verifier.verify(each).equal for each in receipts] == [True, True]
+        _, llm = verifier._loaded
+        prompt = opened(whole).receipt.prompts[0]
+        assert llm.engine.scheduler.blocks.pool.num_blocks == -(-(len(prompt) + SAMPLED.max_tokens) // 16) + 1
+        verifier.close()
+        assert len(num_loads) == (1 if known else 2)
 
 
 def test_another_instruction_set_is_told_and_computed_with_if_this_processor_has_it(whole, verify):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import llm_serving.demo_model
 import pytest
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ModelError
 from llm_serving.receipts.contents import ModelFiles, content_hashes
 
@@ -73,3 +74,15 @@ def test_a_file_that_changes_is_no_file_that_was_loaded(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         files.check()
+
+
+def test_graphs_that_hold_the_weights_are_hashed_with_them(folder, tmp_path_factory):
+    graphs = tmp_path_factory.mktemp("graphs")
+    (graphs / "rank").mkdir()
+    for path in (graphs / "facts.json", graphs / "rank" / "decode.mindir", graphs.parent / "options.ini"):
+        path.write_text("x")
+    model = ModelConfig(model_path=folder, mindir_path=graphs, mindir_ini=graphs.parent / "options.ini")
+    served = ModelFiles.served(model)
+    names = [each.path.name for each in served.weights]
+    assert names == ["config.json", "model.safetensors", "facts.json", "decode.mindir", "options.ini"]
+    assert ModelFiles.served(ModelConfig(model_path=folder)) == ModelFiles.of(folder, None)

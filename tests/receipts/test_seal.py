@@ -11,7 +11,7 @@ from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.sampling_params import MAX_SEED, SamplingParams
 from llm_serving.errors import ReceiptError
 from llm_serving.receipts.receipt import Receipt, ReceiptChoice
-from llm_serving.receipts.seal import hash_of, opened, sealed
+from llm_serving.receipts.seal import Opened, hash_of, opened, sealed
 
 SAMPLING = SamplingParams(
     seed=MAX_SEED,
@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(
 def a_receipt(**fields) -> Receipt:
     choice = ReceiptChoice(token_ids=[4, 5], finish_reason="stop", stop_reason="end", text="aa", logprobs=None)
     values = {
-        "version": 1,
+        "version": 2,
         "id": "cmpl-1",
         "created": 7,
         "model": "demo",
@@ -130,8 +130,9 @@ def test_whoever_seals_it_anew_is_not_found_by_the_seal():
         [],
         {},
         {"hash": 1, "checks": {}},
-        {"hash": "x", "checks": {}, "version": 2},
+        {"hash": "x", "checks": {}, "version": 3},
         {"hash": "x", "checks": {}, "version": 1},
+        {"hash": "x", "checks": {}, "version": 2},
     ],
 )
 def test_what_is_no_receipt_is_refused(content):
@@ -148,7 +149,8 @@ def test_what_is_no_receipt_is_refused(content):
         ("n", 0, "`n`"),
         ("n", 10**12, "`n`"),
         ("prompt_logprobs", [], "prompt_logprobs"),
-        ("sampling", {}, "lacks"),
+        ("version", 3, "`version` must be 1 or 2. Given: 3"),
+        ("sampling", {}, "sampling.seed"),
         ("sampling", 5, "sampling"),
     ],
 )
@@ -169,3 +171,15 @@ def test_parameters_are_checked_as_those_of_a_request(name, value):
     content["sampling"][name] = value
     with pytest.raises(ReceiptError, match=f"{name}"):
         opened(content)
+
+
+def test_a_parameter_that_is_newer_than_the_receipt_was_not_asked_for():
+    content = json.loads(sealed(a_receipt()))
+    del content["hash"], content["sampling"]["prompt_logprobs"], content["checks"]["sampling.prompt_logprobs"]
+    content["hash"] = hash_of(content)
+    assert opened(content) == Opened(a_receipt(), ())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_that_were_written_before_are_read(version):
+    assert read(sealed(a_receipt(version=version))).receipt.version == version

@@ -72,11 +72,11 @@ def _verify(
 
     model = load(()).model
     assert model.model_path is not None
-    files = ModelFiles.of(model.model_path, model.tokenizer_path)
+    files = ModelFiles.served(model)
     say(f"hashing {files.num_bytes / 2**20:,.0f} MiB of {model.model_path.name}")
     with Progress(total=files.num_bytes, unit="B", unit_scale=True) as bar:
         hashes = content_hashes(files, bar.update)
-    verifier, num_equal = Verifier(load, hashes, say), 0
+    verifier, num_equal = Verifier(load, hashes, say, [each.receipt for _, each in receipts]), 0
     try:
         with Progress(total=len(receipts), unit="receipt") as bar:
             for place, each in receipts:

@@ -17,7 +17,7 @@ from llm_serving.errors import ConfigError, KernelError, LLMServingError
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
 from llm_serving.receipts.answer_digest import AnswerDigest
-from llm_serving.receipts.configuration import Setting, settings_of
+from llm_serving.receipts.configuration import SETTINGS, Setting, settings_of, settings_told
 from llm_serving.receipts.contents import ContentHashes
 from llm_serving.receipts.receipt import Receipt, ReceiptChoice
 from llm_serving.receipts.seal import Opened
@@ -63,17 +63,27 @@ class Verifier:
     """
 
     def __init__(
-        self, load: Callable[[Sequence[str]], ServingConfig], hashes: ContentHashes, say: Callable[[str], None]
+        self,
+        load: Callable[[Sequence[str]], ServingConfig],
+        hashes: ContentHashes,
+        say: Callable[[str], None],
+        receipts: Sequence[Receipt] = (),
     ) -> None:
         """
         Args:
             load: The configuration with further overrides, "section.key=value".
             hashes: Of the model's files.
             say: Told what takes long.
+            receipts: That will be verified, as far as they are known: a model that is loaded once has room for the
+                largest of those that it computes.
         """
         self._load_config = load
         self._hashes = hashes
         self._say = say
+        self._num_blocks: dict[_Means, int] = {}
+        for receipt in receipts:
+            means = _means_of(receipt)
+            self._num_blocks[means] = max(self._num_blocks.get(means, 1), _num_blocks(receipt, means))
         self._loaded: tuple[_Means, LLM] | None = None
         self._in_use = contextlib.ExitStack()
 
@@ -99,10 +109,13 @@ class Verifier:
 
     def _model_for(self, receipt: Receipt) -> LLM:
         means = _means_of(receipt)
-        if self._loaded is not None and self._loaded[0] == means:
-            return self._loaded[1]
+        num_blocks = max(self._num_blocks.get(means, 1), _num_blocks(receipt, means))
+        if self._loaded is not None:
+            loaded, llm = self._loaded
+            if loaded == means and llm.engine.scheduler.blocks.pool.num_blocks >= num_blocks:
+                return llm
         self.close()
-        config = _config_for(self._load_config, means)
+        config = _config_for(self._load_config, means, num_blocks)
         if config.device.device_target == "CPU" and means.instruction_set:
             with contextlib.suppress(KernelError):  # this CPU has it not, or there is no library: it computes as it can
                 self._in_use.enter_context(library.isa_in_use(means.instruction_set))
@@ -124,18 +137,27 @@ class Verifier:
 
 
 def _means_of(receipt: Receipt) -> _Means:
-    by = receipt.computed_by
-    return _Means(tuple(sorted(receipt.configuration.items())), receipt.max_model_len, by.kernels, by.instruction_set)
+    by, settings = receipt.computed_by, settings_told(receipt.configuration)
+    return _Means(tuple(sorted(settings.items())), receipt.max_model_len, by.kernels, by.instruction_set)
 
 
-def _config_for(load: Callable[[Sequence[str]], ServingConfig], means: _Means) -> ServingConfig:
+def _num_blocks(receipt: Receipt, means: _Means) -> int:
+    """Blocks of a cache that holds the longest sequence of a receipt, or all beams at once, and a copy for each."""
+    block_size = dict(means.settings)["pa_config.block_size"]
+    if not isinstance(block_size, int) or block_size < 1:
+        return 1  # it is refused later, by name
+    longest = max(map(len, receipt.prompts)) + receipt.sampling.max_tokens
+    num_sequences = 1 if receipt.beam_search is None else min(receipt.best_of, MAX_BEAM_WIDTH)
+    return num_sequences * (-(-min(longest, max(1, receipt.max_model_len)) // block_size) + 1)
+
+
+def _config_for(load: Callable[[Sequence[str]], ServingConfig], means: _Means, num_blocks: int) -> ServingConfig:
     """The configuration with what the receipt says of computing, and with nothing beside one request.
 
     Raises:
         ConfigError: A value of the receipt is none that the key may have.
     """
-    known = {f"{section}.{each.name}" for section, (_, kind) in SECTIONS.items() for each in fields(kind)}
-    settings = {key: value for key, value in means.settings if key in known and key not in NOT_TAKEN}
+    settings = {key: value for key, value in means.settings if key in SETTINGS and key not in NOT_TAKEN}
     kernels = {"device_config.kernels": means.kernels} if means.kernels in ("program", "primitives", "plain") else {}
     most = load(()).model.max_generate_length
     if means.max_model_len > most:
@@ -155,7 +177,7 @@ def _config_for(load: Callable[[Sequence[str]], ServingConfig], means: _Means) -
             decode_batch_size=2 * MAX_BEAM_WIDTH,
             batching_strategy="continuous",
         ),
-        pa=replace(config.pa, num_blocks=None, num_swap_blocks=0),
+        pa=replace(config.pa, num_blocks=num_blocks, num_swap_blocks=0),
         scheduler=replace(config.scheduler, prefix_caching=False, record_path=None),
         serving=replace(config.serving, audit_every=0, explain_requests=0),
     )
@@ -198,11 +220,14 @@ async def _best(outputs: list[ChoiceOutput], choices: Choices, *, with_logprobs:
 
 def _compare_means(verdict: Verdict, receipt: Receipt, llm: LLM) -> None:
     """What was computed by and with; what the receipt's configuration could be given is the same by now."""
-    here = settings_of(llm.config)
-    for key in sorted({*here, *receipt.configuration}):
-        _compare(verdict.differences, f"configuration.{key}", receipt.configuration.get(key), here.get(key))
-    longest = min(llm.config.model.max_generate_length, llm.engine.scheduler.blocks.longest)
-    _compare(verdict.differences, "max_model_len", receipt.max_model_len, longest)
+    here, told = settings_of(llm.config), settings_told(receipt.configuration)
+    for key in sorted(told):
+        if key in here:
+            _compare(verdict.differences, f"configuration.{key}", told[key], here[key])
+        else:
+            unknown = f"configuration.{key}: {_shown(told[key])} in the receipt, a key that is not known here"
+            verdict.differences.append(unknown)
+    _compare(verdict.differences, "max_model_len", receipt.max_model_len, llm.config.model.max_generate_length)
     _compare(verdict.differences, "end_token_ids", receipt.end_token_ids, sorted(llm.end_token_ids))
     for each in ComputedBy.__struct_fields__:
         _compare(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
@@ -43,8 +44,23 @@ class ModelFiles(NamedTuple):
     """Files from which answers follow."""
 
     weights: tuple[FileState, ...]
-    """With config.json."""
+    """With config.json, and with graphs that hold weights."""
     tokenizer: tuple[FileState, ...]
+
+    @classmethod
+    def served(cls, model: ModelConfig) -> ModelFiles:
+        """Those of the model that a configuration names, as they are now.
+
+        Raises:
+            ModelError: One is not there.
+        """
+        assert model.model_path is not None
+        files = cls.of(model.model_path, model.tokenizer_path)
+        if model.mindir_path is None:
+            return files
+        graphs = sorted(path for path in model.mindir_path.rglob("*") if path.is_file())
+        options = [] if model.mindir_ini is None else [model.mindir_ini]
+        return files._replace(weights=(*files.weights, *_states([*graphs, *options])))
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:

@@ -10,7 +10,9 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.sampling_params import SamplingParams
 
-VERSION: Final = 1
+VERSION: Final = 2
+READABLE: Final = (1, VERSION)
+"""Versions that can be read. 1 had every key of the sections that compute, also those that change no byte."""
 MAX_TOKENS: Final = 2**18
 """Of all prompts and answers of a receipt."""
 
@@ -49,9 +51,9 @@ class Receipt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """SHA-256 over the tokenizer's files."""
     computed_by: ComputedBy
     configuration: dict[str, str | int | bool | None]
-    """"section.key" -> value, of every key that can change a byte."""
+    """"section.key" -> value, of every key that can change a byte, see `configuration`."""
     max_model_len: int
-    """Most tokens that a request may have: some models place tokens by it."""
+    """Most tokens that the model was loaded for: some models place tokens by it."""
     end_token_ids: list[int]
     """By which the model ends a text."""
     n: int

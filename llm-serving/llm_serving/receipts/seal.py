@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from llm_serving.core.sampling_params import RULES
+from llm_serving.core.sampling_params import DEFAULTS, RULES
 from llm_serving.errors import LLMServingError, ReceiptError
-from llm_serving.receipts.receipt import VERSION, Receipt
+from llm_serving.receipts.receipt import READABLE, Receipt
 
 CHECKS: Final = "checks"
 HASH: Final = "hash"
@@ -59,8 +59,9 @@ def opened(content: Any) -> Opened:
         raise ReceiptError(f"`{CHECKS}` and `{HASH}` must be there")
     found = hash_of(content)
     del content[CHECKS]
-    if content.get("version") != VERSION:
-        raise ReceiptError(f"`version` must be {VERSION}. Given: {content.get('version')!r:.60}")
+    if content.get("version") not in READABLE:
+        versions = " or ".join(map(str, READABLE))
+        raise ReceiptError(f"`version` must be {versions}. Given: {content.get('version')!r:.60}")
     altered = _altered(content, checks) or (() if told == found else (HASH,))
     try:
         return Opened(_read(content), altered)
@@ -100,9 +101,7 @@ def _read(content: dict[str, Any]) -> Receipt:
     if isinstance(sampling, dict):
         if unknown := sorted(set(sampling) - set(RULES)):
             raise ReceiptError(f"`sampling` has parameters that this version does not know: {_listed(unknown)}")
-        if missing := sorted(set(RULES) - set(sampling)):
-            raise ReceiptError(f"`sampling` lacks {_listed(missing)}")
-        sampling = sampling | {"seed": _seed(sampling["seed"])}
+        sampling = {**DEFAULTS, **sampling} | {"seed": _seed(sampling.get("seed"))}  # newer ones: nobody asked for them
     receipt = msgspec.convert(content | {"sampling": sampling}, Receipt)
     if not 1 <= receipt.n <= receipt.best_of:
         raise ReceiptError("`n` must be from 1 to `best_of`")

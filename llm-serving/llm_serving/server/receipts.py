@@ -39,7 +39,7 @@ class ModelHashes:
         self._failure = ""
         if self._given and model.model_path is not None:
             try:
-                self._files = ModelFiles.of(model.model_path, model.tokenizer_path)
+                self._files = ModelFiles.served(model)
             except ModelError as error:  # it is met again by who loads them
                 self._failure = str(error)
         self._task: asyncio.Task[ContentHashes] | None = None
@@ -113,7 +113,7 @@ class ReceiptDraft:
             tokenizer=self._hashes.tokenizer,
             computed_by=engine.computed_by,
             configuration=settings_of(engine.config),
-            max_model_len=engine.max_model_len,
+            max_model_len=engine.config.model.max_generate_length,
             end_token_ids=sorted(engine.end_token_ids),
             n=choices.n,
             best_of=choices.best_of,

@@ -17,7 +17,8 @@ class ModelState:
 
     def __init__(self, config: ServingConfig) -> None:
         model = config.model
-        folders = [each for each in (model.model_path, model.tokenizer_path) if each is not None]
+        named = (model.model_path, model.tokenizer_path, model.mindir_path, model.mindir_ini)
+        folders = [each for each in named if each is not None]
         files: list[Any] = []
         for folder in folders:
             for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
