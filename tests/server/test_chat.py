@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
+from llm_serving.server.conversation import role_in
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, events, leave_while_held, post
@@ -53,6 +54,35 @@ def test_parts_that_are_no_text_are_refused():
     parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "x"}}]
     error = error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": parts}]}))
     assert error["message"] == "`messages[0].content[1].type` must be text. Given: 'image_url'"
+
+
+@pytest.mark.parametrize("role", ["", "User", "owner", "content"])
+def test_a_role_that_is_not_known_is_refused_by_name(role):
+    messages = [*USER, {"role": role, "content": "x"}]
+    error = error_of(post(FakeEngine(), PATH, {"messages": messages}))
+    roles = "system, developer, user, assistant, tool, function"
+    assert (error["param"], error["message"]) == (
+        "messages[1].role",
+        f"`messages[1].role` must be one of {roles}. Given: {role!r}",
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_roles_of_the_protocol_are_taken(role):
+    assert post(FakeEngine(), PATH, {"messages": [*USER, {"role": role, "content": "x"}]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "called"),
+    [
+        ("{% if m['role'] == 'system' %}", "developer", "system"),
+        ('{% if m["role"] in ("system", "developer") %}', "developer", "developer"),
+        ("{% if m.role == 'tool' %}", "function", "tool"),
+        ("{{ m.role }}", "user", "user"),
+    ],
+)
+def test_a_template_gets_roles_by_names_that_it_knows(template, role, called):
+    assert role_in(template, role) == called
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ from llm_serving.server.tools import OfferedTools, answer_parser, bound_form, of
 from llm_serving.text.chat_template import NUM_PROCESSES
 
 MAX_MESSAGES: Final = 4096
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+"""Of messages, as OpenAI's protocol has them."""
+SAME_ROLES: Final = {"developer": "system", "function": "tool"}
+"""What a role is called by chat templates that do not name it."""
 RESERVED_VARIABLES: Final = ("add_generation_prompt", "continue_final_message", "messages", "self", "tools")
 """What a chat template gets from us, or Jinja takes for itself."""
 _RENDERING: Final = ThreadPoolExecutor(NUM_PROCESSES, "chat-template")
@@ -178,7 +182,8 @@ async def render_chat(
     With `continue_final_message` it ends where the text of the last message does. `tools` are for the template.
 
     Raises:
-        RequestError: A message has no text, a variable has a reserved name, or the chat template refuses them.
+        RequestError: A message has no text or no known role, a variable has a reserved name, or the chat template
+            refuses them.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise RequestError("messages", f"must hold 1 to {MAX_MESSAGES} messages", len(messages))
@@ -191,7 +196,10 @@ async def render_chat(
         extra["tools"] = tools
 
     def render() -> str:
+        source = engine.tokenizer.chat_template(with_tools=tools is not None)
         plain = [plain_message(i, message) for i, message in enumerate(messages)]
+        for each in plain:
+            each["role"] = role_in(source, each["role"])
         return engine.tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=add_generation_prompt,
@@ -202,12 +210,20 @@ async def render_chat(
     return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
 
 
+def role_in(template: str, role: str) -> str:
+    """What a role is called in the text of a chat template."""
+    is_named = f"'{role}'" in template or f'"{role}"' in template
+    return role if is_named else SAME_ROLES.get(role, role)
+
+
 def plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """What a chat template gets of a message.
 
     Raises:
-        RequestError: It has a part that is no text, or a call without proper arguments.
+        RequestError: It has a role that is not known, a part that is no text, or a call without proper arguments.
     """
+    if message.role not in ROLES:
+        raise RequestError(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}", message.role)
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):

@@ -23,6 +23,7 @@ LIMITS: Final[dict[str, str]] = {
     "prompt": f"A text, texts, token ids or lists of token ids of the vocabulary, not empty. {_FITS}",
     "inputs": f"Not empty. {_FITS}",
     "messages": f"What the chat template of the model accepts. {_FITS}",
+    "role": "Of a message: system, developer, user, assistant, tool or function.",
     "system": "Of a limited size, text alone.",
     "content": "Text alone.",
     "stop_sequences": "Up to 16 strings of 1 to 256 characters.",

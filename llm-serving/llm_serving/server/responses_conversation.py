@@ -39,7 +39,7 @@ def messages_of(items: str | list[InputItem]) -> list[ChatMessage]:
             continue
         is_assistant = item.type != "message" or item.role == "assistant"
         if not is_assistant:
-            messages.append(ChatMessage("system" if item.role == "developer" else str(item.role), _text(item.content)))
+            messages.append(ChatMessage(str(item.role), _text(item.content)))
             is_open = False
             continue
         if not is_open or (item.type != "function_call" and messages[-1].content) or item.type == "reasoning":
