@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from dataclasses import replace
 
 import httpx
 import pytest
 from fakes import FakeEngine, Script
 from llm_serving.config.sections.api_key import ApiKey
-from llm_serving.errors import CapacityError, ConfigError, WorkerDiedError
+from llm_serving.errors import CapacityError, ConfigError, UnavailableError, WorkerDiedError
 from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
@@ -395,3 +396,73 @@ class TestFiles:
             self.run(FakeEngine(), tmp_path)
         (tmp_path / "in.jsonl").write_bytes(jsonl(line("a"), line("b")))
         assert self.run(FakeEngine(), tmp_path).completed == 2
+
+    def test_a_full_disk_ends_a_run_that_can_go_on_later(self, tmp_path, monkeypatch):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(*map(line, "ab")))
+
+        def full(store, batch_id, number, *answer):
+            if number == 1:
+                raise sqlite3.OperationalError("database or disk is full")
+            return answer_line(store, batch_id, number, *answer)
+
+        answer_line = BatchStore.answer
+        monkeypatch.setattr(BatchStore, "answer", full)
+        with pytest.raises(UnavailableError, match="cannot be kept now: database or disk is full"):
+            self.run(FakeEngine(), tmp_path)
+        monkeypatch.undo()
+        again = FakeEngine()
+        assert (self.run(again, tmp_path).completed, len(again.submitted)) == (2, 1)
+
+    def test_a_place_for_answers_that_cannot_be_written_is_named(self, tmp_path):
+        (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
+        (tmp_path / "out.jsonl").mkdir()
+        with pytest.raises(ConfigError, match=r"out\.jsonl cannot be written: .* what was answered is kept"):
+            self.run(FakeEngine(), tmp_path)
+
+
+def test_a_database_is_one_process_s_at_a_time(tmp_path):
+    path = tmp_path / "x.db"
+    with contextlib.closing(BatchStore(path, 2**20)), pytest.raises(ConfigError, match="used by another process"):
+        BatchStore(path, 2**20)
+    BatchStore(path, 2**20).close()
+
+
+def _fill(store, num_pages=0):
+    """As if the disk had so many pages more than are used; all it wants with a negative number."""
+    used = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {used + num_pages if num_pages >= 0 else 2**30}")
+
+
+def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_STORE_PAUSE_S", 0.0)
+    answered_when_full = []
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            room, ask = asyncio.Event(), site.batches._ask
+
+            async def ask_later(*arguments):
+                await room.wait()
+                return await ask(*arguments)
+
+            site.batches._ask = ask_later
+            batch_id = await site.begin(jsonl(*(line(str(n)) for n in range(40))))  # whose answers need new pages
+            while (await site.show(batch_id))["status"] != "in_progress":
+                await asyncio.sleep(0)
+            await site.batches.stored(_fill)
+            form = {"files": {"file": ("in.jsonl", b"x" * 9000)}, "data": {"purpose": "batch"}}
+            refused = await site.client.post("/v1/files", **form)
+            room.set()
+            while site.batches.trouble is None:
+                await asyncio.sleep(0)
+            answered_when_full.append((await site.show(batch_id))["request_counts"]["completed"])
+            await site.batches.stored(_fill, -1)
+            batch = await site.ended(batch_id)
+            return refused, batch, await site.lines(batch["output_file_id"])
+
+    refused, batch, answers = run(talking)
+    assert refused.status_code == 503
+    assert error_of(refused)["message"] == "files and batches cannot be kept now: database or disk is full"
+    assert answered_when_full[0] < 40
+    assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    assert [each["custom_id"] for each in answers] == [str(n) for n in range(40)]

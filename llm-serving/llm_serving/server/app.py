@@ -39,6 +39,7 @@ from llm_serving.server.authentication import ApiKeyAuthentication
 from llm_serving.server.batches import Ask, Batches, BatchStore
 from llm_serving.server.batches.file_run import UNFINISHED, answer_file
 from llm_serving.server.batches.objects import RequestCounts
+from llm_serving.server.batches.store import lock_of
 from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
 from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
@@ -330,6 +331,7 @@ async def run_file(
         await batches.stop()
         await engine.stop()
     unfinished.unlink()
+    lock_of(unfinished).unlink()
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from llm_serving.errors import UnavailableError
 from llm_serving.log import get_logger
 from llm_serving.server.batches.objects import Batch, Failure, FileObject, Line, LineError, LineErrors
 from llm_serving.server.batches.store import BatchStore, PendingLine
@@ -32,6 +34,8 @@ MAX_ERRORS: Final = 100
 TIDY_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Seconds before a line that was refused for lack of room is tried again."""
+LEAST_STORE_PAUSE_S: Final = 1.0
+"""Before a batch goes on whose store could not be written, on a full disk for example; then twice as long each time."""
 BUSY: Final = frozenset((429, 503))
 """Statuses of an answer that may be another one later."""
 _EXPIRED: Final = Failure("batch_expired", "the batch was not done within its completion window")
@@ -82,6 +86,8 @@ class Batches:
         self.now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        self.trouble: UnavailableError | None = None
+        """Why batches wait or stand still, where they do."""
         self._tidier: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -100,8 +106,16 @@ class Batches:
         self._thread.shutdown()
 
     async def stored(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What a method of the store gives."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, self._store, *arguments))
+        """What a method of the store gives.
+
+        Raises:
+            UnavailableError: The database cannot be read or written now; nothing of the call has been kept.
+        """
+        loop, call = asyncio.get_running_loop(), partial(work, self._store, *arguments)
+        try:
+            return await loop.run_in_executor(self._thread, call)
+        except sqlite3.Error as error:
+            raise UnavailableError(f"files and batches cannot be kept now: {error}") from None
 
     async def create(self, batch: Batch, tenant: str) -> None:
         """Takes a new batch; it is looked at and computed from now on."""
@@ -134,10 +148,20 @@ class Batches:
         task.add_done_callback(forget)
 
     async def _guarded(self, batch_id: str, tenant: str) -> None:
-        try:
-            await self._compute(batch_id, tenant)
-        except Exception:
-            logger.exception("batch %s stands still until the next start", batch_id)
+        pause_s = LEAST_STORE_PAUSE_S
+        while True:
+            try:
+                await self._compute(batch_id, tenant)
+                return
+            except UnavailableError as error:  # what has been kept stays; the rest is answered again
+                self.trouble = error
+                logger.warning("batch %s goes on in %.0f s: %s", batch_id, pause_s, error)
+            except Exception as error:
+                self.trouble = UnavailableError(f"batch {batch_id} stands still: {error}")
+                logger.exception("batch %s stands still until the next start", batch_id)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     async def _compute(self, batch_id: str, tenant: str) -> None:
         batch = await self.stored(BatchStore.batch, batch_id, None)
@@ -198,6 +222,7 @@ class Batches:
             await asyncio.sleep(min(max(wanted, pause_s), MOST_PAUSE_S))
             pause_s *= 2
         await self.stored(BatchStore.answer, batch_id, line.number, answered.status, answered.body)
+        self.trouble = None
 
     def _with_class(self, body: bytes) -> bytes:
         content: dict[str, Any] = msgspec.json.decode(body)
@@ -207,7 +232,10 @@ class Batches:
 
     async def _tidy(self) -> None:
         while True:
-            await self.stored(BatchStore.expire, self.now(), KEPT_S)
+            try:
+                await self.stored(BatchStore.expire, self.now(), KEPT_S)
+            except UnavailableError as error:
+                logger.warning("old files and batches stay for now: %s", error)
             await asyncio.sleep(TIDY_EVERY_S)
 
 

@@ -49,7 +49,7 @@ async def answer_file(
         raise ConfigError(f"{target}{UNFINISHED} has the answers to another input; delete it to begin anew")
     while not (batch := await batches.stored(BatchStore.batch, batch.id, None)).has_ended:
         on_progress(batch.request_counts)
-        if (error := failure()) is not None:
+        if (error := failure() or batches.trouble) is not None:
             raise error
         await asyncio.wait([batches.task(batch.id)], timeout=LOOK_EVERY_S)
     on_progress(batch.request_counts)
@@ -85,10 +85,14 @@ def _write(store: BatchStore, file_id: str | None, path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     beside = path.with_name(f".{path.name}.part")
-    with beside.open("wb") as file:
-        for piece in store.chunks(file_id):
-            file.write(piece)
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            for piece in store.chunks(file_id):
+                file.write(piece)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; what was answered is kept") from None
 
 
 def _digest(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -43,20 +45,22 @@ class PendingLine(NamedTuple):
 
 
 class BatchStore:
-    """Files, batches and their lines; each call is one transaction. It belongs to one thread.
+    """Files, batches and their lines; each call is one transaction. It belongs to one thread, and one process has a
+    database at a time: two would answer the same lines.
 
     Args:
-        path: The database; made where there is none.
+        path: The database; made where there is none. A file `PATH.lock` beside it is held as long as it is open.
         max_bytes: Of all files together.
 
     Raises:
-        ConfigError: The database cannot be used.
+        ConfigError: The database cannot be used, or another process uses it.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path)
             self._db = sqlite3.connect(path, isolation_level=None)
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -68,6 +72,7 @@ class BatchStore:
 
     def close(self) -> None:
         self._db.close()
+        os.close(self._lock)
 
     # --- files ------------------------------------------------------------------------------------------------------
 
@@ -256,6 +261,23 @@ class BatchStore:
     def _counts(self, batch_id: str) -> RequestCounts:
         query = "SELECT COUNT(*), SUM(status = 200), SUM(status <> 200) FROM lines WHERE batch = ?"
         return RequestCounts(*(count or 0 for count in self._db.execute(query, (batch_id,)).fetchone()))
+
+
+def lock_of(path: Path) -> Path:
+    """The file that is held by who has this database."""
+    whole = path.resolve()
+    return whole.with_name(f"{whole.name}.lock")
+
+
+def _locked(path: Path) -> int:
+    """A file descriptor that holds the lock of a database; it ends with the process, in whatever way that ends."""
+    lock = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"serving_config.batch_path: {path} is used by another process") from None
+    return lock
 
 
 def new_id(prefix: str) -> str:
