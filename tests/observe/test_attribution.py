@@ -212,7 +212,8 @@ def test_who_waits_is_told_behind_whom():
     ("reason", "arguments"),
     [
         ("no free block", {"num_blocks": 4}),
-        ("token budget", {"max_num_batched_tokens": 11, "num_blocks": 64}),
+        ("the step has all its tokens", {"max_num_batched_tokens": 11, "num_blocks": 64}),
+        ("the step has all its prompts", {"max_prefill_seqs": 1, "num_blocks": 64}),
         ("share limit of its class", {"classes": create_classes(normal={"max_running_share": 0.2}), "num_blocks": 64}),
         ("the step only decodes", {"policy": "decode_first", "num_blocks": 64}),
     ],
@@ -222,10 +223,10 @@ def test_the_scheduler_says_why_it_left_a_request_waiting(reason, arguments):
     harness.submit(11, request_id="running")
     harness.engine.step()
     harness.submit(11, request_id="waiting")
-    if reason == "token budget":
-        harness.submit(11, request_id="more")
+    name = "more" if reason.startswith("the step has all") else "waiting"
+    if name == "more":
+        harness.submit(11, request_id=name)
     harness.run()
-    name = "more" if reason == "token budget" else "waiting"
     details = parts_of(harness, name)["queued"]
     assert any(reason in detail for detail in details), details
 

@@ -100,7 +100,7 @@ def _numbers(scheduler: Scheduler, request: Request, reason: WaitReason, schedul
             num_needed = scheduler.places.num_blocks_to_admit(request, scheduler._parent(request))
             num_free = scheduler.blocks.pool.num_free_blocks
             return f"; it needs {num_needed}, {num_running} are kept for those that run, {num_free} are free"
-        case WaitReason.BUDGET:
+        case WaitReason.BUDGET | WaitReason.PROMPTS:
             num_prompts = sum(row.num_computed < row.request.num_prompt_tokens for row in schedule.rows)
             return (
                 f"; the step has {schedule.num_tokens} of {limits.max_num_batched_tokens} tokens"

@@ -24,7 +24,7 @@ from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
 from llm_serving.scheduler.tenant_gate import TenantGate
 from llm_serving.scheduler.wait_monitor import WaitMonitor
-from llm_serving.scheduler.wait_reason import Blocked, WaitReason
+from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked, WaitReason
 from llm_serving.scheduler.waiting_queue import WaitingQueue
 from llm_serving.scheduler.waits import Waits
 
@@ -479,7 +479,7 @@ class Scheduler:
                 draft.closed.add(request_class.name)
                 continue
             if not draft.has_room_for_prefill and not self.limits.static_batching:
-                draft.blocked = _blocked(request, WaitReason.BUDGET)
+                draft.blocked = _blocked(request, WaitReason.PROMPTS if draft.budget else WaitReason.BUDGET)
                 return
             # A preempted request whose newest token is still on the device cannot be computed yet, and one whose prompt
             # was all it had needs nothing but the reply.
@@ -560,7 +560,7 @@ class Scheduler:
         prompts = [request for request in self.running if request.num_uncomputed_tokens and not request.is_decoding]
         unserved = {request.request_class.name for request in prompts}
         blocked = draft.blocked
-        if blocked is not None and blocked.reason is WaitReason.BUDGET and blocked.class_name is not None:
+        if blocked is not None and blocked.reason in NO_ROOM and blocked.class_name is not None:
             unserved.add(blocked.class_name)
         return unserved
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class WaitReason(enum.StrEnum):
@@ -11,12 +11,17 @@ class WaitReason(enum.StrEnum):
 
     SLOTS = "no free slot"
     BLOCKS = "no free block"
-    BUDGET = "token budget"
+    BUDGET = "the step has all its tokens"
+    PROMPTS = "the step has all its prompts"
     SHARE = "share limit of its class"
     IN_FLIGHT = "its newest token is not back"
     DECODING = "the step only decodes"
     BATCH = "a batch is collected"
     TENANT = "its tenant runs as many as it may"
+
+
+NO_ROOM: Final = (WaitReason.BUDGET, WaitReason.PROMPTS)
+"""Reasons that are the step's alone: with a smaller step before it, the request might have been admitted."""
 
 
 class Blocked(NamedTuple):
