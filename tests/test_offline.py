@@ -13,6 +13,7 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.offline import LLM
+from llm_serving.speculation import Drafter, DraftModel
 from llm_serving.text.constraints.grammars import json_grammar
 from schemas import fault_of
 
@@ -123,6 +124,26 @@ def test_static_batching_and_fcfs_give_the_same_answers(alone: list[Answer]) -> 
     with pytest.raises(RequestError, match="is not served with model_config"):
         model.beam_search(PROMPTS[:1], BeamSearchParams(width=2), GREEDY)
     assert not model.engine.has_unfinished_requests
+
+
+def test_a_draft_model_gives_the_same_answers(alone: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model as its own draft model, so that nearly all it proposes is right: sampled answers too."""
+    monkeypatch.setattr(Drafter, "pays", property(lambda drafter: True, lambda drafter, value: None), raising=False)
+    model = llm("scheduler_config.speculative_method=draft_model", "scheduler_config.draft_model_path=demo")
+    monkeypatch.setattr(DraftModel, "pass_s", property(lambda draft: 0.0, lambda draft, value: None), raising=False)
+    assert together(model) == alone
+    for index in (0, 1, 5):  # alone, most tokens are proposed
+        prompt, sampling = REQUESTS[index]
+        assert answer(model.generate([prompt], sampling)[0]) == alone[index]
+    told = model.metrics.render()[0].decode()
+    counts = [
+        float(line.rsplit(" ", 1)[1])
+        for name in ("checked", "right")
+        for line in told.splitlines()
+        if line.startswith(f"llm_serving:guesses_{name}_total") and 'proposer="draft_model"' in line
+    ]
+    assert counts[0] > 100
+    assert counts[1] > 0.5 * counts[0]
 
 
 def test_beam_search_of_width_1_is_greedy(model: LLM) -> None:

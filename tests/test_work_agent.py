@@ -16,6 +16,7 @@ from llm_serving import work_agent
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
+from llm_serving.core.continuation import Continuation
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.errors import ChannelClosedError, ConfigError, ProtocolError
@@ -31,6 +32,8 @@ from llm_serving.transport.messages import (
     Loaded,
     MasterMessage,
     Progress,
+    Propose,
+    Proposed,
     RunStep,
     Shutdown,
     StepDone,
@@ -335,6 +338,33 @@ class TestSteps:
         master.channel.close()
         with pytest.raises(ChannelClosedError):
             master.end.result(DEADLINE_S)
+
+
+class TestProposals:
+    ASKED = Continuation(1, 0, [5, 6], 2, 0.0, 0, 1.0, 0.0, 0)
+
+    def test_a_draft_model_is_asked_between_steps(self, start):
+        runner = Runner()
+        runner.draft_model = SimpleNamespace(propose=lambda asked: [each.token_ids[::-1] for each in asked])
+        master = start(lambda settings, on_progress: (runner, ""))
+        master.load()
+        master.channel.send(Propose([self.ASKED]))
+        assert master.receive() == Proposed([[6, 5]])
+        master.run(a_step(0, 0, 5, 6, 7))
+        assert token_of(master.receive()) == expected_output([5, 6, 7], 1)
+
+    @pytest.mark.parametrize("draft_model", [None, SimpleNamespace(propose=lambda asked: 1 / 0)])
+    def test_one_that_fails_is_no_failure_of_the_work_agent(self, start, draft_model):
+        runner = Runner()
+        runner.draft_model = draft_model
+        master = start(lambda settings, on_progress: (runner, ""))
+        master.load()
+        master.channel.send(Propose([self.ASKED]))
+        reply = master.receive()
+        assert isinstance(reply, Proposed)
+        assert (reply.token_ids, bool(reply.error)) == ([], True)
+        master.run(a_step(0, 0, 5, 6, 7))
+        assert token_of(master.receive()) == expected_output([5, 6, 7], 1)
 
 
 class TestHandshake:

@@ -23,7 +23,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.objects import RequestCounts
-from llm_serving.text.model_tokens import notice_of_unknown_tokens
+from llm_serving.text.model_tokens import check_draft_vocabulary, notice_of_unknown_tokens
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
 
@@ -68,6 +68,8 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
     if (notice := notice_of_unknown_tokens(tokenizer, spec.vocab_size)) is not None:
         logger.warning("%s", notice)
+    if config.scheduler.draft_model_path is not None:
+        check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     metrics = Metrics(config.model.model_name, config.request_classes)
     same_bits = SameBits()
 

@@ -22,6 +22,7 @@ from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.constraints import ConstraintCompiler, Grammar, GrammarError, GrammarLimits, TokenConstraint
+from llm_serving.text.model_tokens import check_draft_vocabulary
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.worker.loading import load_runner
 
@@ -55,9 +56,11 @@ class LLM:
         self.config = config
         self.model_spec = ModelSpec.from_folder(config.model.model_path)
         self.tokenizer = Tokenizer.load(config.model.model_path, config.model.tokenizer_path)
+        if config.scheduler.draft_model_path is not None:
+            check_draft_vocabulary(self.tokenizer, config.scheduler.draft_model_path)
         self.metrics = Metrics(config.model.model_name, config.request_classes)
         runner, _ = load_runner(load_settings(config, 0), logger.info)
-        executor = LocalExecutor(runner)
+        executor = LocalExecutor(runner, runner.draft_model)
         self.computed_by = runner.computed_by
         cache = runner.kv_tensors
         self.engine = build_engine(

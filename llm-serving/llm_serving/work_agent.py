@@ -44,6 +44,8 @@ from llm_serving.transport.messages import (
     LoadModel,
     MasterMessage,
     Progress,
+    Propose,
+    Proposed,
     RunStep,
     Shutdown,
     StepEnding,
@@ -160,7 +162,10 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_f
     else:
         buffers = InlineArrays(settings.num_buffers)
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
-    for message in _steps(channel):
+    for message in _orders(channel):
+        if isinstance(message, Propose):
+            channel.send(_proposed(runner, message))
+            continue
         try:
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
@@ -185,10 +190,21 @@ def _announce_ending(runner: ModelRunner, channel: Channel[MasterMessage], step:
         tell()
 
 
-def _steps(channel: Channel[MasterMessage]) -> Iterator[RunStep]:
-    while isinstance(message := channel.receive(), RunStep | Allow):
-        if isinstance(message, RunStep):  # otherwise its step failed before it was asked for
+def _orders(channel: Channel[MasterMessage]) -> Iterator[RunStep | Propose]:
+    while isinstance(message := channel.receive(), RunStep | Allow | Propose):
+        if not isinstance(message, Allow):  # otherwise its step failed before it was asked for
             yield message
+
+
+def _proposed(runner: ModelRunner, message: Propose) -> Proposed:
+    """Nothing depends on proposals, so a draft model that fails is no failure of the WorkAgent."""
+    try:
+        if runner.draft_model is None:
+            raise ConfigError("no draft model was loaded")
+        return Proposed(runner.draft_model.propose(message.continuations))
+    except Exception as error:
+        logger.exception("the draft model failed")
+        return Proposed([], f"{type(error).__name__}: {error}"[:2000])
 
 
 def _allowed(channel: Channel[MasterMessage], buffers: SharedBuffers | InlineArrays, step: RunStep) -> AllowedTokens:

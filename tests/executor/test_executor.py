@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from factories import create_request, create_scheduler
+from llm_serving.core.continuation import Continuation
 from llm_serving.core.step import AllowedTokens, StepOutput, any_tokens
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import StepMismatchError, WorkerDiedError
@@ -21,6 +23,8 @@ from llm_serving.transport.messages import (
     Allow,
     MasterMessage,
     Progress,
+    Propose,
+    Proposed,
     RunStep,
     Shutdown,
     StepDone,
@@ -363,6 +367,46 @@ def test_tokens_of_a_wrong_reply_reach_nobody(agent, reply):
     assert (piece.request_id, piece.token_ids, piece.text) == ("r", (), "")
     assert piece.failed
     assert engine.dead == piece.error
+
+
+class TestProposals:
+    ASKED = (
+        Continuation(3, 0, [5, 6], 2, 1.0, 0, 0.9, 0.0, 2**64 - 1),
+        Continuation(4, 128, [7], 1, 0.0, 0, 1.0, 0.0, 0),
+    )
+
+    @pytest.fixture
+    def ask(self, agent):
+        with ThreadPoolExecutor(1) as pool:
+            yield lambda: pool.submit(agent.executor.propose, self.ASKED)
+
+    def test_they_arrive_as_they_were_asked_for(self, agent, ask):
+        proposed = ask()
+        assert agent.channel.receive(10.0) == Propose(list(self.ASKED))
+        agent.channel.send(Proposed([[8, 9], []]))
+        assert proposed.result(10.0) == [[8, 9], []]
+        agent.executor.submit(a_step(0, 5))
+        agent.receive()
+        agent.reply(0, 50)
+        assert agent.executor.collect().token_ids.tolist() == [50]
+
+    def test_a_draft_model_that_fails_says_nothing(self, agent, ask, caplog):
+        proposed = ask()
+        agent.channel.receive(10.0)
+        agent.channel.send(Proposed([], "ValueError: no memory"))
+        assert proposed.result(10.0) == [[], []]
+        assert "the draft model failed: ValueError: no memory" in caplog.text
+
+    @pytest.mark.parametrize("reply", [Proposed([[1]]), StepFailed(0, "?"), None])
+    def test_a_work_agent_that_answers_nonsense_or_ends_is_gone(self, agent, ask, reply):
+        proposed = ask()
+        agent.channel.receive(10.0)
+        if reply is None:
+            agent.channel.close()
+        else:
+            agent.channel.send(reply)
+        with pytest.raises((WorkerDiedError, StepMismatchError)):
+            proposed.result(10.0)
 
 
 class TestLocalExecutor:

@@ -109,7 +109,7 @@ def test_guesses_are_counted_for_who_made_them() -> None:
     request = predictable(drafter, rounds=3)
     drafter.drafts(1, waits=True)
     assert drafter.checked(request, 6, 2) == [(Proposer.NGRAM, 6, 2)]
-    drafter._states[request].num_looked_up = 3
+    drafter._states[request].num_proposed = 3
     assert drafter.checked(request, 5, 2) == [
         (Proposer.NGRAM, 3, 2),
         (Proposer.FORCED, 2, 0),

@@ -53,10 +53,12 @@ def _tokens(config: ServingConfig) -> list[str]:
     path = config.model.model_path
     if path is None:
         return []
-    from llm_serving.text.model_tokens import describe_end_tokens, notice_of_unknown_tokens
+    from llm_serving.text.model_tokens import check_draft_vocabulary, describe_end_tokens, notice_of_unknown_tokens
     from llm_serving.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path, config.model.tokenizer_path)
+    if config.scheduler.draft_model_path is not None:
+        check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     lines = ["# a text ends with:", *(f"#   - {line}" for line in describe_end_tokens(config.model, tokenizer))]
     notice = notice_of_unknown_tokens(tokenizer, ModelSpec.from_folder(path).vocab_size)
     return lines if notice is None else [*lines, f"# notice: {notice}"]

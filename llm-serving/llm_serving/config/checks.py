@@ -5,7 +5,7 @@ from typing import Final
 from llm_serving.config.mindformers import MindFormersFile
 from llm_serving.config.tls import CERTFILE, KEYFILE, PASSWORD_FILE, tls_context
 from llm_serving.config.values import Values
-from llm_serving.core.choices import OrderName, PolicyName
+from llm_serving.core.choices import ImplementationName, OrderName, PolicyName, SpeculativeMethodName
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError
 from llm_serving.models.gguf import is_gguf
@@ -80,6 +80,7 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
     if order == OrderName.FAIR and not values["scheduler_config.tenant_fairness"]:
         rule = "must not be fair while scheduler_config.tenant_fairness is False; leave one of them out"
         raise values.error("scheduler_config.order", rule, order)
+    _check_draft_model(values)
     long_prefill = values["scheduler_config.max_long_prefill_tokens"]
     if long_prefill is not None and long_prefill > budget:
         rule = f"must be <= scheduler_config.max_prefill_tokens {budget}, the tokens of a whole step"
@@ -211,3 +212,23 @@ def _limit_length(values: Values, longest: Positions, source: str, window: int |
         _fit_longest_prompt(values)
     elif values[name] > positions:
         raise values.error(name, f"must be <= {positions}, the positions of the model ({source})", values[name])
+
+
+def _check_draft_model(values: Values) -> None:
+    """A draft model computes beside the model, in one process of this project's own network."""
+    method, path = values["scheduler_config.speculative_method"], values["scheduler_config.draft_model_path"]
+    if path is None:
+        if method == SpeculativeMethodName.DRAFT_MODEL:
+            rule = "must not be draft_model without scheduler_config.draft_model_path"
+            raise values.error("scheduler_config.speculative_method", rule, method)
+        return
+    if method != SpeculativeMethodName.DRAFT_MODEL:
+        rule = "must be draft_model with scheduler_config.draft_model_path"
+        raise values.error("scheduler_config.speculative_method", rule, method)
+    for name, served in (
+        ("cluster_config.tensor_parallel", 1),
+        ("model_config.mindir_path", None),
+        ("model_config.implementation", ImplementationName.NATIVE),
+    ):
+        if values[name] != served:
+            raise values.error(name, f"must be {served} with scheduler_config.draft_model_path", values[name])

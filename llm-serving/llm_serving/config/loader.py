@@ -36,6 +36,7 @@ MODEL_PATH: Final = "model_config.model_path"
 MODEL_HUB: Final = "model_config.model_hub"
 MODEL_REVISION: Final = "model_config.model_revision"
 MODEL_CFG_PATH: Final = "model_config.model_cfg_path"
+DRAFT_MODEL_PATH: Final = "scheduler_config.draft_model_path"
 TOKENIZER_PATH: Final = "model_config.tokenizer_path"
 MODEL_NAME: Final = "model_config.model_name"
 
@@ -239,6 +240,10 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     for name in (MODEL_CFG_PATH, TOKENIZER_PATH, CERTFILE, KEYFILE, PASSWORD_FILE, SECRET_FILE, *graphs):
         if (given := reading.given.get(name)) is not None:
             values.set(name, resolve(values[name], given.folders, name, given.source), given.source)
+    if (given := reading.given.get(DRAFT_MODEL_PATH)) is not None and (path := values[DRAFT_MODEL_PATH]) is not None:
+        wanted = path, given.folders, DRAFT_MODEL_PATH, given.source
+        draft = resolve_model(*wanted, str(given.value)) or resolve(*wanted)
+        values.set(DRAFT_MODEL_PATH, draft, given.source)
     path = values[MODEL_PATH]
     if path is None:
         return None

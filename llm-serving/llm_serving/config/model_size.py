@@ -12,6 +12,7 @@ from llm_serving.models.memory import (
     PROCESS_BYTES,
     SHARE_OF_FREE_MEMORY,
     bytes_for_cache,
+    draft_model_bytes,
     readable_size,
     weight_bytes,
     working_bytes,
@@ -56,12 +57,23 @@ def model_size(config: ServingConfig, stored_bytes: int | None = None) -> ModelS
     rows += [
         (f"weights as served ({kept})", readable_size(weight_bytes(spec, dtype_bytes, config.quant.weights))),
         ("process and largest step", readable_size(PROCESS_BYTES + working_bytes(spec, dtype_bytes, *step))),
+        *_draft_model(config, dtype_bytes),
         ("a token of context", f"{per_token / 1024:,.1f} KiB{in_codes}"),
         ("longest context", f"{longest:,} tokens, {readable_size(held * per_token)}{beyond}"),
         ("fits", verdict),
     ]
     width = max(len(name) for name, _ in rows)
     return ModelSize([f"{name:<{width}}  {text}" for name, text in rows], fits)
+
+
+def _draft_model(config: ServingConfig, dtype_bytes: int) -> list[tuple[str, str]]:
+    num_bytes = _draft_bytes(config, dtype_bytes)
+    return [("draft model, with its cache", readable_size(num_bytes))] if num_bytes else []
+
+
+def _draft_bytes(config: ServingConfig, dtype_bytes: int) -> int:
+    path = config.scheduler.draft_model_path
+    return 0 if path is None else draft_model_bytes(ModelSpec.from_folder(path), dtype_bytes, config.pa.block_size)
 
 
 def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token: int) -> tuple[bool, str]:
@@ -76,6 +88,7 @@ def _verdict(config: ServingConfig, spec: ModelSpec, dtype_bytes: int, per_token
         if config.num_processes > 1:
             source += f", for each of {config.num_processes} WorkAgents"
         limit -= config.pa.num_swap_blocks * config.pa.block_size * per_token
+    limit -= _draft_bytes(config, dtype_bytes)
     step = config.scheduler.max_prefill_tokens, config.model.decode_batch_size, config.quant.weights
     tokens = bytes_for_cache(limit, spec, dtype_bytes, *step) // per_token
     if config.pa.num_blocks is not None:

@@ -96,10 +96,20 @@ class ToolFormatName(enum.StrEnum):
     GLM_LINES = "glm_lines"
 
 
+class SpeculativeMethodName(enum.StrEnum):
+    """Who guesses what comes next: `speculation`."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    DRAFT_MODEL = "draft_model"
+
+
 class Proposer(enum.StrEnum):
     """Where guesses come from."""
 
     NGRAM = "ngram"
     """What followed where the same tokens stood before."""
+    DRAFT_MODEL = "draft_model"
+    """What a small model would say."""
     FORCED = "forced"
     """What a constraint leaves no choice of."""

@@ -304,10 +304,10 @@ class Engine:
         if waits and self._in_flight:
             self._collect()
             return True
-        now = self._clock()
         if self._drafter is not None:
             for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
                 self.scheduler.draft(request, token_ids)
+        now = self._clock()
         if service := self.ledger.take(self._index):
             self.scheduler.served_elsewhere(service)
         schedule = self.scheduler.schedule(now)

@@ -21,7 +21,7 @@ from llm_serving.scheduler import PreemptionMode, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES, Policy
 from llm_serving.scheduler.rules import Rules
-from llm_serving.speculation import Drafter
+from llm_serving.speculation import Drafter, DraftModel
 from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -144,15 +144,18 @@ def build_engine(
         audit_every=config.serving.audit_every,
         journal=journal,
         restart_wait_s=config.serving.restart_wait_s,
-        drafter=_drafter(config),
+        drafter=_drafter(config, executor, clock),
         clock=clock,
     )
     engine.log_bounds()
     return engine
 
 
-def _drafter(config: ServingConfig) -> Drafter | None:
+def _drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Drafter | None:
     scheduler = config.scheduler
     if scheduler.speculative_method == "none":
         return None
-    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens)
+    model = None
+    if scheduler.draft_model_path is not None:
+        model = DraftModel(executor.propose, config.pa.block_size, clock)
+    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.continuation import Continuation, Continues
 from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
 from llm_serving.errors import (
     ChannelClosedError,
@@ -20,10 +21,22 @@ from llm_serving.errors import (
 )
 from llm_serving.executor.agent_process import AgentLink
 from llm_serving.executor.away import Away
+from llm_serving.log import get_logger
 from llm_serving.transport.codec import allowed_arrays, decode_output, step_arrays
 from llm_serving.transport.inline_arrays import InlineArrays
-from llm_serving.transport.messages import AgentMessage, Allow, RunStep, StepDone, StepEnding, StepFailed
+from llm_serving.transport.messages import (
+    AgentMessage,
+    Allow,
+    Propose,
+    Proposed,
+    RunStep,
+    StepDone,
+    StepEnding,
+    StepFailed,
+)
 from llm_serving.transport.shared_arrays import SharedBuffers
+
+logger = get_logger(__name__)
 
 
 class StepFailedError(LLMServingError):
@@ -81,6 +94,16 @@ class Executor(Protocol):
             WorkerError: The WorkAgent is gone or answers nonsense; nothing further will come.
         """
 
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        """Has a draft model go on with texts, while no step is submitted.
+
+        Returns:
+            For each what may follow; nothing where that fails.
+
+        Raises:
+            WorkerError: As for `collect`.
+        """
+
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when an idle WorkAgent dies; None where that cannot happen."""
 
@@ -118,9 +141,10 @@ class LocalExecutor(Unsupervised):
 
     max_steps_in_flight = 1
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, draft_model: Continues | None = None) -> None:
         self.next_step = 0
         self._runner = runner
+        self._draft_model = draft_model
         self._submitted: deque[StepInput] = deque()
 
     def submit(self, step: StepInput, announce_ending: bool = False) -> None:
@@ -145,6 +169,11 @@ class LocalExecutor(Unsupervised):
             raise
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
+
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        assert self._draft_model is not None
+        assert not self._submitted
+        return self._draft_model.propose(continuations)
 
     def fileno(self) -> int | None:
         return None
@@ -226,6 +255,24 @@ class RemoteExecutor(Unsupervised):
             return decode_output(reply)
         except ProtocolError as error:
             raise WorkerDiedError(str(error)) from error
+
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        assert not self._in_flight
+        try:
+            self._channel.send(Propose(list(continuations)))
+        except ChannelClosedError as error:
+            raise WorkerDiedError(str(error)) from error
+        while not self._replies:
+            self._receive()
+        reply = self._replies.popleft()
+        if not isinstance(reply, Proposed):
+            raise StepMismatchError(f"expected proposals, got {str(reply)[:100]}")
+        if reply.error:
+            logger.warning("the draft model failed: %s", reply.error)
+            return [[] for _ in continuations]
+        if len(reply.token_ids) != len(continuations):
+            raise WorkerDiedError(f"expected {len(continuations)} proposals, got {len(reply.token_ids)}")
+        return reply.token_ids
 
     def _has_ending(self) -> bool:
         """Whether the newest step nears its end, or all steps have been replied to."""

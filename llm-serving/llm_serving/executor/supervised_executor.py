@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from llm_serving.core.clock import Clock, monotonic
+from llm_serving.core.continuation import Continuation
 from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.away import Away
@@ -119,6 +120,9 @@ class SupervisedExecutor:
         output = self._executor.collect()
         self._num_restarts = 0
         return output
+
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        return self._executor.propose(continuations)
 
     def fileno(self) -> int | None:
         return self._executor.fileno()

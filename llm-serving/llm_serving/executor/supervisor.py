@@ -195,6 +195,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
         step_timeout_s=config.serving.step_timeout_s,
         num_ranks=config.cluster.tensor_parallel,
+        draft_model_path=_text(config.scheduler.draft_model_path),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_PROPOSED_TOKENS, blocks_of_continuation
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization, spared_bytes
 
@@ -39,6 +40,13 @@ def working_bytes(spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: Quantization | None) -> int:
     """Of all weights, as they are served."""
     return spec.num_held * dtype_bytes - spared_bytes(spec.network, quantization, dtype_bytes)
+
+
+def draft_model_bytes(spec: ModelSpec, dtype_bytes: int, block_size: int) -> int:
+    """Of a draft model: weights, cache and its largest step."""
+    tokens = MAX_CONTINUATIONS * blocks_of_continuation(block_size) * block_size
+    step = working_bytes(spec, dtype_bytes, MAX_PROPOSED_TOKENS, MAX_CONTINUATIONS)
+    return weight_bytes(spec, dtype_bytes, None) + tokens * spec.kv_bytes_per_token(dtype_bytes) + step
 
 
 def bytes_for_cache(

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FINISHED, RUNNING, Request
+from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
 from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.step_cost import StepCost
+from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS, Trust
 
-HIT_MEMORY: Final = 8
-"""Tokens after which a right or wrong guess counts 1/e."""
-LEAST_HITS: Final = 0.5
-"""Share of right guesses below which a request gets no drafts."""
 MOST_HITS: Final = 0.98
 MOST_DELAY: Final = 0.03
 """Of a step's time: what drafts may cost requests without any, shared among all that run."""
@@ -38,26 +36,36 @@ FEW: Final = 2
 
 
 class _State:
-    __slots__ = ("forced_hits", "hits", "lookup", "num_looked_up", "num_tokens")
+    __slots__ = ("forced_hits", "hits", "lookup", "num_proposed", "num_tokens", "proposer", "trust")
 
-    def __init__(self, lookup: Lookup) -> None:
+    def __init__(self, lookup: Lookup, trust: Trust | None) -> None:
         self.lookup = lookup
+        self.trust = trust
+        """In the draft model; None: there is none."""
         self.hits = 0.0
         """Share of right guesses of late."""
         self.forced_hits = 1.0
         """The same, of what a constraint forces; that is known only of what was checked."""
         self.num_tokens = 0
         """Tokens of the answer that the look-up has taken."""
-        self.num_looked_up = 0
+        self.num_proposed = 0
         """Of the newest drafts; those behind them are forced."""
+        self.proposer = Proposer.NGRAM
+        """Whose these are."""
 
 
 class Drafter:
     """Belongs to the thread of an engine; what it comes to, the scheduler is told."""
 
-    def __init__(self, max_drafts: int, ngram_length: int) -> None:
-        """At most `max_drafts` tokens are guessed for a request at a time, by its last `ngram_length` tokens."""
+    def __init__(self, max_drafts: int, ngram_length: int, model: DraftModel | None = None) -> None:
+        """
+        Args:
+            max_drafts: Most tokens that are guessed for a request at a time.
+            ngram_length: Tokens by which what follows is looked up.
+            model: Goes on with those for whom nothing right is found so.
+        """
         self._max_drafts = max_drafts
+        self._model = model
         self._ngram_length = ngram_length
         self._finished = FinishedAnswers(ngram_length, FINISHED_TOKENS)
         self._states: dict[Request, _State] = {}
@@ -79,7 +87,8 @@ class Drafter:
         """Guesses for a request from now on, unless it is answered in another way than token by token."""
         if request.form is None and request.sampling.max_tokens > 1:
             lookup = Lookup(request.prompt_token_ids, request.cache_namespace, self._ngram_length, self._finished)
-            state = self._states[request] = _State(lookup)
+            trust = None if self._model is None else self._model.begin()
+            state = self._states[request] = _State(lookup, trust)
             if request.walk is not None:
                 self._constrained[request] = state
             if lookup.has_guess:
@@ -93,15 +102,18 @@ class Drafter:
             num_running: Requests that run.
             waits: Whether no step is on its way; otherwise, and where drafts do not pay, only those get some who wait
                 for replies anyway.
+
+        Raises:
+            WorkerError: The WorkAgent whose draft model was asked is gone.
         """
-        if not self._predictable and not self._constrained:
+        asked = self._asked() if waits and self.pays else {}
+        if not self._predictable and not self._constrained and not asked:
             return []
+        proposed = self._proposed(asked, num_running)
         found = []
-        for request, state in {**self._constrained, **self._predictable}.items():
-            if request.status is not RUNNING or request.num_tokens_in_flight or not request.is_decoding:
-                continue
-            if (waits and self.pays) or request.waits_for_reply:
-                token_ids = self._guess(request, state, num_running)
+        for request, state in {**self._constrained, **self._predictable, **asked}.items():
+            if _is_ready(request) and ((waits and self.pays) or request.waits_for_reply):
+                token_ids = self._guess(request, state, num_running, proposed.get(request, []))
                 if token_ids:
                     found.append((request, token_ids))
         return found
@@ -109,12 +121,15 @@ class Drafter:
     def checked(self, request: Request, num_drafts: int, num_right: int) -> list[tuple[Proposer, int, int]]:
         """So many drafts of a request were checked, of which the first so many were right; returns whose they were."""
         state = self._states.get(request)
-        num_looked_up = num_drafts if state is None else min(num_drafts, state.num_looked_up)
-        num_forced, right = num_drafts - num_looked_up, min(num_right, num_looked_up)
-        if state is not None and num_forced and right == num_looked_up:
+        num_proposed = num_drafts if state is None else min(num_drafts, state.num_proposed)
+        num_forced, right = num_drafts - num_proposed, min(num_right, num_proposed)
+        if state is not None and num_forced and right == num_proposed:
             for index in range(min(num_right - right + 1, num_forced)):
                 state.forced_hits += ((index < num_right - right) - state.forced_hits) / HIT_MEMORY
-        counts = ((Proposer.NGRAM, num_looked_up, right), (Proposer.FORCED, num_forced, num_right - right))
+        proposer = Proposer.NGRAM if state is None else state.proposer
+        if self._model is not None and state is not None and state.trust and proposer is Proposer.DRAFT_MODEL:
+            self._model.checked(state.trust, request, num_proposed, right)
+        counts = ((proposer, num_proposed, right), (Proposer.FORCED, num_forced, num_right - right))
         return [each for each in counts if each[1]]
 
     def replied(self, updated: Iterable[Request], num_rows: int) -> None:
@@ -127,38 +142,64 @@ class Drafter:
                 self._follow(request, state)
         self._end(ended)
         self._visit(num_rows)
-        self.pays = bool(self._predictable) and self._pays(num_rows)
+        asked = self._asked()
+        self.pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
         self._cost.note(num_tokens, seconds)
         self._host_s = host_s
 
-    def _guess(self, request: Request, state: _State, num_running: int) -> list[int]:
-        guesses = []
+    def _asked(self) -> dict[Request, _State]:
+        """Those for whom the draft model is to be asked; nobody while a prompt waits or is computed."""
+        if self._model is None:
+            return {}
+        candidates = []
+        for request, state in self._states.items():
+            if request.status is FINISHED:
+                continue
+            if request.status is not RUNNING or not request.is_decoding:
+                return {}
+            if request not in self._predictable and state.trust and state.trust.lasts(len(request.output_token_ids)):
+                candidates.append(request)
+        return {request: self._states[request] for request in self._model.takes(candidates)}
+
+    def _proposed(self, asked: Mapping[Request, _State], num_running: int) -> dict[Request, list[int]]:
+        if self._model is None or not asked:
+            return {}
+        return self._model.propose(
+            [
+                (request, self._reach(state.trust.hits, num_running, self._model.pass_s / len(asked)))
+                for request, state in asked.items()
+                if state.trust is not None and _is_ready(request)
+            ]
+        )
+
+    def _guess(self, request: Request, state: _State, num_running: int, proposed: list[int]) -> list[int]:
+        guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
         if request in self._predictable:
-            guesses = state.lookup.guess(self._reach(state.hits, num_running))
-        state.num_looked_up = len(guesses)
+            guesses, state.proposer = state.lookup.guess(self._reach(state.hits, num_running)), Proposer.NGRAM
+        state.num_proposed = len(guesses)
         if request.walk is None:
             return guesses
         reach = self._reach(state.forced_hits, num_running) if state.forced_hits >= LEAST_HITS else 0
         if not guesses and not reach:
             return []
         possible = request.walk.possible(request.output_token_ids, guesses, max(len(guesses), reach))
-        while possible[: state.num_looked_up] != guesses[: state.num_looked_up]:
-            state.num_looked_up -= 1
+        while possible[: state.num_proposed] != guesses[: state.num_proposed]:
+            state.num_proposed -= 1
         return possible
 
-    def _reach(self, hits: float, num_rows: int) -> int:
-        """How far to guess: the last draft brings as much as it costs."""
+    def _reach(self, hits: float, num_rows: int, proposing_s: float = 0.0) -> int:
+        """How far to guess: the last draft brings as much as it costs, `proposing_s` to make it included."""
         hits = min(hits, MOST_HITS)
         step_s = self._cost.seconds_of(num_rows)
-        worth = num_rows * self._cost.seconds_a_token / step_s if step_s else 0.0
+        worth = num_rows * (self._cost.seconds_a_token + proposing_s) / step_s if step_s else 0.0
         if worth >= hits:
             return 0
         return min(self._max_drafts, int(math.log(max(worth, 1e-3)) / math.log(hits)))
 
-    def _pays(self, num_rows: int) -> bool:
+    def _pays(self, num_rows: int, asked: Mapping[Request, _State]) -> bool:
         """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
         for those who get none."""
         step_s = self._cost.seconds_of(num_rows)
@@ -169,7 +210,17 @@ class Drafter:
             hits, reach = min(state.hits, MOST_HITS), self._reach(state.hits, num_rows)
             gain += hits * (1 - hits**reach) / (1 - hits)
             cost += reach * self._cost.seconds_a_token
-        num_without = num_rows - len(self._predictable)
+        if self._model is not None and asked:
+            share_s, farthest = self._model.pass_s / len(asked), 0
+            for state in asked.values():
+                assert state.trust is not None
+                hits = min(state.trust.hits, MOST_HITS)
+                reach = self._reach(hits, num_rows, share_s)
+                gain += hits * (1 - hits**reach) / (1 - hits)
+                cost += reach * self._cost.seconds_a_token
+                farthest = max(farthest, reach)
+            cost += farthest * self._model.pass_s
+        num_without = num_rows - len(self._predictable) - len(asked)
         return gain / num_rows > cost / step_s and num_without * cost <= MOST_DELAY * num_rows * step_s
 
     def _follow(self, request: Request, state: _State) -> None:
@@ -227,3 +278,8 @@ class Drafter:
         del self._states[request]
         for states in (self._followed, self._predictable, self._constrained):
             states.pop(request, None)
+
+
+def _is_ready(request: Request) -> bool:
+    """Whether its next step computes its newest token alone, which is known."""
+    return request.status is RUNNING and not request.num_tokens_in_flight and request.is_decoding

@@ -11,6 +11,8 @@ master                                 WorkAgent
   |  -- Allow(step, layout) ---------->  |   where RunStep says that it follows; before any later RunStep
   |  <- StepEnding(step) --------------  |   if asked for, and unless the step fails before
   |  <- StepDone(step, ...) -----------  |   or StepFailed(step, error)
+  |  -- Propose(continuations) ------->  |   while no step is under way, where there is a draft model
+  |  <- Proposed(token_ids, error) ----  |
   |  -- Shutdown ---------------------->  |
 """
 
@@ -19,8 +21,9 @@ from __future__ import annotations
 import msgspec
 
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
+from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -77,6 +80,7 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     num_buffers: int
     buffer_bytes: int
     step_timeout_s: float
+    draft_model_path: str | None = None
     num_ranks: int = 1
     """WorkAgents that compute the replica together."""
     rank: int = 0
@@ -164,9 +168,20 @@ class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
     error: str
 
 
+class Propose(msgspec.Struct, tag="propose", frozen=True):
+    continuations: list[Continuation]
+
+
+class Proposed(msgspec.Struct, tag="proposed", frozen=True):
+    token_ids: list[list[int]]
+    """What may follow each."""
+    error: str = ""
+    """Why there is nothing; usually empty."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-MasterMessage = Hello | LoadModel | RunStep | Allow | Shutdown
-AgentMessage = Arrived | Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed
+MasterMessage = Hello | LoadModel | RunStep | Allow | Propose | Shutdown
+AgentMessage = Arrived | Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed | Proposed

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llm_serving.core.continuation import Continuation
 from llm_serving.core.step import AllowedTokens, Int32Array, StepOutput, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
@@ -132,6 +133,10 @@ class VirtualAgent(Unsupervised):
     def _wait(self, time: float) -> None:
         self._wait_until(time)
         self._clock.reach(time)
+
+    def propose(self, continuations: Sequence[Continuation]) -> list[list[int]]:
+        """Nothing: what a model would say is not simulated."""
+        return [[] for _ in continuations]
 
     def fileno(self) -> int | None:
         return None

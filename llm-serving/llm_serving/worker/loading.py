@@ -14,6 +14,7 @@ from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.choices import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
 from llm_serving.core.computed_by import ComputedBy
+from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
 from llm_serving.core.window import Window
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
@@ -22,11 +23,12 @@ from llm_serving.log import get_logger
 from llm_serving.lowering.mindformers import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.contents import check_folder
-from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache
+from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache, draft_model_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
 from llm_serving.transport.messages import LoadModel
 from llm_serving.worker.device import backend_for, configure_device
+from llm_serving.worker.draft_model import DraftModel
 from llm_serving.worker.exactness import promise
 from llm_serving.worker.kv_tensors import block_bytes, element_bytes, num_blocks_for
 from llm_serving.worker.model_runner import ModelRunner
@@ -107,7 +109,25 @@ def load_runner(
     runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
     runner.warm_up()
+    if settings.draft_model_path is not None:
+        runner.draft_model = _draft_model(settings, spec, backend, device, on_progress)
     return runner, notice
+
+
+def _draft_model(
+    settings: LoadModel, spec: ModelSpec, backend: Backend, device: DeviceConfig, on_progress: Callable[[str], None]
+) -> DraftModel:
+    """The one that proposes what the model of `spec` may say."""
+    folder = Path(settings.draft_model_path or "")
+    draft = check_folder(folder)
+    on_progress(f"reading {draft.num_held / 1e6:,.1f} M weights of the draft model from {folder.name}")
+    size = settings.block_size
+    as_program = device.kernels != "primitives"
+    blocks = MAX_CONTINUATIONS * blocks_of_continuation(size)
+    runner = ModelRunner(draft, folder, backend, blocks, size, WINDOW + MAX_COUNT, as_program=as_program)
+    on_progress("compiling the draft model")
+    runner.warm_up()
+    return DraftModel(runner, spec.vocab_size)
 
 
 def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:
@@ -171,4 +191,7 @@ def _num_blocks(settings: LoadModel, spec: ModelSpec, backend: Backend) -> int:
         limit -= settings.num_swap_blocks * one
     step = settings.max_num_batched_tokens, settings.max_num_seqs
     left = bytes_for_cache(limit, spec, element_bytes(backend), *step, _quantization(settings))
+    if settings.draft_model_path is not None:
+        draft = ModelSpec.from_folder(Path(settings.draft_model_path))
+        left -= draft_model_bytes(draft, element_bytes(backend), settings.block_size)
     return min(useful, num_blocks_for(left, one, settings.block_size))

@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_serving.backends.base import Backend
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
+from llm_serving.core.continuation import Continues
 from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
 from llm_serving.core.window import Window
 from llm_serving.errors import StepMismatchError
@@ -84,6 +85,8 @@ class ModelRunner:
         self.spec = spec
         self.computed_by: ComputedBy = NOT_KNOWN
         """Told by who chose backend and kernels."""
+        self.draft_model: Continues | None = None
+        """That proposes what this one may say, where there is one."""
         self._backend = backend
         self._ranks, self._step_timeout_s = ranks, step_timeout_s
         if networks is None:

@@ -13,7 +13,7 @@ from llm_serving.config.rules import (
     path,
     positive,
 )
-from llm_serving.core.choices import OrderName, PolicyName
+from llm_serving.core.choices import OrderName, PolicyName, SpeculativeMethodName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,15 @@ class SchedulerConfig:
     schedule_ahead: bool = option(True, boolean())
     """Form step k+1 while step k is computed: near its end, where steps are long."""
 
-    speculative_method: str = option("none", choice(("none", "ngram")))
+    speculative_method: str = option("none", choice(tuple(SpeculativeMethodName)))
     """Guesses of what comes next, checked beside the next token; they change no byte of an answer. `ngram`: what
     followed where the same tokens stood before, in the prompt, the answer so far and the tenant's finished answers.
-    Requests whose guesses are mostly right get some, as long as more tokens come in the same time."""
+    `draft_model`: the same, and where nothing is found, what the model of `draft_model_path` would say. Requests whose
+    guesses are mostly right get some, as long as more tokens come in the same time."""
+
+    draft_model_path: Path | None = option(None, path())
+    """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for `draft_model`; each
+    WorkAgent loads it beside its model, and what it takes is taken from the KV cache. None: there is none."""
 
     num_speculative_tokens: int = option(8, integer(1, 64))
     """Tokens guessed for a request at a time, at most; as many as its last block has room for."""

@@ -1,0 +1,120 @@
+"""What a draft model must be: beside what, and of which vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fakes import DEMO_FOLDER, DEMO_SPEC, DEMO_TOKENIZER
+from llm_serving.cli import main
+from llm_serving.config import load_config
+from llm_serving.config.model_size import model_size
+from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation, window_start
+from llm_serving.errors import ConfigError, ModelError
+from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.memory import bytes_for_cache, draft_model_bytes, weight_bytes
+from llm_serving.text.model_tokens import check_draft_vocabulary
+
+METHOD, PATH = "scheduler_config.speculative_method=", "scheduler_config.draft_model_path="
+DRAFT = [f"{METHOD}draft_model", f"{PATH}demo"]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The shipped model's files, to be changed."""
+    folder = tmp_path / "other"
+    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "*.json.orig"))
+    return folder
+
+
+def test_a_work_agent_is_told_of_it() -> None:
+    config = load_config(None, DRAFT, Path("demo"))
+    assert config.scheduler.draft_model_path == DEMO_FOLDER
+    assert load_settings(config, 0).draft_model_path == str(DEMO_FOLDER)
+    assert load_settings(load_config(None, [], Path("demo")), 0).draft_model_path is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (DRAFT[:1], r"`scheduler_config\.speculative_method` must not be draft_model without .*draft_model_path"),
+        (
+            DRAFT[1:],
+            r"`scheduler_config\.speculative_method` must be draft_model with .*draft_model_path\. Given: none",
+        ),
+        ([f"{METHOD}ngram", DRAFT[1]], r"must be draft_model with .*\. Given: ngram"),
+        (
+            [*DRAFT, "cluster_config.tensor_parallel=2"],
+            r"`cluster_config\.tensor_parallel` must be 1 with scheduler_config\.draft_model_path\. Given: 2",
+        ),
+        ([DRAFT[0], f"{PATH}nowhere"], r"scheduler_config\.draft_model_path: nowhere does not exist"),
+        ([DRAFT[0], f"{PATH}owner/name"], r"scheduler_config\.draft_model_path: owner/name does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides, Path("demo"))
+
+
+def test_the_same_vocabulary_is_taken(other: Path) -> None:
+    check_draft_vocabulary(DEMO_TOKENIZER, DEMO_FOLDER)
+    check_draft_vocabulary(DEMO_TOKENIZER, other)
+
+
+def test_another_vocabulary_is_refused_with_the_first_token_that_differs(other: Path, capsys) -> None:
+    written = (other / "tokenizer.model").read_bytes()
+    piece = DEMO_TOKENIZER.token_bytes(900)
+    assert len(piece) > 1
+    assert written.count(b"\x0a" + bytes([len(piece)]) + piece + b"\x15") == 1
+    changed = piece[:-1] + (b"Q" if piece[-1:] != b"Q" else b"Z")
+    (other / "tokenizer.model").write_bytes(
+        written.replace(b"\x0a" + bytes([len(piece)]) + piece, b"\x0a" + bytes([len(piece)]) + changed)
+    )
+    rule = (
+        f"scheduler_config.draft_model_path: {other} must have the vocabulary of the model, where token 900 is "
+        f"{json.dumps(piece.decode())}. Given: {json.dumps(changed.decode())}"
+    )
+    with pytest.raises(ModelError) as caught:
+        check_draft_vocabulary(DEMO_TOKENIZER, other)
+    assert str(caught.value) == rule
+    arguments = ["--model", "demo", "--set", DRAFT[0], "--set", f"{PATH}{other}"]
+    assert main(["config", "check", *arguments]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_weights_for_fewer_tokens_are_refused(other: Path) -> None:
+    size = DEMO_TOKENIZER.vocab_size
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": size - 1}))
+    with pytest.raises(ModelError, match=f"{size} tokens. Given: weights for {size - 1}"):
+        check_draft_vocabulary(DEMO_TOKENIZER, other)
+
+
+def test_its_memory_is_taken_from_the_cache() -> None:
+    tokens = MAX_CONTINUATIONS * blocks_of_continuation(16) * 16
+    assert tokens == MAX_CONTINUATIONS * (WINDOW + MAX_COUNT)
+    cache = tokens * DEMO_SPEC.kv_bytes_per_token(2)
+    assert draft_model_bytes(DEMO_SPEC, 2, 16) > cache + weight_bytes(DEMO_SPEC, 2, None)
+    limit = 2 * 10**9
+    memory = f"device_config.max_device_memory={limit}"
+    plain = load_config(None, [memory], Path("demo"))
+    lines = model_size(load_config(None, [memory, *DRAFT], Path("demo"))).lines
+    step = plain.scheduler.max_prefill_tokens, plain.model.decode_batch_size
+    left = bytes_for_cache(limit, DEMO_SPEC, 2, *step) - draft_model_bytes(DEMO_SPEC, 2, 16)
+    assert f"{left // DEMO_SPEC.kv_bytes_per_token(2):,} tokens of context" in lines[-1]
+    assert any(line.startswith("draft model, with its cache") for line in lines)
+    assert not any("draft" in line for line in model_size(plain).lines)
+
+
+def test_a_window_moves_by_halves() -> None:
+    half = WINDOW // 2
+    assert [window_start(count) for count in (1, WINDOW, WINDOW + 1, 3 * half, 3 * half + 1)] == [
+        0,
+        0,
+        half,
+        half,
+        2 * half,
+    ]
+    assert all(half < count - window_start(count) <= WINDOW for count in range(WINDOW + 1, 2000))

@@ -1,0 +1,161 @@
+"""A draft model that proposes while no step is under way: right, wrong, dying."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_harness import Harness, bytes_of
+from factories import create_request
+from fake_runner import VOCAB_SIZE, next_token
+from fragile_harness import FragileHarness
+from llm_serving.core.choices import Proposer
+from llm_serving.core.continuation import MAX_CONTINUATIONS, WINDOW
+from llm_serving.core.request_class import RequestClass
+from llm_serving.errors import WorkerDiedError
+from llm_serving.observe.journal import Journal
+from llm_serving.speculation import Drafter, DraftModel
+from llm_serving.speculation.draft_model import MAX_DEATHS
+
+
+class FakeDraftModel:
+    """Knows what the fake model says; now and then it says something else, or dies."""
+
+    def __init__(self, rng: random.Random, wrong: float = 0.0, dies: float = 0.0) -> None:
+        self._rng, self._wrong, self._dies = rng, wrong, dies
+        self.asked: list[list[int]] = []
+
+    def propose(self, continuations):
+        assert 0 < len(continuations) <= MAX_CONTINUATIONS
+        assert len({each.key for each in continuations}) == len(continuations)
+        self.asked.append([each.num_wanted for each in continuations])
+        if self._rng.random() < self._dies:
+            raise WorkerDiedError("killed")
+        return [self._go_on(each) for each in continuations]
+
+    def _go_on(self, asked) -> list[int]:
+        assert 0 < len(asked.token_ids) <= WINDOW
+        assert asked.start == 0
+        text = list(asked.token_ids)
+        for _ in range(asked.num_wanted):
+            right = self._rng.random() >= self._wrong
+            text.append(next_token(text, asked.seed) if right else self._rng.randrange(VOCAB_SIZE))
+        return text[len(asked.token_ids) : len(text) - (self._rng.random() < self._wrong)]
+
+
+class EagerDrafter(Drafter):
+    """Pays, or not, as the test has it; not by the clock of a harness, which counts calls."""
+
+    share = 1.0
+    rng = random.Random(0)
+
+    @property
+    def pays(self) -> bool:
+        return self.rng.random() < self.share
+
+    @pays.setter
+    def pays(self, value: bool) -> None:
+        pass
+
+
+def proposing(rng=None, wrong=0.0, dies=0.0, harness=Harness, share=1.0, **options):
+    """An engine whose executor has a draft model."""
+    rng = rng or random.Random(1)
+    fake = FakeDraftModel(rng, wrong, dies)
+    drafter = EagerDrafter(8, 3, DraftModel(lambda asked: made.executor.propose(asked), 16, lambda: 0.0))
+    drafter.share, drafter.rng = share, rng
+    made = harness(drafter=drafter, block_size=16, **options)
+    made.executor._draft_model = made.fake = fake
+    return made
+
+
+def run(harness, requests) -> list[str]:
+    for request in requests:
+        harness.engine.submit(request)
+    harness.run()
+    return [bytes_of(harness.answer(request.request_id)) for request in requests]
+
+
+def test_proposals_that_are_right_save_steps_and_are_counted_for_who_made_them() -> None:
+    harness = proposing(journal=Journal(16, 0))
+    (told,) = run(harness, [create_request(4, request_id="a", max_tokens=64)])
+    assert [told] == run(Harness(block_size=16), [create_request(4, request_id="a", max_tokens=64)])
+    assert 2 * len(harness.runner.steps) < 64
+    num_right = 64 - len(harness.runner.steps)
+    by_proposer = harness.metrics._guesses["vllm:spec_decode_num_accepted_tokens_total"]
+    assert by_proposer == {Proposer.DRAFT_MODEL: num_right, Proposer.NGRAM: 0, Proposer.FORCED: 0}
+    assert f'guesses_right_total{{model_name="model",proposer="draft_model"}} {num_right:.1f}' in told_of(harness)
+    assert all(sum(each) <= 8 for each in harness.fake.asked)
+
+
+def told_of(harness) -> str:
+    return harness.metrics.render()[0].decode()
+
+
+def test_wrong_proposals_end_it_for_a_while() -> None:
+    harness = proposing(wrong=1.0)
+    run(harness, [create_request(4, request_id="a", max_tokens=200)])
+    assert 2 <= len(harness.fake.asked) <= 6  # of 200 tokens: tried again after 32 tokens, then after 64
+    assert harness.metrics._counts["vllm:spec_decode_num_accepted_tokens_total"] == 0
+
+
+def test_nobody_is_asked_while_a_prompt_waits_or_is_computed() -> None:
+    harness = proposing(max_num_batched_tokens=16)
+    harness.engine.submit(create_request(4, request_id="a", max_tokens=60))
+    for _ in range(4):
+        harness.engine.step()
+    assert harness.fake.asked
+    late = create_request(60, request_id="b", max_tokens=3)
+    harness.engine.submit(late)
+    num_asked = len(harness.fake.asked)
+    while not late.output_token_ids:
+        harness.engine.step()
+    assert len(harness.fake.asked) == num_asked
+    harness.run()
+    assert len(harness.fake.asked) > num_asked
+
+
+def test_of_many_the_higher_classes_are_gone_on_with() -> None:
+    drafter = Drafter(8, 3, DraftModel(lambda asked: [], 16))
+    requests = [create_request(4, priority=index % 2) for index in range(40)]
+    for index, request in enumerate(requests):
+        request.sequence = index
+        request.request_class = RequestClass(name=f"rank-{index % 2}", rank=index % 2)
+    taken = drafter._model.takes(requests)
+    assert [each.sequence for each in taken] == [*range(0, 32, 2)]
+
+
+def mixed_load(rng):
+    return [
+        create_request(
+            rng.randint(1, 40),
+            request_id=str(index),
+            priority=rng.choice([-1, 0, 1]),
+            max_tokens=rng.randint(1, 60),
+            logprobs=rng.choice([None, 2]),
+            seed=rng.randrange(3),
+        )
+        for index in range(rng.randint(1, 10))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_answers_do_not_depend_on_proposals(seed: int) -> None:
+    """Nor in a small cache, where requests lose their places, nor where the WorkAgent dies as it proposes."""
+    rng = random.Random(seed)
+    cache = {"num_blocks": rng.choice([8, 64]), "preemption_mode": rng.choice(["recompute", "swap"])}
+    cache["num_swap_blocks"] = 8 if cache["preemption_mode"] == "swap" else 0
+    fragile = {"harness": FragileHarness, "dies": 0.1} if seed % 3 == 0 else {}
+    harness = proposing(rng, rng.choice([0.0, 0.2, 0.6]), share=rng.choice([0.7, 1.0]), **fragile, **cache)
+    told = run(harness, mixed_load(random.Random(1000 + seed)))
+    assert told == run(Harness(block_size=16), mixed_load(random.Random(1000 + seed)))
+    assert harness.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_a_draft_model_that_kills_its_work_agents_is_asked_no_more() -> None:
+    harness = proposing(dies=1.0, harness=FragileHarness)
+    requests = [create_request(4, request_id="a", max_tokens=30)]
+    harness.submit(*requests)
+    harness.run()
+    harness.assert_exact(*requests)
+    assert harness.executor.num_restarts == len(harness.fake.asked) == MAX_DEATHS

@@ -1,0 +1,153 @@
+"""A small model that proposes: what it says of a text it computed before, and of one it did not."""
+
+from __future__ import annotations
+
+import pytest
+from graph_model import backend
+from llm_serving.core.continuation import (
+    MAX_CONTINUATIONS,
+    MAX_COUNT,
+    WINDOW,
+    Continuation,
+    blocks_of_continuation,
+)
+from llm_serving.worker.draft_model import DraftModel
+from llm_serving.worker.model_runner import ModelRunner
+from model_factories import tiny_spec, write_model
+from step_factories import sampling_input, step_input
+
+pytestmark = pytest.mark.mindspore
+
+SPEC = tiny_spec()
+PROMPT = [5, 17, 44, 3, 80, 21]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, SPEC)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return backend("cpu", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def draft_runner(folder, cpu):
+    blocks = MAX_CONTINUATIONS * blocks_of_continuation(16)
+    return ModelRunner(SPEC, folder, cpu, blocks, 16, WINDOW + MAX_COUNT)
+
+
+@pytest.fixture
+def model(draft_runner):
+    model = DraftModel(draft_runner, SPEC.vocab_size)
+    model._step = draft_runner._next_step
+    return model
+
+
+@pytest.fixture(scope="module")
+def answer(folder, cpu):
+    """What the same weights say as the large model, greedily and with temperature, token by token."""
+    answers = {}
+    for temperature in (0.0, 1.0):
+        runner = ModelRunner(SPEC, folder, cpu, num_blocks=8, block_size=16, max_model_len=64)
+        text: list[int] = []
+        new = PROMPT
+        for step in range(20):
+            sampling = sampling_input(1, temperature=temperature, seed=9, position=len(text) + len(new))
+            output = runner.execute(step_input([(new, len(text), [1, 2])], step=step, sampling=sampling))
+            text += new
+            new = output.token_ids.tolist()
+        answers[temperature] = (text + new)[len(PROMPT) :]
+    return answers
+
+
+def asked(token_ids, count=4, key=1, start=0, temperature=0.0):
+    return Continuation(key, start, list(token_ids), count, temperature, 0, 1.0, 0.0, 9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_weights_say_the_same_greedy_and_sampled(model, answer, temperature) -> None:
+    """Sampled too: the draft model has the random number of each position."""
+    said = answer[temperature]
+    assert len(set(said)) > 3
+    for num_known in (0, 1, 3, 7, 8, 12):
+        text = PROMPT + said[:num_known]
+        assert model.propose([asked(text, 5, temperature=temperature)]) == [said[num_known : num_known + 5]]
+
+
+def test_what_was_wrong_is_computed_again(model, answer) -> None:
+    said = answer[0.0]
+    (proposed,) = model.propose([asked(PROMPT, 6)])
+    other = [*PROMPT, *said[:2], (said[2] + 1) % SPEC.vocab_size]
+    (after_other,) = model.propose([asked(other, 3)])
+    assert after_other == proposed_alone(model, other, 3)
+    assert model.propose([asked(PROMPT, 6)]) == [proposed] == [said[:6]]
+
+
+def proposed_alone(model, token_ids, count):
+    (proposed,) = model.propose([asked(token_ids, count, key=1000)])
+    return proposed
+
+
+def test_many_at_once_say_what_each_says_alone(model) -> None:
+    texts = [PROMPT[: 1 + index % 6] + [index] * (index % 4) for index in range(MAX_CONTINUATIONS)]
+    alone = [proposed_alone(model, text, 1 + index % 5) for index, text in enumerate(texts)]
+    together = [asked(text, 1 + index % 5, key=index) for index, text in enumerate(texts)]
+    for _ in range(2):
+        assert model.propose(together) == alone
+    assert model.propose([asked(texts[3], 1 + 3, key=77)]) == [alone[3]]  # in the place of another one
+
+
+def test_only_what_is_new_is_computed(model, answer, monkeypatch) -> None:
+    said, computed = answer[0.0], []
+    execute = model._runner.execute
+    monkeypatch.setattr(model._runner, "execute", lambda step: computed.append(step.num_tokens) or execute(step))
+    model.propose([asked(PROMPT, 4)])
+    assert computed == [len(PROMPT), 1, 1, 1]
+    computed.clear()
+    model.propose([asked(PROMPT + said[:4], 2)])  # all were right; the last of them has not been computed
+    assert computed == [1, 1]
+
+
+def test_what_is_asked_too_much_is_not_answered(model) -> None:
+    too_much = [
+        asked([]),
+        asked([1] * (WINDOW + 1)),
+        asked(PROMPT, 0),
+        asked(PROMPT, MAX_COUNT + 1),
+        asked([SPEC.vocab_size]),
+        asked([-1]),
+    ]
+    for each in too_much:
+        assert model.propose([each]) == [[]]
+    many = [asked([1 + key] * 200, 1, key=key) for key in range(6)]
+    assert [len(each) for each in model.propose(many)] == [1, 1, 1, 1, 1, 0]  # 1,024 tokens at a time
+    assert [len(each) for each in model.propose(many)] == [1] * 6
+    longest = [asked([1] * WINDOW, MAX_COUNT)]
+    assert [len(each) for each in model.propose(longest)] == [MAX_COUNT]
+
+
+def test_tokens_that_the_large_model_has_not_are_not_proposed(draft_runner, answer) -> None:
+    said = answer[0.0]
+    model = DraftModel(draft_runner, vocab_size=max(said[:3]))
+    model._step = draft_runner._next_step
+    assert model.propose([asked(PROMPT, 3)]) == [said[: said.index(max(said[:3]))]]
+
+
+def test_after_a_failure_all_is_computed_anew(model, answer, monkeypatch) -> None:
+    model.propose([asked(PROMPT, 4)])
+    execute = model._runner.execute
+
+    def fail(step):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model._runner, "execute", fail)
+    with pytest.raises(RuntimeError):
+        model.propose([asked(PROMPT + answer[0.0][:2], 4)])
+    monkeypatch.setattr(model._runner, "execute", execute)
+    model._step = model._runner._next_step
+    assert model.propose([asked(PROMPT, 4)]) == [answer[0.0][:4]]
+    assert len(model._free) + len(model._slots) == MAX_CONTINUATIONS
