@@ -33,6 +33,7 @@ from llm_serving.core.step import BlockMove, Move
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.executor import executor as executor_module
 from llm_serving.executor import supervised_executor
+from llm_serving.executor.arrivals import Arrivals
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.kvcache.block_manager import BlockManager
 from llm_serving.kvcache.block_pool import BlockPool
@@ -64,6 +65,8 @@ class Mutation:
     """Whether WorkAgents die, fail and are late besides."""
     of_prompts: bool = False
     """Whether clients ask for log-probabilities and the vector of their prompts besides."""
+    num_machines: int = 0
+    """Those on which WorkAgents run beside the master's; what can happen to machines and links does."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.guard}"
@@ -258,6 +261,18 @@ def results_taken_from_others() -> Any:
     return patch.object(Request, "max_tokens_taken", property(lambda self: self.num_tokens_known - 1))
 
 
+def any_token_is_shown() -> Any:
+    """A start takes the first connection that comes, also one of an earlier start, whose answers come late."""
+
+    def come_first(self: Arrivals, token: str, channel: Any) -> bool:
+        if not self._expected:
+            return False
+        self._expected.popitem()[1].put(channel)
+        return True
+
+    return patch.object(Arrivals, "come", come_first)
+
+
 MUTATIONS = (
     Mutation(
         "a reply is read one step early",
@@ -340,6 +355,13 @@ MUTATIONS = (
         results_taken_from_others,
         of_prompts=True,
     ),
+    Mutation(
+        "answers of an earlier start come late",
+        "token of every start",
+        None,
+        any_token_is_shown,
+        num_machines=3,
+    ),
 )
 
 
@@ -361,15 +383,17 @@ class Verdict:
 
 
 @cache
-def crowded_seeds() -> list[int]:
-    """Seeds in which requests lose their places; on the master's machine, where steps are handed over in memory."""
+def seeds_for(num_machines: int) -> list[int]:
+    """Seeds in which requests lose their places; on the master's machine, where steps are handed over in memory. On
+    others: seeds in which WorkAgents are started again."""
     seeds: list[int] = []
+    wanted = "restarts" if num_machines else "preemptions"
     for seed in count():
-        one = Simulation(seed, on_machines=False)
+        one = Simulation(seed, num_machines)
         for replica in one.replicas:
             replica.faults.rate = 0.0
         one.run()
-        if one.totals.events["preemptions"] > 1:
+        if one.totals.events[wanted] > 1:
             seeds.append(seed)
         if len(seeds) == NUM_SEEDS:
             return seeds
@@ -382,14 +406,14 @@ def play(mutation: Mutation, *, guarded: bool, until: Callable[[Verdict], bool] 
     fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
     try:
-        for seed in crowded_seeds():
+        for seed in seeds_for(mutation.num_machines):
             if until(verdict):
                 break
             with ExitStack() as stack:
                 stack.enter_context(nullcontext() if fault is None else fault())
                 stack.enter_context(patch.object(Scheduler, "check_integrity", lambda self: None))
                 stack.enter_context(patch.object(supervised_executor, "FIRST_DELAY_S", 0.0))
-                one = Simulation(seed, on_machines=False)
+                one = Simulation(seed, mutation.num_machines)
                 if mutation.of_prompts:
                     ask_of_prompts(one.clients)
                 _play_seed(one, verdict, bad_luck=mutation.bad_luck)

@@ -46,6 +46,7 @@ class RayMachines:
         command += [f"--num-cpus={cores}", f"--object-store-memory={_STORE_BYTES}", "--block"]
         command += ["--disable-usage-stats"]
         log = self.log_folder / f"{name}.log"
+        told_before = len(log.read_text()) if log.exists() else 0
         with log.open("ab") as output:
             self._started[name] = subprocess.Popen(
                 host.command(command),
@@ -55,8 +56,8 @@ class RayMachines:
                 start_new_session=True,
             )
         deadline = time.monotonic() + _START_S
-        while "Ray runtime started" not in log.read_text():
-            assert time.monotonic() < deadline and self._started[name].poll() is None, log.read_text()
+        while "Ray runtime started" not in log.read_text()[told_before:]:
+            assert time.monotonic() < deadline and self._started[name].poll() is None, log.read_text()[told_before:]
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:

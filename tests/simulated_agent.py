@@ -69,6 +69,7 @@ class SimulatedAgent:
         blocks: Of the master, as its own caches have as many.
         meanwhile: Called while the master waits for a reply.
         place: On a machine of a cluster; None: the master's own.
+        answers: What it has answered; further ones are added.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class SimulatedAgent:
         blocks: BlockManager,
         meanwhile: Callable[[], None],
         place: Place | None = None,
+        answers: list[AgentMessage] | None = None,
     ) -> None:
         self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
         self.channel: Any = self
@@ -100,7 +102,8 @@ class SimulatedAgent:
         self._unread: deque[RunStep | Allow] = deque()
         self._fate: str | None = None
         """What happens to the step that is read next, once that is drawn."""
-        self._replies: deque[AgentMessage] = deque()
+        self._answers = [] if answers is None else answers
+        self._replies: deque[AgentMessage] = deque(self._answers)
         self._dead = self._hangs = False
         self._read_end, self._write_end = socket.socketpair()
 
@@ -198,11 +201,11 @@ class SimulatedAgent:
             self._dead = True
             return
         if message.announce_ending:
-            self._replies.append(StepEnding(message.step))
+            self._answer(StepEnding(message.step))
         try:
             output = self._runner.execute(step, partial(self._allowed, message))
         except WorkerError as error:
-            self._replies.append(StepFailed(message.step, str(error)))
+            self._answer(StepFailed(message.step, str(error)))
             return
         if len(step.block_moves):
             self.block_moves.update(step.block_moves[:, 0].tolist())
@@ -224,9 +227,14 @@ class SimulatedAgent:
             reply = StepFailed(message.step + rng.choice((-1, 1)), "")
         if fate == "garbage":
             reply = _garbage(encode_output(output))
-        self._replies.append(reply)
+        self._answer(reply)
         if fate == "twice":
-            self._replies.append(reply)
+            self._answer(reply)
+
+    def _answer(self, message: AgentMessage) -> None:
+        self._replies.append(message)
+        if self._place is not None:
+            self._answers.append(message)
 
 
 def _garbage(reply: StepDone) -> StepDone:

@@ -2,18 +2,23 @@
 
 A connection is TCP's: what is on its way over a link that is cut arrives when that is mended, in order and once, or
 never, as the connection ends after some silence. A cut in one direction ends it as well: what nobody acknowledges is
-silence.
+silence. While a WorkAgent is started, those of earlier starts come late, with all that they have ever answered, and
+tokens are shown twice; which connection belongs to a start, the shipping `Arrivals` decides.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from functools import partial
+from typing import Any, Final, Literal
 
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, WorkerDiedError
+from llm_serving.executor.arrivals import Arrivals
+from llm_serving.transport.messages import AgentMessage
 from simulated_clock import Clock
 
 Direction = Literal["to", "from"]
@@ -44,6 +49,10 @@ class Machine:
         return now >= max(self.mended_at.values())
 
 
+Make = Callable[["Place", list[AgentMessage]], Any]
+"""Makes a WorkAgent, at a place, that has answered so much: it is read first, and what it answers then is added."""
+
+
 class SimulatedNetwork:
     """Of one server.
 
@@ -59,6 +68,10 @@ class SimulatedNetwork:
         self._rng, self._clock, self._rate, self._silence_s = rng, clock, rate, silence_s
         self._machines = [Machine() for _ in range(num_machines)]
         self._since = rng.randrange(DISTANCE)
+        self._arrivals = Arrivals()
+        self._num_starts = 0
+        self._earlier: deque[tuple[str, list[AgentMessage]]] = deque(maxlen=4)
+        """Token and answers of the latest starts."""
 
     @property
     def num_machines(self) -> int:
@@ -85,6 +98,33 @@ class SimulatedNetwork:
             _cut(machine, BOTH, now, now + seconds)
         else:
             _cut(machine, BOTH if event == "cut" else ("to" if event == "cut to" else "from",), now, now + seconds)
+
+    def start(self, make: Make) -> Any:
+        """A WorkAgent on one of the machines: who comes in by its token, which is to be nobody else.
+
+        Raises:
+            WorkerDiedError: As for `place`.
+        """
+        self._num_starts += 1
+        token, answers = f"start {self._num_starts}", list[AgentMessage]()
+        late_ones_are_first = self._rng.random() < 0.5
+        with self._arrivals.expecting(token) as arrival:
+            if late_ones_are_first:
+                self._let_late_ones_come(make)
+            self._come(token, partial(make, self.place(), answers))
+            self._earlier.append((token, answers))
+            if not late_ones_are_first:
+                self._let_late_ones_come(make)  # and it itself once more
+            made: Any = arrival.wait(0.0)
+            return made()
+
+    def _let_late_ones_come(self, make: Make) -> None:
+        for token, answers in self._earlier:
+            self._come(token, partial(make, Place(self, self._rng.choice(self._machines)), [*answers]))
+
+    def _come(self, token: str, make: Any) -> None:
+        if not self._arrivals.come(token, make):
+            self.counts["connections turned away"] += 1
 
     def place(self) -> Place:
         """Where a WorkAgent is started. Who starts it does not know which links are cut.

@@ -9,7 +9,7 @@ refused, leave in any state of their request. Rules change while all that goes o
 at every moment are checked; at the end, that every request has ended and that what it got is what it would have got
 alone.
 
-    python tests/simulation.py --seeds 100000 --processes 2
+    python tests/simulation.py --seeds 100000 --processes 2 [--machines 3]
 """
 
 from __future__ import annotations
@@ -126,10 +126,15 @@ class Replica:
                 simulation.clock.now += simulation.rng.uniform(0.0, 1.0)
                 self.num_failed_starts += 1
                 raise WorkerDiedError("it ended before it was ready")
-        place = None if simulation.network is None or like is None else simulation.network.place()
-        agent = SimulatedAgent(
-            *(simulation.rng, simulation.clock, self.faults, self.scheduler.blocks, simulation.let_clients_act), place
+        make = functools.partial(
+            SimulatedAgent,
+            simulation.rng,
+            simulation.clock,
+            self.faults,
+            self.scheduler.blocks,
+            simulation.let_clients_act,
         )
+        agent = make() if simulation.network is None else simulation.network.start(make)
         self.agents.append(agent)
         return agent
 
@@ -171,8 +176,13 @@ class Replica:
 class Simulation:
     """One seed: a configuration, a load and a fate for every step."""
 
-    def __init__(self, seed: int, *, on_machines: bool = True) -> None:
-        """Draws everything in a fixed order; `on_machines`: WorkAgents may run on other machines than the master's."""
+    def __init__(self, seed: int, num_machines: int | None = None) -> None:
+        """Draws everything in a fixed order.
+
+        Args:
+            seed: Of all that is drawn.
+            num_machines: Those of WorkAgents, and then each may have a replica; 0: only the master's; None: drawn.
+        """
         self.rng = rng = random.Random(seed)
         self.clock = Clock()
         self.totals = Totals()
@@ -180,13 +190,16 @@ class Simulation:
         scheduler = _draw_scheduler(rng)
         self._config = config = _draw_config(rng, scheduler)
         self.metrics = Metrics(classes=config.request_classes)
-        self.network = _draw_network(random.Random(f"network {seed}"), self.clock) if on_machines else None
+        self.network = _draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
         self._loop = EventLoop()
         self._master = AsyncEngine(
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
-        self.replicas = [Replica(self, index, scheduler) for index in range(rng.choice((1, 1, 1, 2)))]
+        num_replicas = rng.choice((1, 1, 1, 2))
+        if num_machines:
+            num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
+        self.replicas = [Replica(self, index, scheduler) for index in range(num_replicas)]
         for index, replica in enumerate(self.replicas):
             replica.engine.on_started = self._master.replicas._publish_started
             self._master.replicas.engines[index] = replica.engine
@@ -352,10 +365,15 @@ class Simulation:
         replica = next(each for each in self.replicas if each.engine is client.engine)
         failed = reason in (FinishReason.ERROR, FinishReason.UNAVAILABLE)
         if failed and not client.is_poisoned and error != BAD_ROW:
-            waited = error is not None and "has not come back within" in error and replica.num_failed_starts
+            waited = error is not None and "has not come back within" in error and self._a_start_failed(replica)
             assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
             assert failed or reason is FinishReason.ABORT, f"{name} survived the poison"
+
+    def _a_start_failed(self, replica: Replica) -> bool:
+        return bool(
+            replica.num_failed_starts or (self.network is not None and self.network.counts["starts that failed"])
+        )
 
     def _count(self) -> None:
         totals, counts = self.totals, self.metrics._counts
@@ -446,12 +464,14 @@ def _draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
     return deque((each, random.Random(rng.random())) for each in rounds)
 
 
-def _draw_network(rng: random.Random, clock: Clock) -> SimulatedNetwork | None:
-    """None: all WorkAgents run on the master's machine, as in two of three seeds."""
-    if rng.random() < 2 / 3:
+def _draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> SimulatedNetwork | None:
+    """None: all WorkAgents run on the master's machine, as in two of three seeds, unless their machines are given."""
+    alone = rng.random() < 2 / 3
+    if num_machines == 0 or (alone and num_machines is None):
         return None
     silence_s = rng.choice((0.3, 3.0))  # shorter and longer than a step may take
-    return SimulatedNetwork(rng, clock, rng.choice((1, 2, 3)), rng.choice((0.1, 0.5)), silence_s)
+    drawn = rng.choice((1, 2, 3))
+    return SimulatedNetwork(rng, clock, num_machines or drawn, rng.choice((0.1, 0.5)), silence_s)
 
 
 def _draw_config(rng: random.Random, scheduler: dict[str, Any]) -> ServingConfig:
@@ -494,7 +514,7 @@ class Totals:
         )
 
 
-def run_seeds(first: int, count: int) -> Totals:
+def run_seeds(first: int, count: int, num_machines: int | None = None) -> Totals:
     """Plays seeds `first` .. `first + count - 1`.
 
     Raises:
@@ -505,10 +525,11 @@ def run_seeds(first: int, count: int) -> Totals:
     try:
         for seed in range(first, first + count):
             try:
-                simulation = Simulation(seed)
+                simulation = Simulation(seed, num_machines)
                 simulation.run()
             except Exception as error:
                 command = f"python tests/simulation.py --first {seed} --seeds 1"
+                command += "" if num_machines is None else f" --machines {num_machines}"
                 raise AssertionError(f"seed {seed}: {error}\nrepeat it with: {command}") from error
             totals.add(simulation.totals)
     finally:
@@ -516,10 +537,10 @@ def run_seeds(first: int, count: int) -> Totals:
     return totals
 
 
-def run_in_processes(first: int, count: int, num_processes: int) -> Totals:
+def run_in_processes(first: int, count: int, num_processes: int, num_machines: int | None = None) -> Totals:
     """As `run_seeds`, in shares."""
     end = first + count
-    shares = [(start, min(SEEDS_A_SHARE, end - start)) for start in range(first, end, SEEDS_A_SHARE)]
+    shares = [(start, min(SEEDS_A_SHARE, end - start), num_machines) for start in range(first, end, SEEDS_A_SHARE)]
     totals = Totals()
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         for share in pool.starmap(run_seeds, shares, chunksize=1):
@@ -532,12 +553,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--processes", type=int, default=1, help="processes that share them (default: 1)")
+    parser.add_argument("--machines", type=int, help="on so many beside the master's (default: drawn, often none)")
     args = parser.parse_args()
     began = time.perf_counter()
     if args.processes == 1:
-        totals = run_seeds(args.first, args.seeds)
+        totals = run_seeds(args.first, args.seeds, args.machines)
     else:
-        totals = run_in_processes(args.first, args.seeds, args.processes)
+        totals = run_in_processes(args.first, args.seeds, args.processes, args.machines)
     seconds = time.perf_counter() - began
     sys.stdout.write(f"{totals}\n{args.seeds:,} seeds in {seconds:.1f} s, {args.seeds / seconds:.0f} a second; ")
     sys.stdout.write("no law is broken\n")

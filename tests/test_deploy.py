@@ -62,7 +62,7 @@ def series() -> dict[str, list[Labels]]:
     for status in (401, 429, 500, 503):
         metrics.http.answered("POST", "/v1/completions", status)
     metrics.replicas = lambda: ReplicaCounts(1, 1)
-    metrics.watch_compilations(0, lambda: 1)
+    metrics.watch_agent(0, lambda: 1)
     metrics.step(1, 0, 0.5, 8)
     metrics.first_token(0.1)
     metrics.classes.first_token(0, 0.1)

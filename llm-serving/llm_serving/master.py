@@ -81,7 +81,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
 
         serving, given_up = config.serving, GivenUp()
         executor = SupervisedExecutor(start, serving.step_timeout_s, serving.max_worker_restarts, given_up=given_up)
-        metrics.watch_compilations(index, lambda: executor.num_compilations)
+        metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:
             loaded = executor.loaded
             engine = build_engine(
@@ -97,6 +97,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
             )
             engine.notice = loaded.notice
             engine.computed_by = loaded.computed_by
+            engine.machine = lambda: executor.machine
             yield engine
         finally:
             executor.close()

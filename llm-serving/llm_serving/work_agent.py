@@ -162,6 +162,16 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_f
     else:
         buffers = InlineArrays(settings.num_buffers)
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
+    answer_steps(channel, runner, buffers)
+
+
+def answer_steps(channel: Channel[MasterMessage], runner: ModelRunner, buffers: SharedBuffers | InlineArrays) -> None:
+    """Does what the master orders, until it says Shutdown.
+
+    Raises:
+        TransportError: The channel broke, or the master is gone.
+        RankLostError: As for `serve`.
+    """
     for message in _orders(channel):
         if isinstance(message, Propose):
             channel.send(_proposed(runner, message))

@@ -17,6 +17,6 @@ def test_no_law_is_broken_whatever_goes_wrong() -> None:
     assert totals.events["seeds"] == NUM_SEEDS
     assert min(totals.events.values()) > 10, f"something hardly happens:\n{totals}"
     assert set(totals.faults) == set(FATES)
-    assert {*EVENTS, "connections that went on", "starts that failed"} <= set(totals.network)
+    assert {*EVENTS, "connections that went on", "connections turned away", "starts that failed"} <= set(totals.network)
     assert set(STATES) - RARE <= set(totals.aborts) <= set(STATES)
     assert {"max_waiting_queue", "max_waiting_tokens", "class_max_waiting", "never_fits"} <= set(+totals.refusals)

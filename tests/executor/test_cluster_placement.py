@@ -107,6 +107,7 @@ def answer(executor: RemoteExecutor | SupervisedExecutor, step: int) -> list[int
 def test_a_work_agent_comes_loads_serves_and_ends(placement: ClusterPlacement, starter: ProcessStarter) -> None:
     agent = start(placement)
     assert isinstance(agent.buffers, InlineArrays)
+    assert agent.machine == "127.0.0.1"
     executor = RemoteExecutor(agent.channel, agent.buffers)
     assert [answer(executor, step) for step in range(3)] == [expected_output(PROMPT, 1)] * 3
     agent.stop()

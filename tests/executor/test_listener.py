@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 from llm_serving.executor import listener as module
 from llm_serving.executor.agent_process import AgentChannel
-from llm_serving.executor.listener import Arrival, Listener
+from llm_serving.executor.arrivals import Arrival
+from llm_serving.executor.listener import Listener
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.messages import Arrived, Hello, MasterMessage, Welcome

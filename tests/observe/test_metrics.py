@@ -58,10 +58,23 @@ def test_names_that_dashboards_read_are_there_from_the_start():
 
 def test_graphs_compiled_are_asked_for_at_every_scrape():
     metrics, counts = Metrics("demo"), [1]
-    metrics.watch_compilations(3, lambda: counts[0])
+    metrics.watch_agent(3, lambda: counts[0])
     assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 1
     counts[0] = 2
     assert scrape(metrics)["llm_serving:graph_compilations", "3"] == 2
+
+
+def test_load_is_told_of_each_replica_and_the_machine_of_its_work_agent():
+    metrics, machines = Metrics("demo"), ["10.0.0.2"]
+    metrics.watch_agent(1, lambda: 1, lambda: machines[0])
+    metrics.step(3, 2, 0.5, 8, replica=1)
+    metrics.load(1, 0, 0.25, replica=0)
+    found = scrape(metrics)
+    assert found["llm_serving:replica_requests_running", "1", "10.0.0.2"] == 3
+    assert found["llm_serving:replica_requests_waiting", "1", "10.0.0.2"] == 2
+    assert found["llm_serving:replica_kv_cache_usage", "", "0"] == 0.25
+    machines[0] = "10.0.0.3"
+    assert scrape(metrics)["llm_serving:replica_requests_running", "1", "10.0.0.3"] == 3
 
 
 def test_what_the_master_itself_takes_is_shown():

@@ -143,3 +143,12 @@ def test_a_tenant_sees_its_own_rows_of_steps_alone():
     assert "r-0" not in json.dumps(document)
     whole = check_format(trace([ReplicaTrace(0, journal.record(1e9), journal.lives())], 1000))
     assert len(whole[0, STEPS_ROW]) > 3
+
+
+def test_a_replica_is_named_with_its_machine_to_those_who_may_see_everything():
+    record = Journal(0, 8).record(1e9)
+    names = [
+        ReplicaTrace(1, record, (), own_steps_only=of_one, machine=machine).name
+        for machine, of_one in (("", False), ("10.0.0.2", False), ("10.0.0.2", True))
+    ]
+    assert names == ["replica 1", "replica 1 at 10.0.0.2", "replica 1"]

@@ -19,7 +19,9 @@ def test_two_replicas_one_leaves_and_joins() -> None:
         async with server.running() as client:
             await server.reach(lambda: not server.engine.health().loading)
             assert (await client.get("/v1/replicas")).json() == {
-                "replicas": [{"replica": index, "state": "serving", "num_unfinished": 0} for index in (0, 1)]
+                "replicas": [
+                    {"replica": index, "state": "serving", "num_unfinished": 0, "machine": ""} for index in (0, 1)
+                ]
             }
             drained = await client.post("/v1/replicas/1/drain")
             assert drained.status_code == 200

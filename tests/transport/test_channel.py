@@ -57,6 +57,17 @@ def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
     assert channel.receive(1.0) == Hello(1)
 
 
+def test_the_machine_at_the_other_end_is_known_unless_it_is_this_one(ends) -> None:
+    _, channel = ends
+    assert channel.peer == ""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+        server.accept()[0] as here,
+    ):
+        assert Channel(here, MasterMessage).peer == "127.0.0.1"
+
+
 def test_end_of_stream_is_an_error(ends) -> None:
     left, channel = ends
     left.send(frame(b"abc")[:5])

@@ -52,10 +52,12 @@ def run_replicas(arguments: argparse.Namespace) -> int:
     with opened(arguments.url, path, api_key_of(arguments), method=method) as response:
         try:
             rows = [
-                (each["replica"], each["state"], each["num_unfinished"]) for each in json.load(response)["replicas"]
+                (each["replica"], each["state"], each["num_unfinished"], each["machine"])
+                for each in json.load(response)["replicas"]
             ]
         except (ValueError, LookupError, TypeError):
             raise Refusal(f"{arguments.url} does not answer as this server does") from None
-    for replica, state, num_unfinished in rows:
-        print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished", flush=True)
+    for replica, state, num_unfinished, machine in rows:
+        where = f"  at {machine}" if machine else ""
+        print(f"{replica:>4}  {state:<10}  {num_unfinished} unfinished{where}", flush=True)
     return 0

@@ -28,6 +28,8 @@ class ReplicaRow(NamedTuple):
     state: ReplicaState
     num_unfinished: int
     """Requests that it has."""
+    machine: str = ""
+    """Address of the one on which its WorkAgent runs, or ran; empty: the master's own."""
 
 
 class Control:
@@ -101,6 +103,7 @@ class Control:
                 index,
                 self._replicas.state(index),
                 self._requests.num_of(engines[index]) if index in engines else 0,
+                engines[index].machine() if index in engines else "",
             )
             for index in range(len(self._replicas))
         ]

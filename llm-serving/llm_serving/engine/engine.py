@@ -91,6 +91,8 @@ class Engine:
         """What the operator should know of its WorkAgent; usually empty."""
         self.computed_by = NOT_KNOWN
         """By what its WorkAgent computes."""
+        self.machine: Callable[[], str] = lambda: ""
+        """Tells where its WorkAgent runs: the address, or nothing for the master's own machine."""
         self.load = LoadEstimator(scheduler.limits)
         self._lengths = AnswerLengths()
         self.journal = Journal() if journal is None else journal

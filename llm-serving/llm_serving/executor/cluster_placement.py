@@ -12,8 +12,9 @@ import msgspec
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import ConfigError, WorkerDiedError
 from llm_serving.executor.agent_process import AgentChannel, AgentProcess
+from llm_serving.executor.arrivals import Arrival
 from llm_serving.executor.given_up import GivenUp
-from llm_serving.executor.listener import Arrival, Listener
+from llm_serving.executor.listener import Listener
 from llm_serving.executor.placement import Started
 from llm_serving.transport.channel import MAX_FRAME_BYTES
 from llm_serving.transport.cluster_identity import ClusterIdentity
@@ -90,13 +91,14 @@ class ClusterPlacement:
             process = self._starter.start(index, arguments)
             try:
                 channel = self._await(index, arrival, process, timeout_s, given_up)
+                machine = _peer_of(index, channel)
             except WorkerDiedError:
                 process.kill()
                 process.end(None)
                 raise
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
         channel.send_timeout_s = settings.step_timeout_s
-        return Started(process, channel, InlineArrays(settings.num_buffers))
+        return Started(process, channel, InlineArrays(settings.num_buffers), machine)
 
     def close(self) -> None:
         self._listener.close()
@@ -117,3 +119,12 @@ class ClusterPlacement:
                     f"WorkAgent {index} was not ready within {patience_s:g} s: it has not come to the cluster's port"
                 )
         return channel
+
+
+def _peer_of(index: int, channel: AgentChannel) -> str:
+    """Raises WorkerDiedError: it has gone again."""
+    try:
+        return channel.peer
+    except OSError as error:
+        channel.close()
+        raise WorkerDiedError(f"WorkAgent {index} ended before it was ready: {error}") from error

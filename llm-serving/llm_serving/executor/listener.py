@@ -6,13 +6,12 @@ import contextlib
 import errno
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from contextlib import AbstractContextManager
 from typing import Final
 
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import AgentChannel
+from llm_serving.executor.arrivals import Arrival, Arrivals
 from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
@@ -40,27 +39,16 @@ class Listener:
     def __init__(self, host: str, identity: ClusterIdentity) -> None:
         """Raises OSError: the address cannot be listened at."""
         self._context = identity.of_master()
-        self._expected: dict[str, SimpleQueue[AgentChannel]] = {}
-        self._lock = threading.Lock()
+        self._arrivals = Arrivals()
         self._places = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="cluster-listener", daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def expecting(self, token: str) -> Iterator[Arrival]:
-        """A connection that shows the token belongs to whoever is inside; one only, a second finds nobody."""
-        queue: SimpleQueue[AgentChannel] = SimpleQueue()
-        with self._lock:
-            self._expected[token] = queue
-        try:
-            yield Arrival(queue)
-        finally:
-            with self._lock:
-                self._expected.pop(token, None)
-            with contextlib.suppress(Empty):  # it came when nobody waited any more
-                queue.get_nowait().close()
+    def expecting(self, token: str) -> AbstractContextManager[Arrival]:
+        """As of `Arrivals`."""
+        return self._arrivals.expecting(token)
 
     def close(self) -> None:
         """Takes no more; connections that were given away stay."""
@@ -94,11 +82,7 @@ class Listener:
             notice_silence(secured)
             channel: AgentChannel = Channel(secured, AgentMessage)  # type: ignore[arg-type]
             arrived = channel.receive(HANDSHAKE_S)
-            with self._lock:
-                queue = self._expected.pop(arrived.token, None) if isinstance(arrived, Arrived) else None
-                if queue is not None:
-                    queue.put(channel)
-                    taken = True
+            taken = isinstance(arrived, Arrived) and self._arrivals.come(arrived.token, channel)
             if not taken:
                 logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)
         except (OSError, LLMServingError) as error:
@@ -107,20 +91,6 @@ class Listener:
             if not taken:
                 connection.close()
             self._places.release()
-
-
-class Arrival:
-    """Of one WorkAgent."""
-
-    def __init__(self, queue: SimpleQueue[AgentChannel]) -> None:
-        self._queue = queue
-
-    def wait(self, timeout_s: float) -> AgentChannel | None:
-        """The channel to it; None: it has not come in this time."""
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except Empty:
-            return None
 
 
 def _without_descriptors(error: OSError) -> bool:

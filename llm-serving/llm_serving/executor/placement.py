@@ -25,6 +25,8 @@ class Started(NamedTuple):
     process: AgentProcess
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
+    machine: str = ""
+    """Its address; empty: the master's own."""
 
 
 class Placement(Protocol):

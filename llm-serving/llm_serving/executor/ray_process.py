@@ -145,6 +145,7 @@ def connected(address: str | None, num_cpus: int = 1) -> Iterator[Any]:
     """
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster that is started here: 15, if nobody says otherwise
     here = {"num_cpus": max(num_cpus, os.cpu_count() or 1)} if address is None else {}
     try:
         ray.init(

@@ -100,6 +100,11 @@ class SupervisedExecutor:
         return self._executor.num_compilations
 
     @property
+    def machine(self) -> str:
+        """Address of the one on which the WorkAgent of the moment runs, or ran; empty: the master's own."""
+        return self._agent.machine
+
+    @property
     def next_step(self) -> int:
         return self._executor.next_step
 

@@ -55,6 +55,8 @@ class WorkAgentProcess:
     channel: AgentLink
     buffers: SharedBuffers | InlineArrays
     loaded: Loaded
+    machine: str = ""
+    """Address of the one it runs on; empty: the master's own."""
     _closed: bool = False
 
     def stop(self) -> None:
@@ -106,7 +108,7 @@ def start_work_agent(
     if like is not None:
         settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
     settings = placement.settings(settings)
-    process, channel, buffers = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
+    process, channel, buffers, machine = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
     with contextlib.ExitStack() as undo:
         undo.callback(buffers.close)
         undo.callback(channel.close)
@@ -122,7 +124,7 @@ def start_work_agent(
             _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
         undo.pop_all()
-    return WorkAgentProcess(index, process, channel, buffers, loaded)
+    return WorkAgentProcess(index, process, channel, buffers, loaded, machine)
 
 
 def _load(

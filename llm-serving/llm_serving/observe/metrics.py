@@ -40,6 +40,14 @@ class Load(NamedTuple):
     kv_usage: float
 
 
+_OF_A_REPLICA: Final = (
+    ("llm_serving:replica_requests_running", "Requests that are running, of each replica.", "num_running"),
+    ("llm_serving:replica_requests_waiting", "Requests that wait to be scheduled, of each replica.", "num_waiting"),
+    ("llm_serving:replica_kv_cache_usage", "Share of the KV cache in use, of each replica.", "kv_usage"),
+)
+"""Metric, its help and the field of `Load`."""
+
+
 class ReplicaCounts(NamedTuple):
     num_replicas: int
     num_ready: int
@@ -66,6 +74,7 @@ class Metrics(Collector):
         self._lock = Lock()
         self._loads: dict[int, Load] = {}
         self._compilations: dict[int, Callable[[], int]] = {}
+        self._machines: dict[int, Callable[[], str]] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._guesses = {name: dict.fromkeys(map(str, Proposer), 0) for name in _GUESSES}
         self._finished = dict.fromkeys(FinishReason, 0)
@@ -98,9 +107,17 @@ class Metrics(Collector):
         with self._lock:
             self._loads[replica] = Load(num_running, num_waiting, kv_usage)
 
-    def watch_compilations(self, replica: int, num_compilations: Callable[[], int]) -> None:
-        """Lets every scrape ask how many graphs the WorkAgent of a replica has compiled."""
+    def watch_agent(
+        self, replica: int, num_compilations: Callable[[], int], machine: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Lets every scrape ask how many graphs the WorkAgent of a replica has compiled, and where it runs: the address
+        of its machine, or nothing for the master's own."""
         self._compilations[replica] = num_compilations
+        self._machines[replica] = machine
+
+    def machine(self, replica: int) -> str:
+        """Where the WorkAgent of a replica runs, as `watch_agent` was told."""
+        return self._machines[replica]() if replica in self._machines else ""
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
@@ -228,6 +245,14 @@ class Metrics(Collector):
         """The text of a scrape and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
+    def _of_each_replica(self, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+        loads = sorted(self._loads.items())
+        for name, text, field in _OF_A_REPLICA:
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            for replica, load in loads:
+                gauge.add_metric([*values, str(replica), self.machine(replica)], getattr(load, field))
+            yield gauge
+
     def collect(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
         load, replicas = self.load_now(), self.replicas()
@@ -253,6 +278,7 @@ class Metrics(Collector):
         for replica, num_compilations in list(self._compilations.items()):
             compiled.add_metric([*values, str(replica)], num_compilations())
         yield compiled
+        yield from self._of_each_replica([*names, "replica", "machine"], values)
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._counts[name])

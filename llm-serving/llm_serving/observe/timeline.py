@@ -28,6 +28,13 @@ class ReplicaTrace:
     lives: Sequence[Life]
     own_steps_only: bool = False
     """Show the rows of these requests alone, and no step without one: who asks may not see what others do."""
+    machine: str = ""
+    """On which its WorkAgent runs; told to those who may see everything."""
+
+    @property
+    def name(self) -> str:
+        where = f" at {self.machine}" if self.machine and not self.own_steps_only else ""
+        return f"replica {self.replica}{where}"
 
 
 def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
@@ -44,7 +51,7 @@ def trace(replicas: Sequence[ReplicaTrace], num_steps: int) -> JsonObject:
         return (time - origin) / 1000
 
     for each, steps, requests, _ in spans:
-        events += _metadata(each.replica, STEPS_ROW, f"replica {each.replica}", "steps")
+        events += _metadata(each.replica, STEPS_ROW, each.name, "steps")
         events += _step_events(each.replica, steps, microseconds)
         for place, (life, life_spans) in enumerate(requests, STEPS_ROW + 1):
             # The number of a request tells how many others there were.

@@ -79,7 +79,10 @@ def picture_event(
             "time": round(time, DIGITS),
             "totals": {**metrics.totals()._asdict(), "bound_violations": metrics.num_bound_violations},
             "kept": metrics.classes.kept(),
-            "replicas": [_replica(each, known[each.replica], tenant) for each in view.replicas],
+            "replicas": [
+                _replica(each, known[each.replica], tenant) | _where(metrics.machine(each.replica), tenant)
+                for each in view.replicas
+            ],
             "silent": silent,
         },
     )
@@ -108,6 +111,11 @@ def _replica(view: Replica, seen: Glance, tenant: str | None) -> dict[str, Any]:
         "steps": _steps(seen.steps, own),
     }
     return told | {name: [_values(row) for row in rows] for name, rows in lists.items()}
+
+
+def _where(machine: str, tenant: str | None) -> dict[str, str]:
+    """Machines are told to those who may see everything."""
+    return {"machine": machine if tenant is None else ""}
 
 
 def _values(row: Struct) -> list[Any]:

@@ -44,6 +44,13 @@ class Channel(Generic[Incoming]):
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def peer(self) -> str:
+        """Address of the machine at the other end; empty where that is this one's."""
+        if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
+            return ""
+        return str(self._socket.getpeername()[0])
+
     def send(self, message: msgspec.Struct) -> None:
         """Sends one frame; returns when the kernel has taken it. One thread at a time may send.
 

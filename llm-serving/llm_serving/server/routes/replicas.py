@@ -21,6 +21,8 @@ class ReplicaView(Struct):
     """loading, serving, restarting, draining (it finishes what it has) or left."""
     num_unfinished: int
     """Requests that it has."""
+    machine: str
+    """Address of the one on which its WorkAgent runs, or ran; empty: the master's own."""
 
 
 class ReplicasView(Struct):

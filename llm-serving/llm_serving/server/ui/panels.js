@@ -133,7 +133,8 @@ export class ReplicaPanels {
     this.used = el("span", { class: "aside" });
     this.pace = el("span", { class: "aside" });
     const name = several ? ` of replica ${index}` : "";
-    this.node = el("div", { class: "panels" },
+    this.where = el("p", { class: "more", hidden: true });
+    this.node = el("div", { class: "panels" }, this.where,
       panel(`Batch slots${name}`, this.numbers, this.slots.node), panel(`Key/value cache${name}`, this.used, this.cache.node), panel(`Steps${name}`, this.pace, this.steps.node));
   }
 
@@ -141,6 +142,8 @@ export class ReplicaPanels {
     this.slots.draw(replica);
     this.cache.draw(replica);
     this.steps.draw(replica, steps);
+    this.where.hidden = !replica.machine;
+    say(this.where, replica.machine ? `Replica ${replica.replica} computes at ${replica.machine}` : "");
     say(this.numbers, `${count(replica.running)} of ${count(replica.slots)}`);
     say(this.used, percent(replica.blocks.used, replica.blocks.total));
     say(this.pace, `step ${count(replica.step)}${replica.step_s ? `, ${duration(1000 * replica.step_s)} of late` : ""}`);
