@@ -77,6 +77,8 @@ def run_ranks(
             roles: dict[str, Any] = {role: read(rank, value) for role, value in each.inputs.items()}
             roles |= {role: weights[rank][weight] for role, weight in each.weights.items()}
             results.append(globals()[f"_{each.kind}"](steps[rank], **roles, **each.attributes))
+        if together[0].kind == "output":
+            results = [np.concatenate(results, axis=1)] * len(together)
         for rank, each in enumerate(together):
             written = results[rank] if isinstance(results[rank], tuple) else (results[rank],)
             for role, y in each.outputs.items():
@@ -124,8 +126,10 @@ def _widened(array: Array) -> Array:
     return array.astype(np.float32)
 
 
-def _gather(step: Step, table: Array, scale: float, rounded_scale: bool) -> Array:
-    return table[step.token_ids] * np.float32(scale)
+def _gather(step: Step, table: Array, scale: float, rounded_scale: bool, first: int, rows: int) -> Array:
+    of_all = np.zeros((rows or len(table), table.shape[1]), np.float32)
+    of_all[first : first + len(table)] = table
+    return of_all[step.token_ids] * np.float32(scale)
 
 
 def _select(step: Step, x: Array) -> Array:
@@ -252,7 +256,9 @@ def _experts(
     return y if added is None else _add(step, added, y, scale)
 
 
-def _output(step: Step, x: Array, weight: Array, scale: float, cap: float, ordered: bool) -> Array:
+def _output(
+    step: Step, x: Array, weight: Array, scale: float, cap: float, ordered: bool, first: int, rows: int
+) -> Array:
     logits = _product(x, weight) * np.float32(scale)
     return np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits
 

@@ -59,7 +59,7 @@ def with_operand(index: int, value: int) -> dict[str, Typed]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (with_header(0, 1), "the version must be 2, is 1"),
+        (with_header(0, 1), "the version must be 3, is 1"),
         (with_header(5, 3), "the model's type must be 0, 1 or 2, is 3"),
         (with_header(5, 0), "weight 0 must be [V, H] of the model's type or int8"),
         (with_header(4, 18), "instructions have 17 numbers, the header says 18"),
@@ -91,7 +91,12 @@ def with_operand(index: int, value: int) -> dict[str, Typed]:
         (with_word("attend", 8, -1), "instruction 3 (attend): cos and sin go together"),
         (with_word("attend", 13, -1), "instruction 3 (attend): window must be 0 or more, is -1"),
         (with_word("activate", 3, 0), "instruction 9 (activate): function must be 1 or 2, is 0"),
+        (with_word("gather", 5, -1), "instruction 0 (gather): the table has rows from 0 on of -1"),
+        (with_word("gather", 5, 1), "index "),
         (with_word("output", 1, -1), "instruction 12 (output): x is absent"),
+        (with_word("output", 2, -1), "instruction 12 (output): weight is absent"),
+        (with_word("output", 7, 71), "instruction 12 (output): the result has 70 columns, the head 71 rows"),
+        (with_word("output", 7, 70), "instruction 12 (output): this process computes with no other"),
     ],
 )
 def test_programs_that_do_not_fit_are_refused(changes: dict[str, Typed], message: str) -> None:

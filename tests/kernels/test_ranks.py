@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from decoder_calls import Step
-from kernel_calls import FLOAT_TYPES, Typed, typed
+from kernel_calls import FLOAT_TYPES, Typed, empty, typed
 from llm_serving.errors import RankLostError
 from llm_serving.kernels import library, reference
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.network.description import Network
-from program_calls import Runnable, run, runnable_of
+from program_calls import Runnable, parameters, run, runnable_of, status_of_program
 
 PIECE_BYTES = 1 << 20
+Attributes = dict[str, Any]
 
 
 def random(count: int, width: int, dtype: str, seed: int = 1) -> Typed:
@@ -77,6 +78,19 @@ def test_more_than_one_piece_and_one_sum_after_another(memory: Callable[[int], i
         for rows, each in zip((slice(0, 5), 3, slice(1, 3)), found, strict=True):
             expected = typed(reference.all_reduce([part.values[rows] for part in parts]), "bfloat16")
             assert np.array_equal(each, expected.array)
+
+
+@pytest.mark.parametrize(("count", "rows", "width"), [(2, 3, 7), (3, 40, 20_011), (2, 2, PIECE_BYTES), (5, 1, 5)])
+def test_each_rank_has_the_columns_of_all(memory: Callable[[int], int], count: int, rows: int, width: int) -> None:
+    whole = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+
+    def one(ranks: Ranks) -> Any:
+        mine = slice(ranks.rank * width // count, (ranks.rank + 1) * width // count)
+        return [ranks.all_gather(each[:, mine], width) for each in (whole, whole[:1] + 1)]
+
+    for first, second in together(memory(count), count, one):
+        assert np.array_equal(first, whole)
+        assert np.array_equal(second, whole[:1] + 1)
 
 
 def test_ranks_tell_each_other_numbers(memory: Callable[[int], int]) -> None:
@@ -165,6 +179,50 @@ def test_a_program_adds_up_what_all_ranks_have(memory: Callable[[int], int]) -> 
 
     logits, total = together(memory(2), 2, one)
     assert np.array_equal(logits, typed(x.values + Typed(total, "bfloat16").values, "bfloat16").values)
+
+
+def of_table_and_head(table: Typed, head: Typed, of_table: Attributes, of_head: Attributes) -> Runnable:
+    net = Network(64, len(head.array))
+    net.output(net.gather("table"), "head")
+    first, last = net.operations
+    net.operations[:] = first.changed(attributes=of_table), last.changed(attributes=of_head)
+    values = {"table.weight": table.values, "head.weight": head.values}
+    return runnable_of(net, {weight: values[weight.names[0]] for weight in net.weights}, table.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_a_program_has_the_logits_of_all_ranks_before_they_are_capped(
+    isa: str, memory: Callable[[int], int], dtype: str
+) -> None:
+    table, head = random(20, 64, dtype), random(37, 64, dtype, seed=2)
+    capped = {"scale": 0.5, "cap": 3.0}
+    logits = run(of_table_and_head(table, head, {}, {}), step_of_rows(20), []).array
+    expected = run(of_table_and_head(table, head, {}, capped), step_of_rows(20), []).array
+    part = of_table_and_head(table, typed(head.values[18:], dtype), {}, {**capped, "first": 18, "rows": 37})
+
+    def one(ranks: Ranks) -> Any:
+        if ranks.rank == 0:
+            return ranks.all_gather(logits[:, :18], 37)
+        ranks.use()
+        with library.isa_in_use(isa):
+            given = parameters(part, step_of_rows(20), []) | {"result": empty((20, 37), "float32")}
+            assert status_of_program(given) == 0, library.last_error()
+            return given["result"].array
+
+    given, found = together(memory(2), 2, one)
+    assert np.array_equal(given, logits)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_tokens_whose_rows_others_have_are_zeros(isa: str, dtype: str) -> None:
+    table = random(20, 64, dtype)
+    rows = typed(table.values[6:13], dtype)
+    with library.isa_in_use("plain"):
+        part = of_table_and_head(rows, typed(np.eye(64), dtype), {"first": 6, "rows": 20}, {})
+    found = run(part, step_of_rows(20), []).array
+    assert np.array_equal(found[6:13], rows.values)
+    assert not found[:6].any() and not found[13:].any()
 
 
 def test_a_program_that_computes_alone_adds_up_nothing() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, networks_of
+from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, inputs_of, networks_of
 from graph_model import BLOCK_SIZE
 from llm_serving.core.choices import QuantizationName
 from llm_serving.lowering.step import STEP_INPUTS, dynamic_inputs
@@ -58,17 +58,20 @@ def test_the_graph_is_made_of_what_a_device_has_and_knows_lengths_by_name(export
     assert {node.input[4].split(":")[-1] for node in rotated} == {"batch_valid_length"}
 
 
-def test_the_graph_of_a_rank_adds_up_twice_in_a_layer_what_is_computed_of_half_the_weights(tmp_path):
+def test_the_graphs_of_a_rank_add_up_what_is_computed_of_half_the_weights(tmp_path):
     spec, networks = networks_of("qwen3", tmp_path, num_ranks=2)
     written = export(networks.states, tmp_path / "states.mindir", dynamic_inputs()).graph
-    sums = [node for node in written.node if kind(node) == "AllReduce"]
-    assert len(sums) == 2 * len(spec.caches)
+    head = export(networks.head, tmp_path / "head.mindir", inputs_of(spec, "head")).graph
+    sums = [[kind(node) for node in graph.node].count("AllReduce") for graph in (written, head)]
+    assert sums == [1 + 2 * len(spec.caches), 1]
+    operations = ModelSpec.from_folder(tmp_path).network.operations
     whole = {
-        each.weights["weight"].shape
-        for each in ModelSpec.from_folder(tmp_path).network.operations[3:-2]
-        if each.kind == "linear"
+        each.weights[role].shape
+        for each in operations
+        for role in ("table", "weight")
+        if role in each.weights and each.kind != "norm"
     }
-    shapes = {tuple(each.dims) for each in written.parameter}
+    shapes = {tuple(each.dims) for graph in (written, head) for each in graph.parameter}
     halves = {shape for rows, columns in whole for shape in ((rows // 2, columns), (rows, columns // 2))}
     assert shapes & halves
     assert not shapes & whole

@@ -54,11 +54,11 @@ def test_four_ranks_have_a_head_of_keys_each() -> None:
     assert np.allclose(results[0], expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_a_layer_has_two_sums() -> None:
+def test_a_layer_has_two_sums_and_the_table_one() -> None:
     kinds = [each.kind for each in sharded(network("llama"), 1, 2).operations]
-    assert kinds.count("all_reduce") == 2 * 3
+    assert kinds.count("all_reduce") == 2 * 3 + 1
     # The sum is added to what goes on in the norm behind it: no instruction more than that of the sum itself.
-    assert len(program_of(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 2
+    assert len(program_of(sharded(network("llama"), 1, 2), "float32").instructions) - 1 == 3 * 9 + 3 + 3
 
 
 def test_ranks_have_slices_of_the_weights() -> None:
@@ -85,13 +85,28 @@ def test_ranks_have_slices_of_the_weights() -> None:
             assert np.array_equal(np.concatenate([*q, *k, *v]), whole)
 
 
-def test_two_ranks_have_what_one_has_but_for_table_head_and_norms() -> None:
-    net = network("llama")
-    rank = sharded(net, 0, 2)
-    multiplied = {each.weights["weight"] for each in net.operations if each.kind == "linear"}
-    halved = sum(math.prod(weight.shape) for weight in multiplied)
-    sizes = [sum(math.prod(w.shape) for w in each.weights if w.made is None) for each in (net, rank)]
-    assert sizes[0] - sizes[1] == halved // 2
+@pytest.mark.parametrize("name", ["llama", "llama, biases, tied"])
+def test_two_ranks_have_what_one_has_but_for_norms_and_biases_behind_sums(name: str) -> None:
+    net = network(name)
+    ranks = [sharded(net, rank, 2) for rank in range(2)]
+    whole, *shares = (
+        sum(math.prod(weight.shape) for weight in each.weights if len(weight.shape) == 2 and weight.made is None)
+        for each in (net, *ranks)
+    )
+    assert sum(shares) == whole
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_table_and_a_head_that_are_one_tensor_are_one_parameter_of_each_rank(count: int) -> None:
+    net = network("llama, biases, tied", **({} if count == 2 else SIX_HEADS))
+    whole = parameter(net.head.weights["weight"], RandomTensors(), 64)
+    parts = []
+    for rank in range(count):
+        of_rank = sharded(net, rank, count)
+        assert of_rank.operations[0].weights["table"] == of_rank.head.weights["weight"]
+        assert of_rank.operations[0].attributes["first"] == sum(map(len, parts))
+        parts.append(parameter(of_rank.head.weights["weight"], RandomTensors(), 64))
+    assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_shares_whose_groups_are_not_whole_are_kept_in_8_bits() -> None:
@@ -116,6 +131,7 @@ def test_a_bias_behind_a_sum_is_of_rank_0_and_missed_by_nobody() -> None:
         ("llama", {}, 4, "must divide the 2 heads of keys and values"),
         ("llama", {"intermediate_size": 97}, 2, "must divide the 97 columns of a feed-forward layer"),
         ("mixtral", {"intermediate_size": 80, **SIX_HEADS}, 3, "must divide the 80 columns of an expert"),
+        ("llama", {"vocab_size": 1}, 2, "must be at most the 1 tokens of the vocabulary"),
         (LATENT, {}, 2, "must be 1 for a model whose keys are latent"),
     ],
 )

@@ -191,12 +191,13 @@ def load() -> ctypes.CDLL:
     library.llm_error_of_ranks.restype = ctypes.c_char_p
     library.llm_begin_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_double]
     library.llm_all_reduce.argtypes = [*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_char_p]
+    library.llm_all_gather.argtypes = [*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 2]
     library.llm_exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     for function in (library.llm_leave_ranks, library.llm_use_ranks):
         function.argtypes = [ctypes.c_void_p]
     for function in (
         *(library.llm_leave_ranks, library.llm_use_ranks, library.llm_begin_step),
-        *(library.llm_all_reduce, library.llm_exchange),
+        *(library.llm_all_reduce, library.llm_all_gather, library.llm_exchange),
     ):
         function.restype = None
     logger.info("kernels: %s, %d threads (%s)", library.llm_isa().decode(), library.llm_num_threads(), path.name)

@@ -79,6 +79,23 @@ class Ranks:
         self.check()
         return y
 
+    def all_gather(self, rows: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+        """[S, width] of all ranks' columns, which are as many, but for one more of some.
+
+        Args:
+            rows: [S, columns of this rank]
+            width: Of all ranks together.
+
+        Raises:
+            RankLostError: As `check`.
+        """
+        whole = np.zeros((len(rows), width), np.float32)
+        first = self.rank * width // self.count
+        whole[:, first : first + rows.shape[1]] = rows
+        self._library.llm_all_gather(self._handle, whole.ctypes.data, len(whole), width)
+        self.check()
+        return whole
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """What each rank gives, in their order; all give as many numbers.
 

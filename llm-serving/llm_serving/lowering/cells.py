@@ -19,6 +19,10 @@ from llm_serving.network.rewriting import Plan, add_in_norm, apply, select_rows
 RESULTS: Final = ("output", "states")
 """Operations whose result is that of the network."""
 
+OF_GATHER: Final = ("scale", "rounded_scale", "first", "rows")
+OF_OUTPUT: Final = ("scale", "cap", "first", "rows")
+"""Attributes, as their Cells take them."""
+
 MAX_READS: Final = 4
 NUM_REGISTERS: Final = 8
 """As many as a step of any network needs at once; `Step` writes them out."""
@@ -94,7 +98,7 @@ class HeadOfCells(nn.Cell):
         super().__init__()
         head = network.head
         weight = parameters[head.weights["weight"]]
-        self.output = cells.Output(backend, weight, head.attributes["scale"], head.attributes["cap"])
+        self.output = cells.Output(backend, weight, *(head.attributes[each] for each in OF_OUTPUT))
         self.dtype = backend.activation_dtype
 
     def construct(
@@ -189,7 +193,7 @@ class _Listing:
             case "split":
                 return cells.Split(backend, [view.width for view in each.writes if isinstance(view, Value)])
             case "gather":
-                return cells.Gather(backend, wholes["table"], attributes["scale"], attributes["rounded_scale"])
+                return cells.Gather(backend, wholes["table"], *(attributes[each] for each in OF_GATHER))
             case "linear":
                 return cells.Linear(backend, wholes["weight"], weights.get("bias"))
             case "norm" if "added" in operation.inputs:
@@ -217,7 +221,7 @@ class _Listing:
             case "select":
                 return cells.Select(backend)
             case "output":
-                return cells.Output(backend, wholes["weight"], attributes["scale"], attributes["cap"])
+                return cells.Output(backend, wholes["weight"], *(attributes[each] for each in OF_OUTPUT))
             case "states":
                 return cells.States()
         raise ModelError(f"no Cell computes the operation {operation.kind}")

@@ -61,17 +61,28 @@ class Scaled(nn.Cell):
 
 
 class Gather(nn.Cell):
-    """() -> rows of a table, by token, scaled."""
+    """() -> rows of a table, by token, scaled; zeros for a token whose row is not in it."""
 
-    def __init__(self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool) -> None:
+    def __init__(
+        self, backend: Backend, table: Sequence[ms.Parameter], scale: float, rounded: bool, first: int, rows: int
+    ) -> None:
         super().__init__()
+        self.first, self.num_rows = first, table[0].shape[0]
+        self.is_part = rows > 0
         self.look_up = backend.quantized_embedding() if is_quantized(table) else backend.embedding()
         self.table = ms.ParameterTuple(table)
         self.is_scaled = scale != 1
         self.scaled = Scaled(backend.rounded(scale) if rounded else scale)
 
     def construct(self, _: Tensors, step: Tensors) -> Tensors:
-        rows = self.look_up(step[0], *self.table)
+        tokens = step[0]
+        if self.is_part:
+            at = tokens - self.first
+            is_here = ops.logical_and(at >= 0, at < self.num_rows)
+            rows = self.look_up(at * is_here.astype(ms.int32), *self.table)
+            rows = rows * is_here.astype(rows.dtype).reshape(-1, 1)
+        else:
+            rows = self.look_up(tokens, *self.table)
         return (self.scaled(rows) if self.is_scaled else rows,)
 
 
@@ -286,16 +297,23 @@ class Select(nn.Cell):
 
 
 class Output(nn.Cell):
-    """x -> logits, float32, scaled and capped"""
+    """x -> logits, float32, scaled and capped; of a part of the head they are added to zeros of the other ranks."""
 
-    def __init__(self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float) -> None:
+    def __init__(
+        self, backend: Backend, weight: Sequence[ms.Parameter], scale: float, cap: float, first: int, rows: int
+    ) -> None:
         super().__init__()
+        self.is_part = rows > 0
+        self.zeros = first, rows - first - weight[0].shape[0]
+        self.reduce = ops.AllReduce(ops.ReduceOp.SUM)
         self.product = backend.quantized_logits() if is_quantized(weight) else backend.logits()
         self.weight = ms.ParameterTuple(weight)
         self.scale, self.cap = float(np.float32(scale)), float(np.float32(cap))
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         logits = self.product(read[0], *self.weight)
+        if self.is_part:
+            logits = self.reduce(ops.pad(logits, self.zeros))
         logits = logits * self.scale if self.scale != 1 else logits
         return (ops.tanh(logits / self.cap) * self.cap if self.cap > 0 else logits,)
 

@@ -5,7 +5,7 @@ are named where they are used, with the tensors of a model folder they are made 
 
 The operations (SIGNATURES has what each reads and writes):
 
-    gather      rows of a table, by token
+    gather      rows of a table, by token; zeros for a token whose row is not in it
     linear      x * weight^T, with a bias or without; a weight for each head where asked for
     norm        root mean square norm of rows, or of the heads in a row (Zhang and Sennrich 2019)
     rotate      rotary position embedding (Su et al. 2021), elements i and i + head_dim / 2 together
@@ -17,7 +17,7 @@ The operations (SIGNATURES has what each reads and writes):
     route       the experts of each row, and their shares
     experts     the sum over a row's experts of share * down(silu(gate) * up)
     all_reduce  the sum of a value over all ranks, in their order
-    output      float32 logits of the rows that give a result
+    output      float32 logits of the rows that give a result, whichever rank has the rows of the head
     states      those rows themselves, in float32
 """
 
@@ -64,7 +64,7 @@ def _signature(outputs: str, inputs: str, weights: str, attributes: str) -> Sign
 
 
 SIGNATURES: Final[Mapping[str, Signature]] = {
-    "gather": _signature("y", "", "table", "scale"),
+    "gather": _signature("y", "", "table", "scale first rows"),
     "linear": _signature("y", "x added", "weight bias", "function scale ordered reader heads"),
     "norm": _signature("y sum", "x added", "gain", "eps group reader"),
     "rotate": _signature("y", "x", "cos sin", ""),
@@ -74,14 +74,15 @@ SIGNATURES: Final[Mapping[str, Signature]] = {
     "add": _signature("y", "a b", "", "scale"),
     "route": _signature("shares chosen", "x", "weight correction", "top_k score normalise scale groups top_groups"),
     "experts": _signature("y", "x shares chosen added", "gate_up down", "function scale experts"),
-    "output": _signature("", "x", "weight", "scale cap ordered"),
+    "output": _signature("", "x", "weight", "scale cap ordered first rows"),
     "select": _signature("y", "x", "", ""),
     "weigh": _signature("y", "x gate", "", ""),
     "states": _signature("", "x", "", ""),
     "all_reduce": _signature("y", "x", "", ""),
 }
 """By kind, in the order of their numbers. No family writes `select`, `states`, `added`, `sum`, `ordered`, `reader`, nor
-what `attend` has of keys and rotation: those are for `network.rewriting`, as `all_reduce` is for `network.sharding`."""
+what `attend` has of keys and rotation: those are for `network.rewriting`, as `all_reduce` is for `network.sharding`.
+So are `first` and `rows`: the weight has the rows from `first` on of a table or head of `rows`; 0: it has them all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +249,7 @@ class Network:
             name: Of the table [V, H].
             scale: Rounded to the model dtype first if `rounded_scale`.
         """
-        attributes = {"scale": scale, "rounded_scale": rounded_scale}
+        attributes = {"scale": scale, "rounded_scale": rounded_scale, "first": 0, "rows": 0}
         return self._record("gather", {}, {"table": self._matrix(name, (self.vocab, self.hidden))}, attributes)
 
     def linear(
@@ -440,7 +441,7 @@ class Network:
     ) -> None:
         """scale * x * head^T, then cap * tanh(logits / cap): the last operation of a network."""
         head = self._matrix(name, (self.vocab, self.hidden), change)
-        attributes = {"scale": scale, "cap": cap or 0.0, "ordered": False}
+        attributes = {"scale": scale, "cap": cap or 0.0, "ordered": False, "first": 0, "rows": 0}
         self.operations.append(Operation("output", {"x": x}, {"weight": head}, {}, attributes))
 
     def _matrix(self, name: str, shape: tuple[int, int], change: Change | None = None) -> Weight:

@@ -21,7 +21,7 @@ from llm_serving.network.rewriting import Plan, rewrite, select_rows
 
 Int32Array = NDArray[np.int32]
 
-VERSION: Final = 2
+VERSION: Final = 3
 KINDS: Final = tuple(SIGNATURES)
 LENGTH: Final = 1 + max(
     len(each.outputs) + len(each.inputs) + len(each.weights) + len(each.attributes) for each in SIGNATURES.values()
@@ -84,7 +84,7 @@ def program_of_head(network: Network, dtype: str) -> Program:
     """From rows of states, given as its last weight and named by token, to their logits."""
     rows = Value("rows", network.hidden)
     states = Weight(("states",), (0, network.hidden))
-    given = Operation("gather", {}, {"table": states}, {"y": rows}, {"scale": 1.0})
+    given = Operation("gather", {}, {"table": states}, {"y": rows}, {"scale": 1.0, "first": 0, "rows": 0})
     return assemble(rewrite(select_rows([given, network.head.changed(inputs={"x": rows})])), 0, dtype)
 
 

@@ -5,6 +5,8 @@
     experts          the same of each expert
     linear           what writes these has the rows of its weight that they need; what reads them the columns, and so
                      does a part of every sum: an `all_reduce` follows, and its bias is added by rank 0 alone
+    gather, output   rows of the table and of the head: a token's row is added to zeros of the other ranks, and each
+                     rank tells the others the logits it has
     everything else  is computed by every rank, with the same bits
 
 Each rank adds up less before its sums are added to the others': the bits are others than those of one rank alone.
@@ -131,7 +133,9 @@ class _Sharding:
         kind, y = operation.kind, operation.outputs.get("y")
         given = operation.changed(inputs={role: self._here(x) for role, x in operation.inputs.items()})
         dealt = any(x.root in self._columns for x in operation.inputs.values())
-        if kind == "experts":
+        if kind in ("gather", "output"):
+            self._write_vocabulary(given)
+        elif kind == "experts":
             self._write_part(given, _of_experts(given, self._rank, self._count))
         elif y in self._columns and not dealt:
             self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
@@ -164,6 +168,20 @@ class _Sharding:
         if self._rank and (bias := weights.pop("bias", None)) is not None:
             self.result.optional.update(bias.names)
         return weights
+
+    def _write_vocabulary(self, operation: Operation) -> None:
+        """Rows of table or head, as csrc/ranks.h deals them out."""
+        ((role, whole),) = operation.weights.items()
+        rows = self._network.vocab
+        if rows < self._count:
+            raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
+        first, last = (rank * rows // self._count for rank in (self._rank, self._rank + 1))
+        weights = {role: _rows(whole, _once(tuple(range(first, last))))}
+        part = operation.changed(attributes={"first": first, "rows": rows})
+        if operation.kind == "output":
+            self._record(part, weights)
+        else:
+            self._write_part(part, weights)
 
     def _write_part(self, operation: Operation, weights: Mapping[str, Weight]) -> None:
         """A part of a sum, and what adds it to those of the others."""

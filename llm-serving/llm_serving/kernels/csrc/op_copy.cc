@@ -19,7 +19,7 @@ void for_copies(size_t count, size_t bytes_each, Body body) {
   parallel_for((count + each - 1) / each, task);
 }
 
-int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stride) {
+int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stride, size_t first, size_t whole) {
   const size_t rows = call.dim(table, 0);
   const char* data = call.data<const char>(table);
   const PackedWeight weight(data, call.dtype(table), rows, call.dim(table, 1));
@@ -27,10 +27,12 @@ int gather_rows(const Call& call, int table, int indices, char* y, size_t y_stri
   const size_t bytes =
       columns * (weight.is_packed() ? element_size(weight.dtype(), nullptr) : call.element_bytes(table));
   if (y_stride == 0) y_stride = bytes;
-  if (const int status = check_indices(call, indices, rows)) return status;
+  if (const int status = check_indices(call, indices, whole == 0 ? rows : whole)) return status;
   for_copies(call.elements(indices), bytes, [&](size_t i) {
-    const size_t row = static_cast<size_t>(call.integer(indices, i));
-    if (weight.is_packed()) {
+    const size_t row = static_cast<size_t>(call.integer(indices, i)) - first;  // those before the first are beyond all
+    if (row >= rows) {
+      std::memset(y + i * y_stride, 0, bytes);
+    } else if (weight.is_packed()) {
       weight.unpack_row(row, y + i * y_stride);
     } else {
       std::memcpy(y + i * y_stride, data + row * bytes, bytes);
@@ -63,10 +65,10 @@ int check_indices(const Call& call, int indices, size_t rows) {
   return 0;
 }
 
-int look_up(const Call& call, int table, int indices, char* y, size_t y_stride) {
+int look_up(const Call& call, int table, int indices, char* y, size_t y_stride, size_t first, size_t whole) {
   static OperatorClock clock("Gather");
   const Timed timed(clock);
-  return gather_rows(call, table, indices, y, y_stride);
+  return gather_rows(call, table, indices, y, y_stride, first, whole);
 }
 
 }  // namespace llm
@@ -88,7 +90,7 @@ LLM_OPERATOR(Gather) {
       return gather_codes(call, weight, 1, call.data<int8_t>(4));
     }
   }
-  if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4), 0);
+  if (axis == 0 && call.rank(0) == 2) return gather_rows(call, 0, 1, call.data<char>(4), 0, 0, 0);
   size_t outer = 1;
   size_t inner = bytes;
   for (int i = 0; i < axis; i++) outer *= call.dim(0, i);

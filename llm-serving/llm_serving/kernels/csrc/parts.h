@@ -18,8 +18,9 @@ int64_t num_weight_bytes();
 
 // y [count, columns]: the rows of a table [rows, columns], which may be a packed weight, that the integers of parameter
 // `indices` name. Rows of y begin `y_stride` bytes from each other; 0: they are contiguous. Returns a status as
-// operators do; nothing is written unless it is 0.
-int look_up(const Call& call, int table, int indices, char* y, size_t y_stride = 0);
+// operators do; nothing is written unless it is 0. The table has the rows from `first` on of `whole`, and others are
+// zeros; whole 0: it has them all.
+int look_up(const Call& call, int table, int indices, char* y, size_t y_stride = 0, size_t first = 0, size_t whole = 0);
 
 // Refuses integers of `indices` that name no row of a table.
 int check_indices(const Call& call, int indices, size_t rows);

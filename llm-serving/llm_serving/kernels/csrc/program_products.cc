@@ -1,5 +1,6 @@
 // Operations that multiply by a weight: linear, output.
 #include "program.h"
+#include "ranks.h"
 
 namespace llm {
 namespace {
@@ -78,12 +79,34 @@ int run_linear(const Instruction& in) {
   return 0;
 }
 
-// output: | x | weight | scale cap ordered. The result: scale * x * weight^T or, with a cap, cap * tanh(that / cap).
+// output: | x | weight | scale cap ordered first rows. The result: scale * x * weight^T or, with a cap,
+// cap * tanh(that / cap). The weight has the rows from `first` on of `rows`, other ranks have the others, and the
+// result is made of what all have; rows 0: it has them all.
+
+// The rows of the weight.
+int check_share(const Instruction& in, size_t here) {
+  const int64_t first = in.integer(3), rows = in.integer(4);
+  const auto width = static_cast<int64_t>(in.program().result_width());
+  if (rows == 0 && first == 0) return 0;
+  if (rows != width)
+    return in.fail("the result has %lld columns, the head %lld rows", static_cast<long long>(width),
+                   static_cast<long long>(rows));
+  const Ranks* ranks = ranks_in_use();
+  if (ranks == nullptr) return in.fail("this process computes with no other");
+  const int64_t last = first + static_cast<int64_t>(here);
+  if (ranks->has(in.program().result_width(), first, last)) return 0;
+  return in.fail("rows %lld to %lld of %lld are not those of this rank", static_cast<long long>(first),
+                 static_cast<long long>(last), static_cast<long long>(rows));
+}
 
 int check_output(const Instruction& in) {
   const Operand* x = in.input(0);
   if (const int status = in.check_rows("x", x, true)) return status;
-  if (const int status = in.check_product("weight", 0, in.program().result_width(), x->width)) return status;
+  if (!in.has_weight(0)) return in.fail("weight is absent");
+  const bool is_part = in.integer(4) != 0;
+  const size_t here = is_part ? in.call().dim(in.parameter(0), 0) : in.program().result_width();
+  if (const int status = in.check_product("weight", 0, here, x->width)) return status;
+  if (const int status = check_share(in, here)) return status;
   if (!(in.number(1) >= 0.0f)) return in.fail("cap must be 0 or more, is %g", static_cast<double>(in.number(1)));
   return check_ordered(in, *x, 2);
 }
@@ -91,18 +114,24 @@ int check_output(const Instruction& in) {
 int run_output(const Instruction& in) {
   const Rows x = in.rows(in.input(0));
   const Weight& weight = in.weight(0);
+  const size_t rows = in.program().result_width();
   auto* logits = in.call().data<float>(in.program().result());
-  LinearArgs args = weight.product(in.integer(2) == 1 ? weight.passes(x.count) : x.passes(), x.data, logits);
+  LinearArgs args =
+      weight.product(in.integer(2) == 1 ? weight.passes(x.count) : x.passes(), x.data, logits + in.integer(3));
   args.y_dtype = DType::kFloat32;
+  args.y_passes = {x.count, rows};
   multiply(args);
+  if (in.integer(4) != 0 && !ranks_in_use()->all_gather(logits, x.count, rows)) {
+    return in.fail("%s", ranks_in_use()->error());
+  }
   const float scale = in.number(0), cap = in.number(1);
-  if (scale != 1.0f || cap > 0.0f) kernels().cap({logits, x.count * weight.rows(), scale, cap});
+  if (scale != 1.0f || cap > 0.0f) kernels().cap({logits, x.count * rows, scale, cap});
   return 0;
 }
 
 }  // namespace
 
 const Operation kLinear = {{"linear", 1, 2, 2, 5}, check_linear, run_linear};
-const Operation kOutput = {{"output", 0, 1, 1, 3}, check_output, run_output};
+const Operation kOutput = {{"output", 0, 1, 1, 5}, check_output, run_output};
 
 }  // namespace llm

@@ -7,7 +7,8 @@
 namespace llm {
 namespace {
 
-// gather: y | | table | scale. y = scale * table[token_ids], rounded once.
+// gather: y | | table | scale first rows. y = scale * table[token_ids], rounded once. The table has the rows from
+// `first` on of `rows`, and other tokens have zeros; rows 0: it has them all.
 
 int check_gather(const Instruction& in) {
   const Operand* y = in.output(0);
@@ -19,13 +20,18 @@ int check_gather(const Instruction& in) {
       (packed == nullptr ? in.call().dim(table, 1) : packed->columns()) != y->width) {
     return in.fail("table must be [V, %zu] of the model's type", y->width);
   }
-  return check_indices(in.call(), kTokenIds, in.call().dim(table, 0));
+  const int32_t first = in.integer(1), rows = in.integer(2);
+  if (first < 0 || rows < 0) return in.fail("the table has rows from %d on of %d", first, rows);
+  return check_indices(in.call(), kTokenIds, rows == 0 ? in.call().dim(table, 0) : static_cast<size_t>(rows));
 }
 
 int run_gather(const Instruction& in) {
   const Rows y = in.rows(in.output(0));
   const size_t bytes = in.program().element_bytes();
-  if (const int status = look_up(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes)) return status;
+  const size_t first = static_cast<size_t>(in.integer(1)), rows = static_cast<size_t>(in.integer(2));
+  if (const int status = look_up(in.call(), in.parameter(0), kTokenIds, y.data, y.stride * bytes, first, rows)) {
+    return status;
+  }
   const float scale = in.number(0);
   if (scale == 1.0f || y.count == 0) return 0;
   kernels().add({nullptr, y.data, y.data, in.program().dtype(), y.width, scale, y.count, y.stride, y.stride, y.stride});
@@ -186,7 +192,7 @@ int run_states(const Instruction& in) {
 
 }  // namespace
 
-const Operation kGather = {{"gather", 1, 0, 1, 1}, check_gather, run_gather};
+const Operation kGather = {{"gather", 1, 0, 1, 3}, check_gather, run_gather};
 const Operation kNorm = {{"norm", 2, 2, 1, 3}, check_norm, run_norm};
 const Operation kActivate = {{"activate", 1, 1, 0, 1}, check_activate, run_activate};
 const Operation kAdd = {{"add", 1, 2, 0, 1}, check_add, run_add};

@@ -48,6 +48,16 @@ struct flock lock_of(size_t rank) {
   return lock;
 }
 
+// Calls body(i) for rows of so many numbers, by one thread where that is quicker than waking another.
+template <class Body>
+void for_rows(size_t count, size_t width, Body body) {
+  const size_t each = std::max(kChunkBytes / (width * sizeof(float)), size_t{1});
+  auto chunk = [&](size_t i) {
+    for (size_t row = i * each; row < std::min(count, (i + 1) * each); row++) body(row);
+  };
+  parallel_for((count + each - 1) / each, chunk);
+}
+
 // y = the sum of `parts`, each of `size` elements.
 void add_up(const char* const* parts, size_t num_parts, char* y, size_t size, DType dtype) {
   if (num_parts == 2 || dtype == DType::kFloat32) {
@@ -96,7 +106,8 @@ Ranks::Ranks(int fd, size_t rank, size_t count, double timeout_s) : rank_(rank),
     fail("rank %zu is taken", rank);
     return;
   }
-  meet(nullptr, 0, /*joining=*/true);
+  next_piece();
+  meet(0, /*joining=*/true);
 }
 
 Ranks::~Ranks() {
@@ -112,10 +123,12 @@ void Ranks::begin(uint64_t tag, double timeout_s) {
 }
 
 bool Ranks::all_reduce(const void* x, void* y, size_t count, DType dtype) {
+  if (failed_) return false;
   const size_t bytes = count * element_size(dtype, nullptr), element = element_size(dtype, nullptr);
   for (size_t at = 0; at < bytes; at += kPieceBytes) {
     const size_t size = std::min(bytes - at, kPieceBytes);
-    if (!meet(static_cast<const char*>(x) + at, size)) return false;
+    std::memcpy(next_piece(), static_cast<const char*>(x) + at, size);
+    if (!meet(size)) return false;
     char* result = static_cast<char*>(y) + at;
     auto chunk = [&](size_t i) {
       const size_t first = i * kChunkBytes, length = std::min(size - first, kChunkBytes);
@@ -128,10 +141,46 @@ bool Ranks::all_reduce(const void* x, void* y, size_t count, DType dtype) {
   return !failed_;
 }
 
+bool Ranks::has(size_t width, int64_t first, int64_t last) const {
+  return first == static_cast<int64_t>(first_column(rank_, width)) &&
+         last == static_cast<int64_t>(first_column(rank_ + 1, width));
+}
+
+bool Ranks::all_gather(float* rows, size_t count, size_t width) {
+  if (failed_) return false;
+  const size_t most = (width + count_ - 1) / count_;  // columns of a rank
+  const size_t columns = std::min(most, kPieceBytes / sizeof(float)), height = kPieceBytes / sizeof(float) / columns;
+  for (size_t row = 0; row < count; row += height) {
+    const size_t num_rows = std::min(height, count - row);
+    for (size_t column = 0; column < most; column += columns) {
+      // Calls body(of the result, of the piece, bytes) for what a row of the piece of `rank` has.
+      auto copy = [&](size_t rank, size_t i, auto body) {
+        const size_t first = first_column(rank, width) + column, last = first_column(rank + 1, width);
+        if (first >= last) return;
+        body(rows + (row + i) * width + first, piece(rank) + i * columns * sizeof(float),
+             std::min(columns, last - first) * sizeof(float));
+      };
+      next_piece();
+      for_rows(num_rows, columns, [&](size_t i) {
+        copy(rank_, i, [](const float* mine, char* given, size_t bytes) { std::memcpy(given, mine, bytes); });
+      });
+      if (!meet(num_rows * columns * sizeof(float))) return false;
+      for_rows(num_rows * count_, columns, [&](size_t i) {
+        if (i % count_ == rank_) return;
+        copy(i % count_, i / count_,
+             [](float* theirs, const char* given, size_t bytes) { std::memcpy(theirs, given, bytes); });
+      });
+    }
+  }
+  return !failed_;
+}
+
 bool Ranks::exchange(const void* mine, size_t bytes, void* all) {
+  if (failed_) return false;
   for (size_t at = 0; at < bytes; at += kPieceBytes) {
     const size_t size = std::min(bytes - at, kPieceBytes);
-    if (!meet(static_cast<const char*>(mine) + at, size)) return false;
+    std::memcpy(next_piece(), static_cast<const char*>(mine) + at, size);
+    if (!meet(size)) return false;
     for (size_t rank = 0; rank < count_; rank++) {
       std::memcpy(static_cast<char*>(all) + rank * bytes + at, piece(rank), size);
     }
@@ -139,11 +188,8 @@ bool Ranks::exchange(const void* mine, size_t bytes, void* all) {
   return !failed_;
 }
 
-// Gives a piece and waits until all have given theirs of the same round.
-bool Ranks::meet(const void* mine, size_t bytes, bool joining) {
-  if (failed_) return false;
-  round_++;
-  if (bytes != 0) std::memcpy(piece(rank_), mine, bytes);
+// Waits until all have given their piece of the same round.
+bool Ranks::meet(size_t bytes, bool joining) {
   Seat& own = seat(rank_);
   own.tags[round_ % 2] = tag_;
   own.bytes[round_ % 2] = bytes;
@@ -227,6 +273,10 @@ LLM_EXPORT void llm_begin_step(void* ranks, int64_t tag, double timeout_s) {
 
 LLM_EXPORT void llm_all_reduce(void* ranks, const void* x, void* y, int64_t count, const char* dtype) {
   static_cast<llm::Ranks*>(ranks)->all_reduce(x, y, static_cast<size_t>(count), llm::parse_dtype(dtype));
+}
+
+LLM_EXPORT void llm_all_gather(void* ranks, float* rows, int64_t count, int64_t width) {
+  static_cast<llm::Ranks*>(ranks)->all_gather(rows, static_cast<size_t>(count), static_cast<size_t>(width));
 }
 
 LLM_EXPORT void llm_exchange(void* ranks, const void* mine, int64_t bytes, void* all) {

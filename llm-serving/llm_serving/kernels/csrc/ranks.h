@@ -35,6 +35,10 @@ class Ranks {
   void begin(uint64_t tag, double timeout_s);
   // y = the sum of x of all ranks, in their order and in float32, rounded once; y may be x. False where it failed.
   bool all_reduce(const void* x, void* y, size_t count, DType dtype);
+  // Of `count` rows of `width` numbers each rank has its columns; afterwards all have all. False where it failed.
+  bool all_gather(float* rows, size_t count, size_t width);
+  // Whether its columns are those from `first` to `last`.
+  bool has(size_t width, int64_t first, int64_t last) const;
   // Copies what each gives, `bytes` of all, to `all`, one behind the other.
   bool exchange(const void* mine, size_t bytes, void* all);
 
@@ -53,7 +57,13 @@ class Ranks {
 
   Seat& seat(size_t rank) const { return reinterpret_cast<Seat*>(memory_)[rank]; }
   char* piece(size_t rank) const { return memory_ + kSeatsBytes + ((round_ % 2) * count_ + rank) * kPieceBytes; }
-  bool meet(const void* mine, size_t bytes, bool joining = false);
+  size_t first_column(size_t rank, size_t width) const { return rank * width / count_; }
+  // Where this rank's next piece belongs; `meet` gives its `bytes` to the others, and has theirs.
+  char* next_piece() {
+    round_++;
+    return piece(rank_);
+  }
+  bool meet(size_t bytes, bool joining = false);
   bool await(size_t other, Clock::time_point deadline, bool joining);
   bool has_left(size_t other) const;
   bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
