@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from llm_serving.log import ROOT
+from without_library import is_without_library
 
 TESTS = Path(__file__).parent
 LATE = (
@@ -27,7 +28,10 @@ LATE = (
 """Longest first, so that processes that share the files end together."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    elsewhere = [each for each in items if (each.get_closest_marker("plain") is None) == is_without_library()]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [each for each in items if each not in set(elsewhere)]
     items.sort(key=lambda item: lateness(item.path))
 
 

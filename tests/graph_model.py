@@ -4,7 +4,6 @@ Importing this module loads the operator library: MindSpore looks for it once, b
 """
 
 import functools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,11 +21,9 @@ from llm_serving.worker.device import configure_device
 from llm_serving.worker.kv_tensors import KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelLimits, build_model_inputs
 from step_factories import step_input
+from without_library import is_without_library
 
-WITHOUT_LIBRARY = "LLM_SERVING_TESTS_WITHOUT_LIBRARY"
-"""Environment variable: set where MindSpore's own operators are asked."""
-
-if WITHOUT_LIBRARY not in os.environ:
+if not is_without_library():
     load_plugin()
 
 BLOCK_SIZE = 16

@@ -13,10 +13,12 @@ from llm_serving.backends.cpu import load_plugin
 from llm_serving.kernels import library, reference
 from llm_serving.network.description import CacheShape
 from mindspore import nn, ops
+from without_library import is_without_library
 
 pytestmark = pytest.mark.mindspore
 
-load_plugin()
+if not is_without_library():
+    load_plugin()
 ms.set_device("CPU", 0)
 ms.set_context(mode=ms.GRAPH_MODE)
 
@@ -24,9 +26,7 @@ BACKENDS = [
     ("cpu", "float32"),
     ("cpu", "bfloat16"),
     ("cpu", "float16"),
-    ("plain", "float32"),
-    ("plain", "bfloat16"),
-    ("plain", "float16"),
+    *(pytest.param(("plain", dtype), marks=pytest.mark.plain) for dtype in ("float32", "bfloat16", "float16")),
 ]
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 TOKENS = (1, 7, 40)

@@ -12,8 +12,6 @@ without the operator library, which would take the place of MindSpore's products
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -25,13 +23,14 @@ from typing import Any, Final
 from engine_harness import bytes_of
 from families import models
 from fragile_harness import FragileHarness
-from graph_model import WITHOUT_LIBRARY, backend, poison
+from graph_model import backend, poison
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import ModelError, WorkerDiedError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker.model_runner import ModelRunner
+from without_library import cell_of, is_without_library
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
 NEW_TOKENS = 10
@@ -204,21 +203,14 @@ def differing(served: Served) -> list[str]:
 
 
 def cell(name: str, kernels: str, dtype: str) -> str:
-    if kernels == "plain" and WITHOUT_LIBRARY not in os.environ:
-        return _without_library(name, dtype)
+    if kernels == "plain" and not is_without_library():
+        return cell_of(["families.exactness", name, "--kernels", kernels, "--dtype", dtype])
     with tempfile.TemporaryDirectory() as folder:
         try:
             served = Served(name, Path(folder), kernels, dtype)
         except ModelError as refusal:
             return f"refused: {refusal}"
         return "; ".join(differing(served)) or "same bytes"
-
-
-def _without_library(name: str, dtype: str) -> str:
-    command = [sys.executable, "-m", "families.exactness", name, "--kernels", "plain", "--dtype", dtype]
-    environment = os.environ | {WITHOUT_LIBRARY: "1"}
-    table = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return table.strip().rpartition("\n")[2].strip("| ").partition(" | ")[2]
 
 
 def main() -> None:

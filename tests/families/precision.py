@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests .venv/bin/python -m families.precision [NAME ...] [--kernels mindformers] [--dtypes float16]
 
-An error is given as a share of the largest logit of the prompt. Needs no device and no torch; a minute.
+An error is given as a share of the largest logit of the prompt. `plain` is asked in a process of its own, without the
+operator library, which would take the place of MindSpore's products. Needs no device and no torch; a minute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from graph_model import BLOCK_SIZE, GraphModel, backend
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
+from without_library import cell_of, is_without_library
 
 
 def served(
@@ -60,6 +62,8 @@ def greedy(model: GraphModel, prompt: models.Prompt, longest: int) -> tuple[np.n
 
 def cell(name: str, kernels: str, dtype: str) -> str:
     """Largest error and equal tokens over all prompts of a model."""
+    if kernels == "plain" and not is_without_library():
+        return cell_of(["families.precision", name, "--kernels", kernels, "--dtypes", dtype])
     error, equal, of = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         try:

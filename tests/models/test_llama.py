@@ -93,6 +93,7 @@ def test_float16_logits_are_near_the_reference(make_model):
     assert largest_error(make_model("cpu", "float16").logits((PROMPT, 0, [4, 9, 2]))) < 0.033 / 8
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("variant", ["grouped queries", "tied, biases, llama3 scaling"])
 def test_the_plain_backend_equals_the_reference(make_model, variant):
     changes = VARIANTS[variant]
@@ -133,6 +134,7 @@ def test_chunks_give_the_bits_of_the_whole_prompt(make_model, dtype, cuts):
     assert np.concatenate(chunks).tobytes() == whole.tobytes()
 
 
+@pytest.mark.plain
 def test_chunks_on_the_plain_backend_are_near_the_whole_prompt(make_model):
     model = make_model("plain", "float32")
     whole = model.logits((PROMPT, 0, [4, 9, 2]))
