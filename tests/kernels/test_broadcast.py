@@ -1,4 +1,4 @@
-"""AddExt, Add, Mul, Greater and SiLU: whatever MindSpore would compute by operators of these names."""
+"""AddExt, Add, Mul, Greater, SiLU and Sigmoid: whatever MindSpore would compute by operators of these names."""
 
 import numpy as np
 import pytest
@@ -119,3 +119,19 @@ def test_silu_is_a_gate_times_one(isa: str, dtype: str) -> None:
         call("SiLU", x, y)
         expected = reference.swiglu(np.concatenate([x.values, np.ones(width)])[None])[0]
         assert_close(y, expected, 12 * FLOAT32_UNIT * np.abs(expected))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_sigmoid_is_what_weighs_rows(isa: str, dtype: str) -> None:
+    for width in (1, 15, 16, 100, 40_000):
+        x, y = typed(3 * normal(width, width), dtype), empty((width,), dtype)
+        call("Sigmoid", x, y)
+        expected = reference.weigh(np.ones((width, 1)), x.values[:, None])[:, 0]
+        assert_close(y, expected, 12 * FLOAT32_UNIT * np.abs(expected))
+
+
+def test_sigmoid_of_wide_numbers() -> None:
+    x = numbers([-800.0, -1.5, 0.0, 3.0], "float64")
+    y = numbers([0.0] * 4, "float64")
+    call("Sigmoid", x, y)
+    assert np.allclose(y.array, 1 / (1 + np.exp(-np.maximum(x.array, -700))), rtol=1e-14, atol=1e-300)

@@ -168,15 +168,27 @@ void multiply_elements(const AddArgs& args) {
   });
 }
 
-template <class Element>
-void silu_elements(const SiluArgs& args) {
+template <class Element, class Function>
+void map_elements(const SigmoidArgs& args, Function function) {
   const AddArgs runs = {nullptr, args.x, args.y, args.dtype, args.size};
-  for_runs<Element>(runs, [](const Element*, const Element* x, Element* y, size_t size) {
+  for_runs<Element>(runs, [&](const Element*, const Element* x, Element* y, size_t size) {
     for (size_t i = 0; i < size; i += kLanes) {
       const size_t left = size - i;
-      store_first(y + i, gate_times<Gate::kSilu>(load_first(x + i, left), broadcast(1.0f)), left);
+      store_first(y + i, function(load_first(x + i, left)), left);
     }
   });
+}
+
+template <class Element>
+void silu_elements(const SigmoidArgs& args) {
+  map_elements<Element>(args, [](Floats x) { return gate_times<Gate::kSilu>(x, broadcast(1.0f)); });
+}
+
+LLM_INLINE Floats sigmoid_of(Floats x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zeros() - x)); }
+
+template <class Element>
+void sigmoid_elements(const SigmoidArgs& args) {
+  map_elements<Element>(args, [](Floats x) { return sigmoid_of(x); });
 }
 
 template <class Element>
@@ -208,7 +220,7 @@ void weigh_rows(const WeighArgs& args) {
       const Floats gate = load_first(static_cast<const Element*>(args.gate) + row * args.gate_stride, 1);
       // All lanes but the first one are of no use.
       alignas(64) float weights[kLanes];
-      store(weights, broadcast(1.0f) / (broadcast(1.0f) + exp(zeros() - gate)));
+      store(weights, sigmoid_of(gate));
       for (size_t i = 0; i < args.size; i += kLanes) {
         const size_t left = args.size - i;
         store_first(y + i, load_first(x + i, left) * broadcast(weights[0]), left);

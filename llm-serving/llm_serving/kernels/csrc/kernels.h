@@ -115,8 +115,8 @@ struct AddArgs {
   size_t rows = 1, a_stride = 0, b_stride = 0, y_stride = 0;
 };
 
-// y = x * sigmoid(x), element by element.
-struct SiluArgs {
+// y = x * sigmoid(x), or sigmoid(x), element by element.
+struct SigmoidArgs {
   const void* x;
   void* y;
   DType dtype;
@@ -227,7 +227,8 @@ struct Kernels {
   void (*swiglu)(const SwigluArgs&);
   void (*add)(const AddArgs&);
   void (*multiply)(const AddArgs&);  // y = a * b; a is there, and scale has no meaning
-  void (*silu)(const SiluArgs&);
+  void (*silu)(const SigmoidArgs&);
+  void (*sigmoid)(const SigmoidArgs&);
   void (*round)(const RoundArgs&);
   void (*weigh)(const WeighArgs&);
   void (*cap)(const CapArgs&);

@@ -56,8 +56,12 @@ void multiply(const AddArgs& args) {
   with_element(args.dtype, [&](auto tag) { multiply_elements<typename decltype(tag)::Element>(args); });
 }
 
-void silu(const SiluArgs& args) {
+void silu(const SigmoidArgs& args) {
   with_element(args.dtype, [&](auto tag) { silu_elements<typename decltype(tag)::Element>(args); });
+}
+
+void sigmoid(const SigmoidArgs& args) {
+  with_element(args.dtype, [&](auto tag) { sigmoid_elements<typename decltype(tag)::Element>(args); });
 }
 
 void round(const RoundArgs& args) {
@@ -117,6 +121,7 @@ const Kernels kKernels = {LLM_TEXT(LLM_ISA),
                           add,
                           multiply,
                           silu,
+                          sigmoid,
                           round,
                           weigh,
                           cap_logits,

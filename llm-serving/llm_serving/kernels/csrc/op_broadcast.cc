@@ -1,7 +1,8 @@
-// AddExt, Add, Mul and Greater of any shapes that broadcast and of any type of numbers, and SiLU.
+// AddExt, Add, Mul and Greater of any shapes that broadcast and of any type of numbers, SiLU and Sigmoid.
 //
 // An operator that this library claims comes here whatever calls it, so that none of these may leave anything out that
 // MindSpore's own would compute, complex numbers aside; and of bfloat16 MindSpore has none on a CPU.
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -225,12 +226,34 @@ LLM_OPERATOR(Greater) {
   return llm::compare(call, 2);
 }
 
+namespace llm {
+namespace {
+
+int map(const Call& call, void (*function)(const SigmoidArgs&)) {
+  if (!is_float(call.dtype(0)) || call.dtype(1) != call.dtype(0) || call.elements(1) != call.elements(0)) {
+    return call.fail("x and the result must be floats of one type and shape");
+  }
+  function({call.data<void>(0), call.data<void>(1), call.dtype(0), call.elements(0)});
+  return 0;
+}
+
+}  // namespace
+}  // namespace llm
+
 // x | x * sigmoid(x)
 LLM_OPERATOR(SiLU) {
   if (call.count() < 2) return call.fail("expects 2 parameters, got %d", call.count());
-  if (!llm::is_float(call.dtype(0)) || call.dtype(1) != call.dtype(0) || call.elements(1) != call.elements(0)) {
-    return call.fail("x and the result must be floats of one type and shape");
+  return llm::map(call, llm::kernels().silu);
+}
+
+// x | sigmoid(x)
+LLM_OPERATOR(Sigmoid) {
+  if (call.count() < 2) return call.fail("expects 2 parameters, got %d", call.count());
+  const auto is_double = [&](int i) { return std::strcmp(call.dtype_name(i), "float64") == 0; };
+  if (!is_double(0) || !is_double(1) || call.elements(1) != call.elements(0)) {
+    return llm::map(call, llm::kernels().sigmoid);
   }
-  llm::kernels().silu({call.data<void>(0), call.data<void>(1), call.dtype(0), call.elements(0)});
+  for (size_t i = 0; i < call.elements(0); i++)
+    call.data<double>(1)[i] = 1 / (1 + std::exp(-call.data<const double>(0)[i]));
   return 0;
 }
