@@ -21,12 +21,14 @@ from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.image import package_image
 from llm_serving.errors import ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import placement, supervised_executor
+from llm_serving.executor import placement, supervised_executor, supervisor
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import load_settings, start_work_agent
+from llm_serving.transport.messages import PROTOCOL_VERSION, Loaded, Progress, Welcome
 from stand_in_work_agent import LOADS_FOR_EVER
 from step_factories import sampling_input, step_input
 
@@ -198,6 +200,38 @@ def test_one_that_does_not_load_in_time_is_ended(run_instead, processes):
     with pytest.raises(WorkerDiedError, match=r"WorkAgent 0 was not ready within 0\.1 s"):
         start_work_agent(a_config(), 0, lambda text: None, timeout_s=0.1)
     assert processes[0].returncode == -signal.SIGKILL
+
+
+def test_a_first_one_that_tells_of_no_progress_is_ended(run_instead, processes):
+    run_instead("exec sleep 600")
+    config = replace(a_config(), serving=ServerConfig(load_timeout_s=0.1))
+    rule = r"told of no progress for 0\.1 s while it loaded \(serving_config\.load_timeout_s\)"
+    with pytest.raises(WorkerDiedError, match=rule):
+        start_work_agent(config, 0, lambda text: None)
+    assert processes[0].returncode == -signal.SIGKILL
+
+
+class SlowLink:
+    """Answers after as long as it may take each time."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.waited_s = 0.0
+
+    def send(self, message):
+        pass
+
+    def receive(self, timeout_s=None):
+        self.waited_s += timeout_s
+        return self.answers.pop(0)
+
+
+def test_progress_is_a_sign_of_life_and_the_whole_may_take_any_time():
+    loaded = Loaded(8, 0, "")
+    link = SlowLink(Welcome(PROTOCOL_VERSION, 1, package_image()), *[Progress("reading")] * 100, loaded)
+    told = []
+    assert supervisor._load(0, link, load_settings(a_config(), 0), told.append, None, 10.0) is loaded
+    assert (len(told), link.waited_s) == (100, 1020.0)
 
 
 @pytest.mark.parametrize("call", ["llm_serving.transport.shared_arrays.os.memfd_create", "socket.socketpair"])

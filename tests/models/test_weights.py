@@ -34,6 +34,14 @@ def test_tensors_are_read_only_maps_of_what_is_stored(folder):
     reader.check_all_taken()
 
 
+def test_what_has_been_taken_is_told_with_each_tensor(folder):
+    told = []
+    reader = WeightReader(folder, on_taken=lambda *numbers: told.append(numbers))
+    reader.take("a", (2, 3))
+    reader.take("b", (1, 3))
+    assert told == [(24, 30), (30, 30)]
+
+
 def test_large_models_are_read_ahead_in_the_order_of_their_layers(tmp_path, monkeypatch):
     names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     names += [f"model.layers.{number}.mlp.weight" for number in (10, 2, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def start_work_agent(
         index: Of the WorkAgent.
         on_progress: Is told what it does; what this raises ends the WorkAgent.
         like: What a WorkAgent before it had loaded: the new one gets as many blocks.
-        timeout_s: Seconds it may take.
+        timeout_s: Seconds it may take; beside `load_timeout_s`, for which it may say nothing.
         given_up: Ends it before it is ready.
         placement: Where it runs.
 
@@ -115,11 +116,9 @@ def start_work_agent(
         undo.callback(_end_at_once, process)
         try:
             with contextlib.nullcontext() if given_up is None else given_up.breaks_off(process.kill):
-                loaded = _load(index, channel, settings, on_progress, timeout_s)
+                loaded = _load(index, channel, settings, on_progress, timeout_s, config.serving.load_timeout_s)
             if given_up is not None and given_up.is_set:  # when it had said already that it is ready
                 raise WorkerDiedError(f"WorkAgent {index} is not wanted any more")
-        except DeadlineExceededError as error:
-            raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
         except ChannelClosedError as error:
             _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
@@ -133,12 +132,20 @@ def _load(
     settings: LoadModel,
     on_progress: Callable[[str], None],
     timeout_s: float | None,
+    silence_s: float,
 ) -> Loaded:
     """Makes sure that the WorkAgent is of this version, which an upgrade while the master lives may change."""
-    deadline = None if timeout_s is None else monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else monotonic() + timeout_s
 
     def receive() -> AgentMessage:
-        return channel.receive(None if deadline is None else deadline - monotonic())
+        left_s = deadline - monotonic()
+        try:
+            return channel.receive(min(left_s, silence_s))
+        except DeadlineExceededError as error:
+            if left_s <= silence_s:
+                raise WorkerDiedError(f"WorkAgent {index} was not ready within {timeout_s:g} s") from error
+            rule = f"told of no progress for {silence_s:g} s while it loaded (serving_config.load_timeout_s)"
+            raise WorkerDiedError(f"WorkAgent {index} {rule}") from error
 
     channel.send(Hello(PROTOCOL_VERSION))
     welcome = receive()

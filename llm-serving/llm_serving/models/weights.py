@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -36,12 +36,15 @@ class WeightReader:
     A model takes each tensor it needs once, with the shape it expects, and calls `check_all_taken` at the end.
     """
 
-    def __init__(self, folder: Path, scheme: Scheme | None = None) -> None:
+    def __init__(
+        self, folder: Path, scheme: Scheme | None = None, on_taken: Callable[[int, int], None] | None = None
+    ) -> None:
         """Reads the headers.
 
         Args:
             folder: The folder.
             scheme: How its weights are quantised.
+            on_taken: Is told the bytes of the tensors taken until now, and of all, whenever one is taken.
 
         Raises:
             ModelError: No safetensors file, a file of the index is missing, or a header is malformed.
@@ -66,6 +69,9 @@ class WeightReader:
             self._tensors[name] = tensor
         self._left = {name for name in self._tensors if not DERIVED.search(name)}
         self._read_ahead: ReadAhead | None = None
+        self._on_taken = on_taken
+        self._num_taken = 0
+        """Bytes."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -144,6 +150,9 @@ class WeightReader:
         if self._read_ahead is not None and name in self._left:
             self._read_ahead.taken(stored.num_bytes)
         self._left.discard(name)
+        if self._on_taken is not None:
+            self._num_taken += stored.num_bytes
+            self._on_taken(self._num_taken, self.num_bytes)
 
 
 def _model_order(name: str) -> tuple[bool, bool, list[int], str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import mindspore as ms
 import psutil
@@ -13,6 +14,7 @@ import psutil
 from llm_serving.backends import Backend, create_backend
 from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.core.choices import ExactnessName, ImplementationName, KVCacheDtypeName, QuantizationName
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.computed_by import ComputedBy
 from llm_serving.core.continuation import MAX_CONTINUATIONS, MAX_COUNT, WINDOW, blocks_of_continuation
 from llm_serving.core.window import Window
@@ -35,6 +37,9 @@ from llm_serving.worker.model_runner import ModelRunner
 from llm_serving.worker.networks import of_files
 
 logger = get_logger(__name__)
+
+TELL_S: Final = 5.0
+"""Seconds between two messages of how much of the weights has been read."""
 
 
 def load_runner(
@@ -105,6 +110,7 @@ def load_runner(
         ranks=ranks,
         step_timeout_s=settings.step_timeout_s,
         coded_cache=_has_coded_cache(settings),
+        on_weights=tell_now_and_then(on_progress, folder.name),
     )
     runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")
@@ -124,10 +130,27 @@ def _draft_model(
     size = settings.block_size
     as_program = device.kernels != "primitives"
     blocks = MAX_CONTINUATIONS * blocks_of_continuation(size)
-    runner = ModelRunner(draft, folder, backend, blocks, size, WINDOW + MAX_COUNT, as_program=as_program)
+    told = tell_now_and_then(on_progress, folder.name)
+    length = WINDOW + MAX_COUNT
+    runner = ModelRunner(draft, folder, backend, blocks, size, length, as_program=as_program, on_weights=told)
     on_progress("compiling the draft model")
     runner.warm_up()
     return DraftModel(runner, spec.vocab_size)
+
+
+def tell_now_and_then(
+    on_progress: Callable[[str], None], name: str, clock: Clock = monotonic
+) -> Callable[[int, int], None]:
+    """Tells of bytes read, every `TELL_S`: the master takes one that says nothing for long for dead."""
+    told = clock()
+
+    def tell(num_read: int, num_bytes: int) -> None:
+        nonlocal told
+        if clock() - told >= TELL_S:
+            told = clock()
+            on_progress(f"{num_read / 1e9:.1f} of {num_bytes / 1e9:.1f} GB read of {name}")
+
+    return tell
 
 
 def _of_files(settings: LoadModel, folder: Path, on_progress: Callable[[str], None]) -> ModelRunner:

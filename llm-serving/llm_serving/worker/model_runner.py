@@ -57,6 +57,7 @@ class ModelRunner:
         networks: Networks | None = None,
         ranks: Ranks | None = None,
         step_timeout_s: float = 0.0,
+        on_weights: Callable[[int, int], None] | None = None,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -77,6 +78,7 @@ class ModelRunner:
             networks: That have weights and caches in them; None: they are made of the folder.
             ranks: With whom this process computes what `spec` has a share of; None: alone.
             step_timeout_s: Seconds that they are waited for in a step.
+            on_weights: Is told the bytes of weights read until now, and of all.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -102,7 +104,7 @@ class ModelRunner:
             lowered = lower(
                 spec,
                 backend,
-                WeightReader(folder, spec.scheme),
+                WeightReader(folder, spec.scheme, on_weights),
                 self.kv_tensors.layers,
                 max_positions,
                 as_program=as_program,

@@ -99,6 +99,11 @@ class ServerConfig:
     step_timeout_s: float = option(300.0, seconds())
     """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
 
+    load_timeout_s: float = option(1800.0, positive("seconds"))
+    """Seconds in which a WorkAgent that loads must have got on: it tells when it begins with something else, and every
+    few seconds what it has read of the weights. One that says nothing for so long is ended and started again. The
+    whole may take any time."""
+
     max_worker_restarts: int = option(5, integer(0, 1000))
     """Times in a row, without a step in between, that a WorkAgent which ended is started again before `/health` says
     that it may be gone for good. It is tried on all the same, with pauses of up to 5 s."""
