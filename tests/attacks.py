@@ -35,7 +35,7 @@ import psutil
 import trustme
 from attackers import ATTACKS, MEBI
 from plain_server import plain_server
-from server_process import Server, start_server
+from server_process import Server, start_server, unwind_when_told_to_end
 
 MAX_GROWTH = 150_000_000
 """Bytes."""
@@ -193,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, metavar="NAME")
     names = parser.parse_args().only or list(ATTACKS)
+    unwind_when_told_to_end()
     settings, good = [f"{key}={value}" for key, value in TIMES.items()], True
     if plain := [name for name in names if not ATTACKS[name].tls]:
         good &= measure_all(plain, settings, None)

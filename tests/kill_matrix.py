@@ -33,7 +33,7 @@ from kills import MOMENTS, Table, compare, play, streams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
 from real_replica import RealReplica
-from server_process import shared_memory_names
+from server_process import shared_memory_names, unwind_when_told_to_end
 
 NEVER = range(0)
 MANY = 2000
@@ -160,6 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("simulated", "model", "server"))
     only = parser.parse_args().only
+    unwind_when_told_to_end()
     names, myself = shared_memory_names(), psutil.Process()
     logging.disable(logging.CRITICAL)
     good = True

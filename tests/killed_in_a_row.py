@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import httpx
 import psutil
-from server_process import Server, start_server
+from server_process import Server, start_server, unwind_when_told_to_end
 
 BODY = {"prompt": "Add 17 and 25.", "max_tokens": 16, "temperature": 0}
 
@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="how many (default: 20)")
     args = parser.parse_args()
+    unwind_when_told_to_end()
     server = start_server()
     try:
         sys.stdout.write(kill_in_a_row(server, args.kills) + "\n")

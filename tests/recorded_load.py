@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
-from server_process import Server, metric, start_server
+from server_process import Server, metric, start_server, unwind_when_told_to_end
 
 TASKS = ("Count from 1 to 9.", "Add 17 and 25.", "Reverse the word lamp.", "Sort the words pear apple fig.")
 SETTINGS = {
@@ -90,6 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
     num_requests = parser.parse_args().requests
+    unwind_when_told_to_end()
     with tempfile.TemporaryDirectory() as folder:
         recorded = record(Path(folder), num_requests)
         size = recorded.path.stat().st_size

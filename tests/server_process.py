@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,11 @@ def free_ports(count: int) -> list[int]:
         holder.bind(("127.0.0.1", 0))
         ports.append(holder.getsockname()[1])
     return ports
+
+
+def unwind_when_told_to_end() -> None:
+    """A command that starts servers and is ended, by a limit of time for instance, stops them first."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:

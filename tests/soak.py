@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 import httpx
 import psutil
-from server_process import Server, metric, shared_memory_names, start_server
+from server_process import Server, metric, shared_memory_names, start_server, unwind_when_told_to_end
 
 SETTINGS = {
     "pa_config.num_blocks": 100,
@@ -368,6 +368,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, default=20.0, help="mean seconds between losses of a WorkAgent")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    unwind_when_told_to_end()
     before = shared_memory_names()
     settings = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in SETTINGS.items())
     server = start_server(*settings)

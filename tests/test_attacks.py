@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from attacks import Row, Watch
 from fakes import FakeEngine
 from http_serving import connect, get, read_until, serving
 from plain_server import plain_server
+from server_process import unwind_when_told_to_end
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +90,14 @@ def test_a_watch_asks_the_server_and_a_plain_one_beside_it(url):
             time.sleep(0.01)
     assert watch.num_not_ok == 0
     assert all(0 <= part <= whole for part, whole in zip(watch.without_wait, watch.health, strict=True))
+
+
+def test_a_command_that_is_told_to_end_unwinds_so_that_its_servers_are_stopped():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        unwind_when_told_to_end()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
