@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.server.front_door import Connection, Guests, Turns
+from llm_serving.server.front_door import ARRIVED_KEY, Connection, Guests, Turns
 from llm_serving.server.front_door.request_head import RequestHead
 from uvicorn.server import ServerState
 
@@ -68,6 +68,7 @@ class Application:
 
     def __init__(self):
         self.paths = []
+        self.arrived = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.left = []
@@ -75,6 +76,7 @@ class Application:
 
     async def __call__(self, scope, receive, send):
         self.paths.append(scope["path"])
+        self.arrived.append(scope[ARRIVED_KEY])
         body = bytearray()
         more = self.reads
         while more:

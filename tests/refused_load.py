@@ -1,8 +1,9 @@
 """A server beyond its capacity under a virtual clock: who is refused, who comes back when, and what was predicted.
 
 Door, scheduler and engine are the shipping ones. A step takes a fixed time and some more for each token, both times a
-random factor; clients come by a Poisson process, ask for as many tokens as the questions of the demo model are answered
-with, and do what `Retry-After` says, or something worse.
+random factor. The event loop takes its time for everybody who asks, one after the other, on a core that it shares with
+the steps, and may be held up now and then. Clients come by a Poisson process, ask for as many tokens as the questions
+of the demo model are answered with, and do what `Retry-After` says, or something worse.
 
     python tests/refused_load.py --seconds 30 --load 2
 """
@@ -35,6 +36,7 @@ from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.caller import ANYBODY, Caller
+from llm_serving.core.exchange import Exchange
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput, no_top_tokens
@@ -92,6 +94,8 @@ class World:
         slots: Requests that run at once.
         places: Requests that may wait.
         noise: Spread of the factor that each step's time has, and of a slower one that changes every half second.
+        door_s: Seconds of the event loop for everybody who asks; the steps get later by as much.
+        stall_s: Mean of the times for which the event loop hears nobody, about one in a second.
         scheduler: Further settings.
     """
 
@@ -103,6 +107,8 @@ class World:
         places: int = 64,
         seed: int = 1,
         noise: float = 0.1,
+        door_s: float = 0.0,
+        stall_s: float = 0.0,
         config: dict[str, Any] | None = None,
         **scheduler: Any,
     ) -> None:
@@ -113,6 +119,8 @@ class World:
         self._rng = random.Random(seed)
         self._noise = noise
         self._speed, self._speed_until = 1.0, 0.0
+        self._door_s, self._stall_s = door_s, stall_s
+        self._door_free, self._next_stall, self._lost_s = 0.0, 0.0, 0.0
         self._ready = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -132,7 +140,7 @@ class World:
         self.engine.on_started = self.master.replicas._publish_started
         self.master.replicas.engines[0] = self.engine
         for client in self.clients:
-            self.at(client.arrives, lambda client=client: self._ask(client))
+            self.at(client.arrives, lambda client=client: self._come(client))
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), act))
@@ -159,18 +167,35 @@ class World:
         now, rng = self.clock.now, self._rng
         if now >= self._speed_until:
             self._speed, self._speed_until = rng.lognormvariate(0.0, self._noise), now + 0.5
-        return (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
+        lost_s, self._lost_s = self._lost_s, 0.0
+        return lost_s + (STEP_S + TOKEN_S * num_tokens) * self._speed * rng.lognormvariate(0.0, self._noise)
 
-    def _ask(self, client: Client) -> None:
+    def _come(self, client: Client) -> None:
+        """Asks when the event loop comes to it."""
+        came = self.clock.now
+        if self._stall_s and came >= self._next_stall:
+            self._door_free = max(self._door_free, came) + self._rng.expovariate(1 / self._stall_s)
+            self._next_stall = self._door_free + self._rng.expovariate(1.0)
+        heard = max(came, self._door_free) + self._door_s
+        if heard == came:
+            self._ask(client, came)
+            return
+        self._door_free = heard
+        self._lost_s += self._door_s
+        self.at(heard, lambda: self._ask(client, came))
+
+    def _ask(self, client: Client, came: float | None = None) -> None:
         now = self.clock.now
+        came = now if came is None else came
         visitor = Visitor(client.source, client.number.to_bytes(8, "big"))
         sampling = SamplingParams(temperature=0.0, max_tokens=client.num_output, ignore_eos=True)
         if client.max_tokens is not None:
             last = len(client.prompt) + client.num_output - 1  # a token tells how many are before it
             sampling = replace(sampling, max_tokens=client.max_tokens, stop_token_ids=(last,))
+        caller = replace(client.caller, exchange=Exchange(came))
         try:
             stream = self.master.generate(
-                list(client.prompt), sampling, client.caller, request_id=str(client.number), visitor=visitor
+                list(client.prompt), sampling, caller, request_id=str(client.number), visitor=visitor
             )
         except CapacityError as refusal:
             assert refusal.retry_after is not None and refusal.retry_after >= 1
@@ -179,9 +204,9 @@ class World:
             client.told.append(refusal.retry_after)
             if client.obeys:
                 later = now + refusal.retry_after + self._rng.uniform(0.0, ROUND_TRIP_S)
-                self.at(later, lambda: self._ask(client))
+                self.at(later, lambda: self._come(client))
             return
-        client.let_in, client.predicted_s = now, stream.predicted_s
+        client.let_in, client.predicted_s = came, stream.predicted_s
         self._by_request[stream.request_id] = client
         self.most_waiting = max(self.most_waiting, self.master.num_waiting)
 
@@ -330,6 +355,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
+    parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
     args = parser.parse_args()
@@ -339,7 +366,15 @@ def main() -> None:
     if args.unknown:
         for client in (*warm, *clients):
             client.max_tokens = MAX_TOKENS
-    world = World([*warm, *clients], slots=args.slots, places=args.places, noise=args.noise, seed=args.seed)
+    world = World(
+        [*warm, *clients],
+        slots=args.slots,
+        places=args.places,
+        noise=args.noise,
+        seed=args.seed,
+        door_s=args.door_ms / 1000,
+        stall_s=args.stall_ms / 1000,
+    )
     world.run()
     result = outcome(clients)
     lines = [

@@ -12,6 +12,7 @@ from llm_serving.admission.appointments import (
     HORIZON_S,
     MAX_OF_VISITOR,
     MIN_OF_SOURCE,
+    UNHEARD_S,
     AppointmentBook,
     Place,
     Visitor,
@@ -35,6 +36,11 @@ def refuse(book: AppointmentBook, who: Visitor, *places: Place, now: float = 0.0
     if seconds <= HORIZON_S:
         book.make(who, now + seconds, places)
     return seconds
+
+
+def kept_free(book: AppointmentBook, where: Place, now: float) -> int:
+    """For somebody who comes and is heard at once."""
+    return book.num_kept_free(where, now, now)
 
 
 def test_no_more_are_told_to_come_than_the_server_can_do_by_then() -> None:
@@ -63,11 +69,25 @@ def test_an_appointment_that_is_not_kept_is_forgotten() -> None:
     book = AppointmentBook()
     seconds = refuse(book, visitor(1))
     book.advance(seconds + GRACE_S - 0.01)
-    assert book.num_kept_free(place(), seconds + GRACE_S - 0.01) == 1
-    book.advance(seconds + GRACE_S)
-    assert (book.num_missed, len(book)) == (1, 0)
-    assert book.num_kept_free(place(), seconds + GRACE_S) == 0
+    assert kept_free(book, place(), seconds + GRACE_S - 0.01) == 1
+    book.advance(seconds + GRACE_S + 0.25)
+    assert kept_free(book, place(), seconds + GRACE_S + 0.25) == 0
     assert book.due(visitor(1), seconds + GRACE_S) is None
+    book.advance(seconds + GRACE_S + UNHEARD_S)
+    assert (book.num_missed, len(book)) == (1, 0)
+
+
+def test_who_came_in_time_and_was_heard_late_has_its_place() -> None:
+    book = AppointmentBook()
+    seconds = refuse(book, visitor(1))
+    heard = seconds + GRACE_S + UNHEARD_S - 0.1
+    book.advance(heard)
+    assert book.num_kept_free(place(), heard - 0.1, heard) == 0
+    assert book.num_kept_free(place(), seconds + 0.2, heard) == 1  # who came with it and is heard before it leaves it
+    kept = book.due(visitor(1), seconds + 0.1)
+    assert kept is not None
+    book.keep(kept)
+    assert (book.num_kept, book.num_missed) == (1, 0)
 
 
 def test_places_are_kept_for_those_expected_soon_and_never_more_than_half() -> None:
@@ -76,12 +96,12 @@ def test_places_are_kept_for_those_expected_soon_and_never_more_than_half() -> N
         book.make(visitor(number), 1.0, [place()])
     for number in range(3, 8):
         book.make(visitor(number), 100.0, [place()])
-    assert book.num_kept_free(place(), 0.0) == 3  # a newcomer is out of the way after 2 s
-    assert book.num_kept_free(place(name="other"), 0.0) == 0
+    assert kept_free(book, place(), 0.0) == 3  # a newcomer is out of the way after 2 s
+    assert kept_free(book, place(name="other"), 0.0) == 0
     for number in range(8, 60):
         book.make(visitor(number), 1.0, [place()])
-    assert book.num_kept_free(place(), 0.0) == 10
-    assert book.num_kept_free(place(limit=1), 0.0) == 0
+    assert kept_free(book, place(), 0.0) == 10
+    assert kept_free(book, place(limit=1), 0.0) == 0
 
 
 def test_all_places_that_a_request_needs_must_have_room() -> None:
@@ -161,3 +181,19 @@ def test_nobody_who_cannot_be_recognized_has_an_appointment() -> None:
     book = AppointmentBook()
     assert refuse(book, Visitor("a", b"")) >= 1
     assert len(book) == 0
+
+
+def test_those_who_found_no_room_come_again_one_after_the_other_and_before_all_others() -> None:
+    """When a server becomes slower many find no room: coming back all at once, again and again, they make it slower."""
+    book = AppointmentBook()
+    for number in range(200):
+        refuse(book, visitor(number), now=number / 1000)
+    told = []
+    for number in range(1000, 1200):
+        seconds = book.seconds_until_free([place()], "a", 0.0, again=True)
+        book.make(visitor(number), seconds, [place()], again=True)
+        told.append(seconds)
+    assert told[0] == 1 and told == sorted(told)
+    assert all(number <= seconds * RATE + 5 for number, seconds in enumerate(told))
+    assert told[-1] < 200 / RATE * 1.5
+    assert refuse(book, visitor(2000)) > told[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked
-from llm_serving.admission.appointments import GRACE_S, HORIZON_S, Visitor
+from llm_serving.admission.appointments import GRACE_S, HORIZON_S, UNHEARD_S, Visitor
 from llm_serving.admission.door import Door, Forecast, Replica
 from llm_serving.admission.load_estimator import Measured, UnderWay
 from llm_serving.admission.slots import Slots
@@ -33,15 +33,15 @@ class Setup:
         self._waiting: list[str] = []
         self._count = 0
 
-    def ask(self, number: int, num_requests: int = 1) -> Forecast | None:
+    def ask(self, number: int, num_requests: int = 1, came: float | None = None) -> Forecast | None:
         visitor = Visitor("a", number.to_bytes(4, "big"))
-        forecast = self.door.check([4] * num_requests, 0, "", visitor, Replica(0, 1, None, True))
+        forecast = self.door.check([4] * num_requests, 0, "", visitor, Replica(0, 1, None, True), came)
         self.enter(num_requests)
         return forecast
 
-    def refused(self, number: int, num_requests: int = 1) -> CapacityError:
+    def refused(self, number: int, num_requests: int = 1, came: float | None = None) -> CapacityError:
         with pytest.raises(CapacityError) as refused:
-            self.ask(number, num_requests)
+            self.ask(number, num_requests, came)
         assert refused.value.retry_after is not None
         return refused.value
 
@@ -77,7 +77,31 @@ def test_what_is_kept_for_those_who_stay_away_is_free_after_a_while() -> None:
     setup.start(2)
     setup.clock.now = max(told) + GRACE_S
     setup.ask(99)
+    setup.clock.now += UNHEARD_S
+    setup.ask(98)
     assert setup.door.book.num_missed == 3
+
+
+def test_who_came_in_time_and_was_heard_late_is_let_in_before_newcomers_that_came_with_it() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    due = setup.refused(0).retry_after or 0.0
+    setup.start(1)
+    setup.clock.now = due + GRACE_S + 2.0
+    setup.refused(99, came=due + 0.1)
+    setup.ask(0, came=due + 0.05)
+    setup.start(1)
+    setup.refused(98, came=0.0)  # however early it says it came, the place is kept for 99
+
+
+def test_who_sends_the_beginning_of_a_request_early_has_nothing_of_it() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    due = setup.refused(0).retry_after or 0.0
+    setup.start(1)
+    setup.clock.now = due
+    setup.refused(99, came=0.0)
+    setup.ask(0)
 
 
 def test_half_of_the_places_are_kept_for_nobody() -> None:

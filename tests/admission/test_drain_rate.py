@@ -42,3 +42,18 @@ def test_what_was_long_ago_is_forgotten() -> None:
         now += seconds
         rate.ended(now)
     assert rate.per_second(now) == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_server_that_becomes_slower_is_believed_sooner_than_one_that_becomes_faster() -> None:
+    def after(num_ends: int, before_s: float, then_s: float) -> float:
+        rate, now = DrainRate(), 0.0
+        rate.waits(now, True)
+        for seconds in [before_s] * 3000 + [then_s] * num_ends:
+            now += seconds
+            rate.ended(now)
+        told = rate.per_second(now)
+        assert told is not None
+        return told
+
+    assert after(256, 0.1, 0.2) < 0.6 * 10.0
+    assert after(256, 0.2, 0.1) < 0.7 * 10.0

@@ -66,6 +66,17 @@ def test_few_slots_are_predicted_from_what_runs_in_them(
     assert result.accepted.p99_factor <= most_factor
 
 
+def test_a_server_that_refusals_make_slower_is_not_brought_down_by_those_who_come_back() -> None:
+    """Each who asks takes 2 ms of the core that computes the steps, and three times as many ask as can be served."""
+    clients = [*warm_up(most()), *shipped_clients(3 * most(), 2.0, 1, start=WARM_S)]
+    world = World(clients, slots=SLOTS, places=PLACES, door_s=0.002)
+    world.run()
+    result = outcome([client for client in clients if client.arrives > WARM_S])
+    assert result.num_obeyed > 300
+    assert result.first_time_share >= 0.8
+    assert result.num_refusals < 1.5 * result.num_obeyed and result.most_told <= 6
+
+
 def test_appointments_that_nobody_keeps_lock_nobody_out() -> None:
     liars = [replace(c, source="10.0.0.66", obeys=False) for c in at_twice_the_capacity()]
     honest = shipped_clients(0.5 * most(), SECONDS, 7, first=100_000)

@@ -1,9 +1,11 @@
 """Those who were told to come back, and when: a refusal is an appointment.
 
 Retry-After is all that ordinary clients heed, so nothing is handed out: who comes back is known by asking the same
-again from the same place (`Visitor`). Nothing rests on anybody's word. An appointment that is not kept is forgotten
-after `GRACE_S`, a source that keeps few of its appointments has them counted for little, none may book the whole of
-what the server can do, and the book has a fixed size. It is not saved: with the process its queue is gone too.
+again from the same place (`Visitor`). Nothing rests on anybody's word. No place is kept for an appointment longer than
+`GRACE_S` after its time, a source that keeps few of its appointments has them counted for little, none may book the
+whole of what the server can do, and the book has a fixed size. It is not saved: with the process its queue is gone too.
+
+What counts is when somebody came, not when the event loop came to hear it: a busy server makes nobody late.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ GRACE_S: Final = 1.0
 """After its time an appointment holds so long."""
 EARLY_S: Final = 0.05
 """And before."""
+UNHEARD_S: Final = 4.0
+"""Who came in time may wait so long until it is heard; until then its appointment is remembered."""
 BOOKED_SHARE: Final = 0.9
 """Of what the server has done lately; the rest makes up for times in which it does less, and is for newcomers."""
 MAX_APPOINTMENTS: Final = 1 << 15
@@ -40,8 +44,10 @@ LEAST_WEIGHT: Final = 0.05
 _MEMORY: Final = 32
 """Appointments of a source after which one counts 1/e."""
 _BUCKETS_PER_S: Final = 4
-_NUM_BUCKETS: Final = 512
-"""Enough for the horizon, the grace and the one that is under way."""
+_NUM_BUCKETS: Final = 1024
+"""Enough for the horizon, the grace, those who have not been heard yet and the one that is under way."""
+_AGAIN: Final = "\0"
+"""No source has this name."""
 _ROUNDING: Final = 1e-6
 """Sums of what is expected are right to this."""
 _FUTURE: Final = _BUCKETS_PER_S * (HORIZON_S + 2)
@@ -85,6 +91,8 @@ class Appointment:
     due: float
     amounts: Mapping[str, int]
     """By name of a place."""
+    again: bool = False
+    """Of one that has kept an appointment already and found no room."""
     over: bool = False
 
 
@@ -111,7 +119,8 @@ class AppointmentBook:
         self.num_missed = 0
         """Appointments whose visitor did not."""
         self._expected: dict[str | tuple[str, str], list[float]] = {}
-        """By place, in a ring of buckets: of it, what is expected then; also by (place, source) for large ones."""
+        """By place, in a ring of buckets: of it, what is expected then; also by (place, source) for large ones, and by
+        (place, `_AGAIN`) for those who come again."""
         self._by_visitor: dict[Visitor, list[Appointment]] = {}
         """Ascending by time."""
         self._sources: OrderedDict[str, _Source] = OrderedDict()
@@ -134,8 +143,10 @@ class AppointmentBook:
                 self.num_missed += 1
                 self._end(appointment, came=False)
 
-    def make(self, visitor: Visitor, due: float, places: Sequence[Place]) -> None:
+    def make(self, visitor: Visitor, due: float, places: Sequence[Place], *, again: bool = False) -> None:
         """Expects the visitor at `due`, at most `HORIZON_S` ahead, in all the places it needs.
+
+        It comes `again` if it has kept an appointment already and found no room.
 
         Nothing is written for a visitor that cannot be recognized, that has enough appointments, or beyond the size of
         the book.
@@ -145,14 +156,14 @@ class AppointmentBook:
             return
         source = self._source(visitor.source)
         amounts = {place.name: place.amount for place in places}
-        appointment = Appointment(visitor, due, amounts)
+        appointment = Appointment(visitor, due, amounts, again)
         source.outstanding.add(appointment)
         self._num_outstanding += 1
         self._by_visitor[visitor] = sorted((*own, appointment), key=lambda each: each.due)
         self._expect(appointment, source.weight)
         if len(source.outstanding) == MIN_OF_SOURCE and not source.is_large:
             self._hold_to_its_share(visitor.source, source)
-        heapq.heappush(self._expiries, (due + GRACE_S, next(self._order), appointment))
+        heapq.heappush(self._expiries, (due + GRACE_S + UNHEARD_S, next(self._order), appointment))
 
     def keep(self, appointment: Appointment) -> None:
         """Its visitor has come in time."""
@@ -161,31 +172,37 @@ class AppointmentBook:
 
     # --- questions --------------------------------------------------------------------------------------------------
 
-    def due(self, visitor: Visitor, now: float) -> Appointment | None:
-        """The appointment that the visitor keeps by coming now."""
-        own = self._by_visitor.get(visitor)
-        return own[0] if own and own[0].due - EARLY_S <= now else None
+    def due(self, visitor: Visitor, came: float) -> Appointment | None:
+        """The appointment that the visitor keeps by having come then."""
+        own = self._by_visitor.get(visitor, ())
+        return next((each for each in own if each.due - EARLY_S <= came < each.due + GRACE_S), None)
 
     def remaining_s(self, visitor: Visitor, now: float) -> int | None:
         """Whole seconds to its last appointment, of a visitor that gets no further one."""
         own = self._by_visitor.get(visitor, [])
         return max(1, math.ceil(own[-1].due - now)) if len(own) >= MAX_OF_VISITOR else None
 
-    def num_kept_free(self, place: Place, now: float) -> int:
-        """Of the place, what a newcomer must leave to those who are expected before it would be out of the way."""
+    def num_kept_free(self, place: Place, came: float, now: float) -> int:
+        """Of the place, what a newcomer must leave to those who are expected before it would be out of the way.
+
+        That are those too who may have come before it and be heard after it.
+        """
         expected = self._expected.get(place.name)
         if expected is None or place.most_kept == 0:
             return 0
         until_s = HORIZON_S if place.rate is None else min(HORIZON_S, place.limit / place.rate)
-        first, last = self._bucket(now - GRACE_S), self._bucket(now + until_s)
+        first, last = self._bucket(came - GRACE_S), self._bucket(now + until_s)
         num = math.fsum(_part(expected, first, last - first + 1))
         return min(place.most_kept, math.ceil(num - _ROUNDING))
 
-    def seconds_until_free(self, places: Sequence[Place], source: str, now: float, least_s: float = 1.0) -> int:
+    def seconds_until_free(
+        self, places: Sequence[Place], source: str, now: float, least_s: float = 1.0, *, again: bool = False
+    ) -> int:
         """Whole seconds, at least `least_s` and one, after which all places have room for one more.
 
         Each place gets free at its rate; newcomers fill what is not kept, and of what is kept those who are expected
-        may take half, so that a slower second turns nobody away. More than `HORIZON_S` means: longer than that.
+        may take half, so that a slower second turns nobody away. Who comes `again` gets the first time that is left by
+        others who do, before all whom the server expects besides. More than `HORIZON_S` means: longer than that.
         """
         seconds = max(1, math.ceil(least_s - 0.001))
         own = self._sources.get(source)
@@ -196,6 +213,9 @@ class AppointmentBook:
             rate = BOOKED_SHARE * (place.rate or max(1.0, place.limit / 2))
             most = max(place.most_kept / 2, place.amount) - place.amount
             taken = max(0, place.taken - (place.limit - place.most_kept))
+            if again:
+                backlogs.append(_Backlog(taken, self._expected_from((place.name, _AGAIN), now), rate, most))
+                continue
             backlogs.append(_Backlog(taken, self._expected_from(place.name, now), rate, most))
             if (place.name, source) in self._expected:
                 backlogs.append(_Backlog(0, self._expected_from((place.name, source), now), share * rate, most))
@@ -253,6 +273,8 @@ class AppointmentBook:
         bucket, source = self._bucket(appointment.due) % _NUM_BUCKETS, appointment.visitor.source
         for name, amount in appointment.amounts.items():
             self._ring(name)[bucket] += weight * amount
+            if appointment.again:
+                self._ring((name, _AGAIN))[bucket] += weight * amount
             if self._sources[source].is_large:
                 self._ring((name, source))[bucket] += weight * amount
 

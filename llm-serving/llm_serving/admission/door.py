@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from llm_serving.admission.appointments import HORIZON_S, Appointment, AppointmentBook, Place, Visitor
+from llm_serving.admission.appointments import (
+    HORIZON_S,
+    UNHEARD_S,
+    Appointment,
+    AppointmentBook,
+    Place,
+    Visitor,
+)
 from llm_serving.admission.corrections import Corrections
 from llm_serving.admission.load_estimator import NOTHING, Measured, Queue, UnderWay
 from llm_serving.admission.slots import Slots
@@ -84,7 +91,13 @@ class Door:
         self._factor = config.scheduler.slo_refusal_factor
 
     def check(
-        self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
+        self,
+        prompt_lens: Sequence[int],
+        priority: int,
+        tenant: str,
+        visitor: Visitor,
+        replica: Replica,
+        came: float | None = None,
     ) -> Forecast | None:
         """Checks requests that belong together: all may come in, or none.
 
@@ -94,6 +107,7 @@ class Door:
             tenant: Who asks.
             visitor: By which it is known when it comes again.
             replica: Where the first would go.
+            came: When they arrived at the server, on the clock; None: now.
 
         Returns:
             When the last of them is expected to have its first token; None where too little has been measured.
@@ -102,7 +116,7 @@ class Door:
             RequestError: They would not come in even if nothing waited.
             CapacityError: They may not come in now.
         """
-        forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica)
+        forecast, appointment = self._pass(prompt_lens, priority, tenant, visitor, replica, came)
         if appointment is not None:
             self.book.keep(appointment)
             if forecast is not None:
@@ -111,12 +125,26 @@ class Door:
                 self._wait_of_returned[name] = before_s + (forecast.seconds - before_s) / RETURNED_MEMORY
         return forecast
 
-    def knock(self, least_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica) -> None:
+    def knock(
+        self,
+        least_lens: Sequence[int],
+        priority: int,
+        tenant: str,
+        visitor: Visitor,
+        replica: Replica,
+        came: float | None = None,
+    ) -> None:
         """Refuses as `check` does, and lets nobody in: for prompts that have at least so many tokens."""
-        self._pass(least_lens, priority, tenant, visitor, replica)
+        self._pass(least_lens, priority, tenant, visitor, replica, came)
 
     def _pass(
-        self, prompt_lens: Sequence[int], priority: int, tenant: str, visitor: Visitor, replica: Replica
+        self,
+        prompt_lens: Sequence[int],
+        priority: int,
+        tenant: str,
+        visitor: Visitor,
+        replica: Replica,
+        came: float | None,
     ) -> tuple[Forecast | None, Appointment | None]:
         """What is predicted for requests that may come in, and the appointment by which they do."""
         request_class = class_of(priority, self._classes)
@@ -127,15 +155,16 @@ class Door:
             self._metrics.refused(request_class, "never_fits", num_requests)
             raise
         now = self._clock()
+        came = now if came is None else min(now, max(came, now - UNHEARD_S))
         self.book.advance(now)
-        appointment = self.book.due(visitor, now)
+        appointment = self.book.due(visitor, came)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
         forecast = self.predict(prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
         for limit in limits:
-            num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, now)
+            num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, came, now)
             if limit.place.over + num_kept <= 0:
                 continue
             self._metrics.refused(request_class, limit.name, num_requests)
@@ -157,20 +186,17 @@ class Door:
     ) -> int:
         """Whole seconds after which the visitor is to come back, and is expected to if that is soon enough.
 
-        Who came in time and found no room has waited already: it comes back as soon as there is one, before all others
-        that are expected later.
+        Who came in time and found no room has waited already: it comes back as soon as there is one beside others like
+        it, before all who are expected later.
         """
+        again = kept is not None
         if kept is not None:
             self.book.keep(kept)
-            over = [each.over / (each.rate or each.limit) for each in places]
-            seconds = max(1, math.ceil(max(*over, least_s)))
-        else:
-            told = self.book.remaining_s(visitor, now)
-            if told is not None:
-                return told
-            seconds = self.book.seconds_until_free(places, visitor.source, now, least_s)
+        elif (told := self.book.remaining_s(visitor, now)) is not None:
+            return told
+        seconds = self.book.seconds_until_free(places, visitor.source, now, least_s, again=again)
         if seconds <= HORIZON_S:
-            self.book.make(visitor, now + seconds, places)
+            self.book.make(visitor, now + seconds, places, again=again)
         return seconds
 
     def check_deadline(

@@ -13,7 +13,7 @@ class Exchange:
     """
 
     received_time: float
-    """Its headers had come."""
+    """Its headers had come to the server, whatever they waited for there before they were looked at."""
     arrival_time: float | None = None
     """When the first of its requests came to an engine."""
     first_token_time: float | None = None

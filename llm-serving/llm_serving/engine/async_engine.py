@@ -56,10 +56,13 @@ class Admission:
     """Of the first token of the last of them; None: too little has been measured."""
     of_one: bool = True
     """Whether it is for one request."""
+    waited_s: float = 0.0
+    """Seconds from their arrival at the server until the door heard them."""
 
     @property
     def predicted_s(self) -> float | None:
-        return None if self.forecast is None else self.forecast.seconds
+        """Seconds from that arrival to that first token."""
+        return None if self.forecast is None else self.waited_s + self.forecast.seconds
 
 
 class AsyncEngine:
@@ -304,13 +307,14 @@ class AsyncEngine:
         """
         at = self._seen(self._router.place(least_lens, caller))
         self._check_deadline(least_lens, caller, at)
-        self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at)
+        self._door.knock(least_lens, caller.priority, caller.tenant, visitor, at, _came(caller))
 
     def _admit(self, placed: Placed, prompt_lens: Sequence[int], caller: Caller, visitor: Visitor) -> Admission:
         at = self._seen(placed)
         self._check_deadline(prompt_lens, caller, at)
-        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at)
-        return Admission(forecast, len(prompt_lens) == 1)
+        came = _came(caller)
+        forecast = self._door.check(prompt_lens, caller.priority, caller.tenant, visitor, at, came)
+        return Admission(forecast, len(prompt_lens) == 1, 0.0 if came is None else max(0.0, self.clock() - came))
 
     def _check_deadline(self, prompt_lens: Sequence[int], caller: Caller, at: Replica) -> None:
         if caller.deadline is not None:
@@ -401,3 +405,8 @@ class AsyncEngine:
         forecast, opened.forecast = opened.forecast, None
         if first.token_ids and forecast is not None:
             self._door.learn(forecast, self.clock() - opened.request.arrival_time)
+
+
+def _came(caller: Caller) -> float | None:
+    """When the request arrived at the server, on the engine's clock; None: it did not come by HTTP."""
+    return None if caller.exchange is None else caller.exchange.received_time

@@ -62,7 +62,7 @@ class ExplainedBounds(Struct, kw_only=True):
 
 
 class ExplainedFirstToken(Struct, kw_only=True):
-    """Milliseconds from the door to the first token."""
+    """Milliseconds from the arrival at the server to the first token."""
 
     predicted_ms: float | None
     """Told to the client when it was let in; null: too little had been measured."""
@@ -144,9 +144,10 @@ def explain(
 def _first_token(life: Life) -> ExplainedFirstToken:
     predicted_s = None if life.exchange is None else life.exchange.predicted_ttft_s
     came = life.first_token_time
+    began = life.arrival_time if life.exchange is None else life.exchange.received_time
     return ExplainedFirstToken(
         predicted_ms=None if predicted_s is None else 1000 * predicted_s,
-        real_ms=None if came is None else 1000 * (came - life.arrival_time),
+        real_ms=None if came is None else 1000 * (came - began),
     )
 
 

@@ -13,6 +13,7 @@ from llm_serving.core.exchange import Exchange
 from llm_serving.log import get_logger
 from llm_serving.observe.http_metrics import HttpMetrics
 from llm_serving.server.access_log import AccessLog
+from llm_serving.server.front_door import ARRIVED_KEY
 from llm_serving.server.line_budget import LineBudget
 from llm_serving.server.note import SCOPE_KEY, Note
 from llm_serving.server.tracing import HEADER, Tracer, context_of
@@ -63,7 +64,7 @@ class Accounting:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(self._clock())
+        exchange = Exchange(scope.get(ARRIVED_KEY) or self._clock())
         path, method, client = scope["path"], scope["method"], scope.get("client")
         if client and not _may_be_address(client[0]):
             scope["client"] = client = None

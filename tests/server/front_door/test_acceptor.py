@@ -10,6 +10,7 @@ import socket
 from functools import partial
 
 import uvloop
+from llm_serving.core.clock import monotonic
 from llm_serving.server.front_door import Acceptor, Guests, Turns, acceptor
 
 
@@ -38,8 +39,10 @@ class Greeting(asyncio.Protocol):
     """A connection that says hello and ends."""
 
     is_served = False
+    is_heard = True
     weight = 0
     welcome = None
+    unread_since: float | None = None
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -156,5 +159,47 @@ def test_who_has_left_meanwhile_is_not_welcomed():
             door.close()
             await door.wait_closed()
         assert welcomed == ["127.0.1.2"]
+
+    run(main)
+
+
+def test_who_is_turned_away_is_told_so_and_can_read_it():
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
+            asked = [clients.enter_context(each) for each in crowd(listener, "127.0.1.1", 3)]
+            for client in asked:
+                client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody")
+            turns = Turns(asyncio.get_running_loop(), budget_s=0.0)  # all wait
+            door = Acceptor(listener, Guests(9, 9, 9), Greeting, None, 1.0, turns, max_waiting=2)
+            while not door._waiting:
+                await asyncio.sleep(0)
+            answer = b"".join(iter(lambda: asked[2].recv(4096), b""))  # without a reset
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer
+            door.close()
+            await door.wait_closed()
+
+    run(main)
+
+
+def test_what_had_come_while_it_waited_counts_from_when_it_was_taken():
+    async def main():
+        connections = []
+
+        def new_connection(address):
+            connections.append(Greeting(address))
+            return connections[-1]
+
+        with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
+            _silent, asks = (clients.enter_context(each) for each in crowd(listener, "127.0.1.1", 2))
+            asks.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            before = monotonic()
+            door = Acceptor(listener, Guests(9, 9, 9), new_connection, None, 1.0, Turns(asyncio.get_running_loop()))
+            while len(connections) < 2:
+                await asyncio.sleep(0)
+            assert connections[0].unread_since is None
+            assert before <= connections[1].unread_since <= monotonic()
+            door.close()
+            await door.wait_closed()
 
     run(main)

@@ -7,9 +7,10 @@ from llm_serving.server.front_door.guests import Guests, address_of
 
 
 class Guest:
-    def __init__(self, address="a", served=False):
+    def __init__(self, address="a", served=False, heard=True):
         self.address = address
         self.is_served = served
+        self.is_heard = heard
         self.weight = 0
         self.ended = False
 
@@ -63,6 +64,22 @@ class TestPlaces:
         guests.leave(guest)
         assert guests.admit(Guest())
         assert len(guests) == 1
+
+    def test_nobody_who_was_not_heard_yet_goes_for_another_of_its_own_address(self):
+        guests = Guests(4, 2, 100)
+        crowd = admitted(guests, Guest(heard=False), Guest(heard=False))
+        assert not guests.admit(Guest())
+        assert not any(each.ended for each in crowd)
+
+    def test_those_not_heard_yet_keep_no_other_address_out(self):
+        guests = Guests(3, 3, 100)
+        first, second, heard = admitted(guests, Guest(heard=False), Guest(heard=False), Guest("b"))
+        (newcomer,) = admitted(guests, Guest("c"))
+        assert [first.ended, second.ended, heard.ended] == [False, False, True]
+        newcomer.is_served = True
+        assert not guests.admit(Guest("a"))
+        assert guests.admit(Guest("d"))
+        assert [first.ended, second.ended] == [True, False]
 
     def test_several_make_room_at_once_where_there_are_many(self):
         guests = Guests(64, 64, 100)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from door_harness import GET, door, settle
+from llm_serving.server.front_door import connection as connection_module
 from llm_serving.server.front_door.connection import READ_BYTES, SLICE_BYTES
 from llm_serving.server.front_door.turns import RIDES
 
@@ -150,5 +151,36 @@ def test_a_probe_behind_another_waits_like_others():
             before = len(transport.statuses)
             await asyncio.sleep(0)
             assert len(transport.statuses) == before == 1
+
+    asyncio.run(run())
+
+
+def test_a_request_has_arrived_when_its_head_had_whatever_it_waited_for_then(monkeypatch):
+    async def run():
+        now = [10.0]
+        monkeypatch.setattr(connection_module, "monotonic", lambda: now[0])
+        async with door() as (house, connection, transport):
+            connection.unread_since = 7.0
+            assert not connection.is_heard
+            connection.data_received(GET % 1)  # had come while the connection waited to be welcomed
+            await settle()
+            connection.data_received((GET % 2)[:10])
+            now[0] = 20.0
+            connection._turns._spent_s = 1.0  # the turn is used up
+            connection.data_received((GET % 2)[10:])
+            assert not connection.is_heard
+            now[0] = 30.0
+            await settle()
+            assert connection.is_heard
+            house.app.gate.clear()
+            connection.data_received(GET % 3)
+            await settle()
+            connection.data_received(GET % 4)
+            now[0] = 40.0
+            house.app.gate.set()
+            await settle()
+            assert house.app.paths == ["/1", "/2", "/3", "/4"]
+            assert house.app.arrived == [7.0, 20.0, 30.0, 40.0]
+            assert transport.statuses == [200] * 4
 
     asyncio.run(run())

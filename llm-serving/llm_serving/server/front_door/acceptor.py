@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from llm_serving.core.clock import monotonic
 from llm_serving.log import get_logger
 from llm_serving.server.front_door.certificates import Certificates
 from llm_serving.server.front_door.connection import Connection
@@ -34,10 +35,16 @@ TLS_READ_BYTES: Final = 16 * 1024
 not taken: left alone, the two keep most of a megabyte of each."""
 HANDSHAKE_S: Final = 0.001
 """Seconds of the event loop that a handshake is reckoned with: a signature, and objects for the connection."""
+UNREAD_BYTES: Final = 16 * 1024
+"""Bytes that are read of whoever is turned away: those unread at its end would make the system reset the connection,
+and the client might never see why."""
 ESTABLISHED: Final = 1
 """Of Linux's `tcp_states.h`."""
 TLS_SHUTDOWN_S: Final = 2.0
 """Seconds a client gets to take leave of TLS."""
+
+
+_NO_PLACE: Final = NO_PLACE.to_bytes()
 
 
 class Acceptor:
@@ -75,7 +82,8 @@ class Acceptor:
         self._handshake_timeout_s = handshake_timeout_s
         self._turns = turns
         self._max_waiting = max_waiting
-        self._waiting: dict[str, list[socket.socket]] = {}
+        self._waiting: dict[str, list[tuple[socket.socket, float]]] = {}
+        """By address; and when each was taken."""
         self._num_waiting = 0
         self._loop = asyncio.get_running_loop()
         self._welcomes: set[asyncio.Task[None]] = set()
@@ -96,7 +104,7 @@ class Acceptor:
         if self._pause is not None:
             self._pause.cancel()
         for waiting in self._waiting.values():
-            for client in waiting:
+            for client, _ in waiting:
                 client.close()
         self._waiting.clear()
         for welcome in self._welcomes:
@@ -132,36 +140,42 @@ class Acceptor:
 
     def _queue(self, client: socket.socket, address: str) -> None:
         client.setblocking(False)
-        self._waiting.setdefault(address, []).append(client)
+        self._waiting.setdefault(address, []).append((client, monotonic()))
         self._num_waiting += 1
         if self._num_waiting > self._max_waiting:
             most = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            self._guests.on_refused(most, NO_PLACE.status)
-            self._take(most, -1).close()
+            self._turn_away(self._take(most, -1)[0], most)
         self._turns.do(address, partial(self._receive, address))
 
-    def _take(self, address: str, place: int) -> socket.socket:
+    def _turn_away(self, client: socket.socket, address: str) -> None:
+        self._guests.on_refused(address, NO_PLACE.status)
+        with client, contextlib.suppress(OSError):
+            if self._certificates is None:
+                client.send(_NO_PLACE)
+                client.recv(UNREAD_BYTES)
+
+    def _take(self, address: str, place: int) -> tuple[socket.socket, float]:
         waiting = self._waiting[address]
-        client = waiting.pop(place)
+        taken = waiting.pop(place)
         self._num_waiting -= 1
         if not waiting:
             del self._waiting[address]
-        return client
+        return taken
 
     def _receive(self, address: str) -> None:
         if address not in self._waiting:  # it lost its place, or there is an end of all
             return
-        client = self._take(address, 0)
-        if _has_left(client):
+        client, since = self._take(address, 0)
+        has_sent = _has_sent(client)
+        if has_sent is False:
             client.close()
             return
         connection = self._new_connection(address)
+        if has_sent and self._certificates is None:
+            connection.unread_since = since
         if not self._guests.admit(connection):
             connection.abandon()
-            self._guests.on_refused(address, NO_PLACE.status)
-            with client, contextlib.suppress(OSError):
-                if self._certificates is None:
-                    client.send(NO_PLACE.to_bytes())
+            self._turn_away(client, address)
             return
         self._turns.weigh(WELCOME_WEIGHT)
         welcome = self._loop.create_task(self._welcome(client, connection))
@@ -189,7 +203,7 @@ class Acceptor:
         async with asyncio.timeout(self._handshake_timeout_s):
             await self._hear(client)
             await self._turns.spend(connection.address, HANDSHAKE_S)
-            if _has_left(client) or _has_ended(client):
+            if _has_sent(client) is False or _has_ended(client):
                 raise ConnectionAbortedError
             transport, _ = await self._loop.connect_accepted_socket(
                 lambda: reader,
@@ -215,14 +229,15 @@ class Acceptor:
             self._loop.remove_reader(client)
 
 
-def _has_left(client: socket.socket) -> bool:
-    """Whether it ended before it said anything: welcoming it would cost twenty times as much."""
+def _has_sent(client: socket.socket) -> bool | None:
+    """Whether it has sent something; False: it ended before it did, and welcoming it would cost twenty times as much;
+    None: it may still do."""
     try:
-        return not client.recv(1, socket.MSG_PEEK)
+        return bool(client.recv(1, socket.MSG_PEEK))
     except (BlockingIOError, InterruptedError):
-        return False
+        return None
     except OSError:
-        return True
+        return False
 
 
 def _has_ended(client: socket.socket) -> bool:

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.clock import monotonic
 from llm_serving.server.front_door.body_meter import BodyMeter
 from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
 from llm_serving.server.front_door.guests import Guests
@@ -26,6 +27,8 @@ from llm_serving.server.front_door.slow_reader import SlowReader
 from llm_serving.server.front_door.turn_timer import TurnTimer
 from llm_serving.server.front_door.turns import Turns
 
+ARRIVED_KEY: Final = "llm_serving.arrived"
+"""Of a request's scope: when its head had come, on the clock of `core.clock`, however long it then waited here."""
 READ_BYTES: Final = 64 * 1024
 """Most bytes that are read of a connection before others get their turn on the event loop."""
 SLICE_BYTES: Final = 4 * 1024
@@ -86,6 +89,9 @@ class Connection(HttpToolsProtocol):
         self.address = address
         self.weight = 0
         self.welcome: asyncio.Task[None] | None = None
+        self.unread_since: float | None = None
+        """Its first bytes had come by then and have not been read; None: it had sent none, or they have been."""
+        self._arrived = 0.0
         self._guests = guests
         self._limits = limits
         self._head = head
@@ -113,6 +119,10 @@ class Connection(HttpToolsProtocol):
         """Whether the application works on a request that has come to its end."""
         cycle = self.cycle
         return not (self._in_body or cycle is None or cycle.response_complete or self.transport.is_closing())
+
+    @property
+    def is_heard(self) -> bool:
+        return self.unread_since is None and not self._is_scheduled
 
     def end(self) -> None:
         if self._parting is not None:
@@ -189,6 +199,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._parting is not None
+        if not (self._in_body or self._is_answered):
+            self._arrived = monotonic() if self.unread_since is None else self.unread_since
+        self.unread_since = None
         has_time = self._turns.has_time or (self._has_turn and self._turns.take_ride())
         if len(data) >= READ_BYTES:
             self._take_turns()
@@ -343,6 +356,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._timer.stop()
         self._body.begin()
+        self.scope[ARRIVED_KEY] = self._arrived  # type: ignore[typeddict-unknown-key]
         version = self.parser.get_http_version()
         if is_faulty(version, self.headers):
             raise ValueError(version)  # the parser reports it as an error of its own
@@ -377,6 +391,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._undigested = None
         if self._held:
+            self._arrived = monotonic()  # until now it waited for the answer before its own
             self._advance()
         else:
             self._weigh()

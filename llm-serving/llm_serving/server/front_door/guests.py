@@ -21,6 +21,10 @@ class Guest(Protocol):
     def is_served(self) -> bool:
         """Whether it waits for an answer to a request that it has sent to the end, or takes that answer."""
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether all that has come from it was looked at."""
+
     def end(self) -> None:
         """Ends it at once, without an answer."""
 
@@ -32,7 +36,10 @@ class Guests:
     """Counts connections and the bytes that wait in them.
 
     Where a place is missing, those make room that do not wait for an answer: silent, idle or slow to send, the longest
-    connected of the most numerous address first. Where there are too many bytes, whoever holds most goes.
+    connected of the most numerous address first. Nobody who has not been heard yet goes for another of its own address,
+    and for one of another address only when there is nobody else: it may have sent all of its request.
+
+    Where there are too many bytes, whoever holds most goes.
 
     Args:
         max_connections: In all.
@@ -60,11 +67,12 @@ class Guests:
     def admit(self, guest: Guest) -> bool:
         """Takes a guest in, unless there is no place and nobody can be spared."""
         own = self._by_address.get(guest.address, {})
-        if len(own) >= self._max_per_address and not self._make_room(own):
+        if len(own) >= self._max_per_address and not self._make_room(own, heard=True):
             return False
         if len(self._guests) >= self._max_connections:
             most = max(self._by_address.values(), key=len)
-            if not self._make_room(most) and not self._make_room(self._guests):
+            among = ((most, True), (self._guests, True), *([] if most is own else [(most, False)]))
+            if not any(self._make_room(guests, heard=heard) for guests, heard in among):
                 return False
         self._guests[guest] = None
         self._by_address.setdefault(guest.address, {})[guest] = None
@@ -94,8 +102,8 @@ class Guests:
             self.num_bytes -= heaviest.weight
             heaviest.weight = 0
 
-    def _make_room(self, among: Collection[Guest]) -> bool:
-        spared = [guest for guest in among if not guest.is_served]
+    def _make_room(self, among: Collection[Guest], *, heard: bool) -> bool:
+        spared = [guest for guest in among if not guest.is_served and (guest.is_heard or not heard)]
         for guest in spared[: max(1, len(among) // MADE_FREE_AT_ONCE)]:
             self.leave(guest)
             guest.end()
