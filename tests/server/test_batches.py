@@ -156,7 +156,7 @@ def test_an_end_of_the_process_loses_no_line_and_answers_none_twice(tmp_path):
     assert len(second.submitted) == 3
 
 
-def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path):
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path, caplog):
     engine = FakeEngine()
     engine.script_for = lambda submitted: Script() if len(engine.submitted) < 2 else Script(hold_after=0)
 
@@ -177,6 +177,7 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path):
     assert [each["custom_id"] for each in answers] == ["a"]
     assert [each["error"]["code"] for each in errors] == ["batch_cancelled"] * 2
     assert len(engine.aborted) == 2
+    assert "status 500" not in caplog.text
 
 
 def test_a_batch_that_is_not_done_in_time_expires(tmp_path, monkeypatch):
@@ -425,6 +426,21 @@ def test_a_database_is_one_process_s_at_a_time(tmp_path):
     with contextlib.closing(BatchStore(path, 2**20)), pytest.raises(ConfigError, match="used by another process"):
         BatchStore(path, 2**20)
     BatchStore(path, 2**20).close()
+
+
+def test_what_could_not_be_kept_takes_no_room_of_the_disk(tmp_path):
+    def pieces():
+        yield from [b"x" * 2**18] * 30
+        raise sqlite3.OperationalError("database or disk is full")
+
+    path = tmp_path / "x.db"
+    with contextlib.closing(BatchStore(path, 2**30)) as store:
+        with pytest.raises(sqlite3.OperationalError):
+            store.add_file(module.new_file("file_a", "x", "batch", 100.0), "", pieces(), 100.0)
+        assert sum(each.stat().st_size for each in tmp_path.iterdir()) > 2**22
+        store.give_back()
+        assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 2**18
+        assert store.files(None, None, 9, None) == []
 
 
 def _fill(store, num_pages=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Collection
 from http import HTTPStatus
 from typing import Final
@@ -87,6 +88,9 @@ class Accounting:
         try:
             await self._app(scope, receive, send_and_note)
             failed = False
+        except asyncio.CancelledError:  # nobody waits for the answer any more
+            failed = False
+            raise
         finally:
             if exchange.answered_time is None:  # the client has left
                 exchange.answered_time = self._clock()

@@ -115,6 +115,7 @@ class Batches:
         try:
             return await loop.run_in_executor(self._thread, call)
         except sqlite3.Error as error:
+            await loop.run_in_executor(self._thread, self._store.give_back)
             raise UnavailableError(f"files and batches cannot be kept now: {error}") from None
 
     async def create(self, batch: Batch, tenant: str) -> None:
@@ -247,14 +248,14 @@ def check_lines(pieces: Iterable[bytes], endpoint: str) -> list[LineError]:
         endpoint: Which all lines have to name.
     """
     errors: list[LineError] = []
-    ids: set[str] = set()
+    ids: dict[str, int] = {}
     num_lines = 0
     for number, text in _lines_of(pieces):
         num_lines += 1
         if len(text) > MAX_LINE_BYTES or num_lines > MAX_LINES:
             rule = f"a batch has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes"
             return [*errors, LineError("too_long", rule, number)]
-        fault = _fault_of(text, endpoint, ids)
+        fault = _fault_of(text, endpoint, ids, number)
         if fault is not None:
             errors.append(LineError("invalid_line", fault, number))
             if len(errors) == MAX_ERRORS:
@@ -282,8 +283,8 @@ def _begin(store: BatchStore, batch: Batch, now: float) -> None:
     store.add_lines(batch, (msgspec.json.decode(text, type=Line) for _, text in lines))
 
 
-def _fault_of(text: bytes, endpoint: str, ids: set[str]) -> str | None:
-    """What is wrong with a line; its id is added to those that were seen."""
+def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:
+    """What is wrong with a line; its id is added to those that were seen, with its number."""
     try:
         line = msgspec.json.decode(text, type=Line)
         body = msgspec.json.decode(line.body)
@@ -295,9 +296,10 @@ def _fault_of(text: bytes, endpoint: str, ids: set[str]) -> str | None:
         return "`body` must be an object"
     if body.get("stream") or body.get("background"):
         return "`body` must ask neither for a stream nor for an answer in the background"
-    if not line.custom_id or line.custom_id in ids:
-        return "`custom_id` must be a text of its own"
-    ids.add(line.custom_id)
+    if not line.custom_id:
+        return "`custom_id` must not be empty"
+    if (earlier := ids.setdefault(line.custom_id, number)) != number:
+        return f"`custom_id` must be a text of its own, which line {earlier} has as well"
     return None
 
 

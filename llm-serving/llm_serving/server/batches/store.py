@@ -8,6 +8,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -19,6 +20,8 @@ from llm_serving.server.batches.objects import AnsweredLine, Batch, Failure, Fil
 T = TypeVar("T")
 
 CHUNK_BYTES: Final = 2**18
+MAX_IDLE_LOG_BYTES: Final = 2**22
+"""Of the file beside the database that changes go through first, once they are in the database."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, about BLOB NOT NULL, created REAL NOT NULL, expires INTEGER NOT NULL,
@@ -65,6 +68,7 @@ class BatchStore:
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
@@ -73,6 +77,11 @@ class BatchStore:
     def close(self) -> None:
         self._db.close()
         os.close(self._lock)
+
+    def give_back(self) -> None:
+        """Frees what a change that could not be kept has taken of the disk, as far as it can be freed."""
+        with suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     # --- files ------------------------------------------------------------------------------------------------------
 
