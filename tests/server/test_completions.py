@@ -153,6 +153,9 @@ class TestStream:
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = events(post(FakeEngine(), PATH, {"prompt": [5, 6], "stream": True, "stream_options": options}))[:-1]
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+        del options["include_usage"]
+        alone = events(post(FakeEngine(), PATH, {"prompt": [5, 6], "stream": True, "stream_options": options}))[:-1]
+        assert [chunk["usage"]["completion_tokens"] for chunk in alone] == [1, 2, 3]
 
     def test_several_choices_come_interleaved_and_complete(self):
         chunks = events(post(FakeEngine(), PATH, {"prompt": "x", "stream": True, "n": 3}))[:-1]

@@ -54,13 +54,18 @@ def test_each_row_is_refused_or_named(path, usual, name, row):
     response = post(FakeEngine(), path, {**usual, name: SOMETHING})
     if isinstance(row, Refused):
         assert error_of(response)["param"] == name
-        for neutral in (None, [], {}, *row.neutral):
+        for neutral in (None, *(() if row.empty_asks else ([], {})), *row.neutral):
             response = post(FakeEngine(), path, {**usual, name: neutral})
             assert response.status_code == 200
             assert IGNORED_HEADER not in response.headers
     else:
         assert isinstance(row, Ignored)
         assert response.headers[IGNORED_HEADER] == name
+
+
+def test_an_empty_object_of_options_asks_for_what_they_are_of():
+    error = error_of(post(FakeEngine(), "/v1/chat/completions", {**CHAT, "web_search_options": {}}))
+    assert error["message"] == "`web_search_options` is not supported: this server searches nothing"
 
 
 @pytest.mark.parametrize(

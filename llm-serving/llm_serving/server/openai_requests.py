@@ -107,8 +107,7 @@ def check_stream_options(request: GenerationRequest) -> StreamedUsage:
         return StreamedUsage()
     if not request.stream:
         raise RequestError("stream_options", "must be given with stream: true only")
-    at_end = bool(options.include_usage)
-    return StreamedUsage(at_end, at_end and bool(options.continuous_usage_stats))
+    return StreamedUsage(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 class Answer(Pieces, Protocol):

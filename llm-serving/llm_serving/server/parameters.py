@@ -67,6 +67,8 @@ class Refused:
     why: str = "is not supported"
     neutral: tuple[Any, ...] = ("", 0, False)
     """Values that ask for nothing, besides null and what is empty."""
+    empty_asks: bool = False
+    """Whether what is empty asks for something: an object that only has options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ BODIES: Final[Mapping[type, BodyFields]] = {
             "functions": _named("tools"),
             "function_call": Refused("is not a parameter of this route; `tool_choice` is", ("none", "auto")),
             "chat_template": Refused(),
+            "web_search_options": Refused("is not supported: this server searches nothing", empty_asks=True),
         },
         nested={"messages": ChatMessage, "tools": Tool},
     ),
@@ -380,8 +383,10 @@ def _asks_for_nothing(raw: msgspec.Raw, row: Refused | Ignored) -> bool:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # valid JSON that is no value, such as 1e400
-    if value is None or value == [] or value == {}:
+    if value is None:
         return True
+    if value in ([], {}):
+        return isinstance(row, Ignored) or not row.empty_asks
     # For Python, True is 1 as well.
     return isinstance(row, Refused) and any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in row.neutral
