@@ -1,12 +1,14 @@
 """What `llm-serving whatif` predicts beside what the server does: configurations x loads, each load played on both.
 
     .venv/bin/python performance/whatif_scorecard.py --profile profile.json --keep measured/
-    .venv/bin/python performance/whatif_scorecard.py --profile other.json --against measured/     # nothing is measured
+    .venv/bin/python performance/whatif_scorecard.py --profile profile.json --keep again/ --measure-only
+    .venv/bin/python performance/whatif_scorecard.py --profile other.json --against measured/ again/
 
-Per configuration one server; on it, one after the other: a light load, as many clients as slots, and more than the
-server can do with classes and tenants. Lengths, arrivals and tokens are drawn by a seed; rates and numbers of requests
-follow from the capacity that the profile predicts, so that a cell takes some `--seconds`. Figures are those of
-`whatif`, counted alike from what clients saw and from the simulation.
+The last of these measures nothing. Per configuration one server; on it, one after the other: a light load, as many
+clients as slots, and more than the server can do with classes and tenants. Lengths, arrivals and tokens are drawn by a
+seed; rates and numbers of requests follow from the capacity that the profile predicts, so that a cell takes some
+`--seconds`. Figures are those of `whatif`, counted alike from what clients saw and from the simulation. Of several
+measurements of the same loads the median counts, and how far they lie apart is told: no prediction can be closer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -70,18 +73,40 @@ class Cell:
 
 class Row(NamedTuple):
     cell: Cell
-    measured: Figures
+    runs: Sequence[Figures]
+    """Measured, one after the other."""
     predicted: Figures
+
+    def measured(self, name: str) -> float:
+        """Median of all runs."""
+        return statistics.median(each[name] for each in self.runs)
 
     def error(self, name: str) -> float:
         """Relative; infinite where only one of them has the figure."""
-        measured, predicted = self.measured[name], self.predicted[name]
-        if math.isnan(measured) and math.isnan(predicted):
-            return 0.0
-        return abs(predicted / measured - 1) if measured > 0 and not math.isnan(predicted) else math.inf
+        return _error(self.predicted[name], self.measured(name))
 
     def ok(self, name: str) -> bool:
         return self.error(name) <= WITHIN[name]
+
+    def spread(self, name: str) -> float:
+        """Of the runs: from the lowest to the highest, relative to their median."""
+        values = [each[name] for each in self.runs]
+        return (max(values) - min(values)) / self.measured(name)
+
+    def repeats(self, name: str) -> bool:
+        """Whether the last run is within the same limits of the first."""
+        return _error(self.runs[-1][name], self.runs[0][name]) <= WITHIN[name]
+
+    def in_range(self, name: str) -> bool:
+        """Whether the prediction is within its limits of some run, or between two."""
+        values, within = [each[name] for each in self.runs], WITHIN[name]
+        return min(values) * (1 - within) <= self.predicted[name] <= max(values) * (1 + within)
+
+
+def _error(value: float, of: float) -> float:
+    if math.isnan(value) and math.isnan(of):
+        return 0.0
+    return abs(value / of - 1) if of > 0 and not math.isnan(value) else math.inf
 
 
 def workload(kind: str, slots: int, per_s: float, seconds: float, seed: int) -> str:
@@ -152,35 +177,46 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
             path_of(folder, cell, "json").write_text(json.dumps(rows))
 
 
-def compare(cell: Cell, folder: Path, arguments: argparse.Namespace, profile: Profile) -> Row:
+def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, profile: Profile) -> Row:
     config = load_config(arguments.config, CONFIGS[cell.config])
-    load = read_workload(path_of(folder, cell, "yaml"))
+    load = read_workload(path_of(folders[0], cell, "yaml"))
     simulated = Simulation(config, load, profile, arguments.seed).run()
     classes = {each.name: each for each in config.request_classes}
-    rows = json.loads(path_of(folder, cell, "json").read_text())
-    outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
-    return Row(cell, figures_of(Result("measured", load.name, profile, outcomes)), figures_of(simulated))
+    runs = []
+    for folder in folders:
+        rows = json.loads(path_of(folder, cell, "json").read_text())
+        outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
+        runs.append(figures_of(Result("measured", load.name, profile, outcomes)))
+    return Row(cell, runs, figures_of(simulated))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Predicted / measured and the error of each figure; an exclamation mark where it is off by more than it may be."""
     titles = ["configuration", "load", "requests", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "TTFT p99 ms"]
     titles += ["TPOT p99 ms"]
+    again = len(rows[0].runs) > 1 if rows else False
     lines = [titles, ["---"] * len(titles)]
     for row in rows:
-        cells = [row.cell.config, row.cell.load, f"{row.measured['requests']:.0f}"]
+        cells = [row.cell.config, row.cell.load, f"{row.predicted['requests']:.0f}"]
         for name in WITHIN:
-            predicted, measured = row.predicted[name], row.measured[name]
+            predicted, measured = row.predicted[name], row.measured(name)
             mark = "" if row.ok(name) else " !"
             sign = predicted / measured - 1 if measured else math.nan
-            cells.append(f"{predicted:.4g} / {measured:.4g} ({sign:+.0%}){mark}")
+            apart = f" ±{row.spread(name) / 2:.0%}" if again else ""
+            cells.append(f"{predicted:.4g} / {measured:.4g}{apart} ({sign:+.0%}){mark}")
         lines.append(cells)
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     told = [
         f"{name}: {sum(row.ok(name) for row in rows)} of {len(rows)} within {most:.0%}" for name, most in WITHIN.items()
     ]
-    total = sum(row.ok(name) for row in rows for name in WITHIN)
-    return f"{text}\n\n{'; '.join(told)}; in all {total} of {len(rows) * len(WITHIN)}"
+    count = len(rows) * len(WITHIN)
+    told.append(f"in all {sum(row.ok(name) for row in rows for name in WITHIN)} of {count}")
+    if again:
+        repeats = sum(row.repeats(name) for row in rows for name in WITHIN)
+        in_range = sum(row.in_range(name) for row in rows for name in WITHIN)
+        told.append(f"measured again: {repeats} of {count} within the same limits of the first measurement")
+        told.append(f"predicted within these limits of one measurement, or between two: {in_range} of {count}")
+    return f"{text}\n\n" + "; ".join(told)
 
 
 def main() -> int:
@@ -196,19 +232,22 @@ def main() -> int:
     )
     parser.add_argument("--keep", type=Path, default=Path("scorecard"), help="folder for what was measured")
     parser.add_argument("--measure-only", action="store_true", help="keep what was measured; compare it later")
-    parser.add_argument("--against", type=Path, help="folder of an earlier run: nothing is measured")
+    parser.add_argument(
+        "--against", type=Path, nargs="+", help="folders of earlier runs of the same loads: nothing is measured"
+    )
     arguments = parser.parse_args()
     profile = read_profile(arguments.profile)
-    folder: Path = arguments.against or arguments.keep
+    folders: list[Path] = arguments.against or [arguments.keep]
     if arguments.against is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        arguments.keep.mkdir(parents=True, exist_ok=True)
         for name in arguments.only:
             sys.stderr.write(f"{name}\n")
             measure(name, arguments, profile)
     if arguments.measure_only:
         return 0
     cells = [Cell(name, kind) for name in arguments.only for kind in LOADS if kind in arguments.loads]
-    rows = [compare(cell, folder, arguments, profile) for cell in cells if path_of(folder, cell, "json").exists()]
+    measured = [cell for cell in cells if all(path_of(folder, cell, "json").exists() for folder in folders)]
+    rows = [compare(cell, folders, arguments, profile) for cell in measured]
     sys.stdout.write(table(rows) + "\n")
     return 0
 

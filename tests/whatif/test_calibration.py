@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from llm_serving.errors import RecordingError
 from llm_serving.whatif.calibration import calibrate
@@ -7,7 +8,7 @@ from llm_serving.whatif.measured_steps import MeasuredStep, Timings
 from llm_serving.whatif.step_shape import StepShape
 
 STEP = CostModel((Piece("step", 0.002), Piece("rows", 0.0001)))
-TAKE_S, FORM_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0005, 0.001, 0.00002, 0.0004
+TAKE_S, IDLE_S, WAKE_S, REQUEST_S, TOKEN_S, CLIENT_S = 0.0003, 0.0005, 0.0001, 0.001, 0.00002, 0.0004
 
 
 @pytest.fixture
@@ -18,12 +19,14 @@ def timings():
         rows = 1 + number % 7
         alone = number % 10 == 0
         asked = before + 1.0 if alone else before - 0.001
-        replied = (asked + FORM_S if alone else before) + STEP.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0))
-        step = MeasuredStep(shape, asked, asked if alone else None, before, replied, replied + TAKE_S)
+        replied = (asked + TAKE_S + IDLE_S if alone else before) + STEP.seconds(
+            shape := StepShape(rows, rows, rows, 99, 0, 0)
+        )
+        step = MeasuredStep(shape, asked, asked - WAKE_S if alone else None, before, replied, replied + TAKE_S)
         timings.steps.append(step)
         before = replied
         name = f"play-{number}-abcd"
-        timings.arrivals[name] = asked
+        timings.arrivals[name] = asked - WAKE_S
         timings.replies[name] = [replied]
     return timings
 
@@ -33,7 +36,7 @@ def seen(timings):
     return [
         Seen(
             f"play-{number}",
-            step.asked_s - REQUEST_S - CLIENT_S,
+            step.asked_s - WAKE_S - REQUEST_S - CLIENT_S,
             [step.replied_s + TAKE_S + TOKEN_S + CLIENT_S],
         )
         for number, step in enumerate(timings.steps)
@@ -45,10 +48,23 @@ def test_the_figures_of_a_server_are_found(timings, seen):
     shape = StepShape(5, 5, 5, 99, 0, 0)
     assert profile.step.seconds(shape) == pytest.approx(STEP.seconds(shape), rel=1e-3)
     assert profile.take.seconds(shape) == pytest.approx(TAKE_S, rel=1e-3)
-    assert profile.form.seconds(shape) == pytest.approx(FORM_S, rel=1e-2)
+    assert (profile.idle_s, profile.wake_s) == pytest.approx((IDLE_S, WAKE_S), rel=0.02)
     assert min(profile.request_s, profile.token_s, profile.client_s) > 0
     assert (profile.measured, profile.num_blocks) == (True, 7)
     assert profile.notes["step_error_p95"] < 0.01
+
+
+def test_what_is_done_beside_steps_is_told_from_steps():
+    """Requests come and tokens go out by chance; both take of the time of the step that is computed meanwhile."""
+    true = CostModel((*STEP.pieces, Piece("sent", 0.00005), Piece("read", 0.001)))
+    rng, timings, before = np.random.default_rng(1), Timings(num_blocks=7), 10.0
+    for _ in range(600):
+        rows, sent, read = (int(rng.integers(low, high)) for low, high in ((1, 60), (0, 60), (0, 3)))
+        replied = before + true.seconds(shape := StepShape(rows, rows, rows, 99, 0, 0, sent, read))
+        timings.steps.append(MeasuredStep(shape, before - 0.001, None, before, replied, replied + TAKE_S))
+        before = replied
+    found = {each.of: each.seconds for each in calibrate(timings, name="n", source="s").profile.step.pieces}
+    assert (found["sent"], found["read"]) == pytest.approx((0.00005, 0.001), rel=0.01)
 
 
 def test_without_clients_the_event_loop_takes_nothing(timings):

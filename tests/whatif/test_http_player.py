@@ -7,7 +7,7 @@ from http_serving import serving
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import FinishReason
 from llm_serving.errors import CapacityError, UnavailableError
-from llm_serving.whatif.http_player import play
+from llm_serving.whatif.http_player import TIMER_S, play
 from whatif_loads import create_load
 
 CLASSES = ServingConfig().request_classes
@@ -25,8 +25,9 @@ def test_requests_are_sent_as_the_load_says_and_answers_timed():
     first, second = result.outcomes
     assert [each.finish for each in result.outcomes] == ["length", "length"]
     assert [len(each.token_times_s) for each in result.outcomes] == [4, 4]
-    assert second.due_s == 0.05 <= second.token_times_s[0] <= second.end_s
-    began_s = result.seen[0].due_s
+    assert 0.05 <= second.due_s < 0.05 + TIMER_S
+    assert second.due_s <= second.token_times_s[0] <= second.end_s
+    began_s = result.seen[0].due_s - first.due_s
     assert first.token_times_s == pytest.approx([each - began_s for each in result.seen[0].token_times_s])
     asked = engine.submitted[0]
     assert (asked.priority, asked.tenant, asked.prompt_token_ids) == (1, "alice", [3] * 8)

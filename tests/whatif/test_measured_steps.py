@@ -42,10 +42,23 @@ def test_steps_have_their_shapes_and_times(recorded, tmp_path):
     timings = read_timings([written(recorded, tmp_path)])
     prompt, first, ahead = timings.steps
     assert prompt.shape == StepShape(rows=1, tokens=6, samples=1, context=6, pairs=21, moves=0)
-    assert ahead.shape == StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
-    assert (prompt.came_s, prompt.seconds, prompt.goes_on_s) == (1.0, 1.0, 2.25)
+    assert ahead.shape == StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0, sent=1)
+    assert (prompt.came_s, prompt.seconds, prompt.goes_on_s) == (1.0, 0.5, 2.25)
     assert (first.ahead, first.seconds) == (False, 0.75)
     assert (ahead.ahead, ahead.seconds) == (True, 0.75)
+
+
+def test_a_step_has_the_requests_that_came_beside_it(tmp_path):
+    files, clock = MemoryFiles(), Clock()
+    scheduler = create_recorded(files, clock=clock)
+    scheduler.add(create_request(6, request_id="a", arrival_time=1.0))
+    prompt = scheduler.schedule(1.5)
+    for name, time in (("b", 1.25), ("c", 1.75), ("d", 1.875), ("e", 2.5)):
+        scheduler.add(create_request(6, request_id=name, arrival_time=time))
+    clock.now = 2.0
+    scheduler.update(prompt, [7])
+    (step,) = read_timings([written(files.files[0], tmp_path)]).steps
+    assert step.shape.read == 2  # c and d
 
 
 def test_requests_have_their_arrival_and_the_times_of_their_tokens(recorded, tmp_path):

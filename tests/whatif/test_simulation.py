@@ -39,6 +39,24 @@ def test_times_of_master_loop_and_client_are_added():
     assert outcome.ttft_s == pytest.approx(0.003 + 0.004 + 2 * 0.005 + step)
 
 
+def test_a_step_takes_longer_for_what_the_master_does_beside_it():
+    """The second request is read while the first step is computed, and each token sent during the step after it."""
+    step = CostModel((Piece("step", STEP_S), Piece("sent", 0.001), Piece("read", 0.002)))
+    settings = {"scheduler_config__policy": "prefill_first"}
+    first, second = simulate(create_load(0.0, STEP_S / 2), create_profile(step=step), **settings).outcomes
+    times = sorted({*first.token_times_s, *second.token_times_s})
+    assert times[0] == pytest.approx(STEP_S + 0.002)
+    assert times[1] - times[0] == pytest.approx(STEP_S + 0.001)
+
+
+def test_a_server_that_has_rested_wakes_and_begins_later():
+    profile = create_profile(idle_s=0.003, wake_s=0.001)
+    first, second = simulate(create_load(0.0, 1.0, num_output_tokens=2, max_tokens=2), profile).outcomes
+    usual = STEP_S + 8 * 0.0001
+    assert [each.ttft_s for each in (first, second)] == pytest.approx([usual + 0.004] * 2)
+    assert second.token_times_s[1] - second.token_times_s[0] == pytest.approx(STEP_S + 0.0001)
+
+
 def test_forming_a_step_ahead_hides_what_it_takes():
     profile = create_profile(form=CostModel((Piece("step", 0.004),)), num_blocks=64)
     ahead, after = (

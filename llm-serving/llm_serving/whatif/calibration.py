@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from llm_serving.errors import RecordingError
-from llm_serving.whatif.cost_model import CONSTANT, CostModel, Piece
+from llm_serving.whatif.cost_model import CostModel
+from llm_serving.whatif.disturbed_spells import disturbed_spells
 from llm_serving.whatif.event_loop import LoopCosts, fit_loop
 from llm_serving.whatif.fitting import MASTER_PIECES, STEP_PIECES, Fit, fit
 from llm_serving.whatif.http_player import Seen
@@ -19,9 +20,6 @@ from llm_serving.whatif.profile import Profile
 MIN_STEPS: Final = 50
 LOOP: Final = LoopCosts(0.001, 0.00005, 0.0005)
 """Where the search begins."""
-PAUSE_S: Final = 0.01
-"""Without a step, after which a server has rested."""
-MIN_RESTED: Final = 10
 LEAD_S: Final = 0.005
 """Where no step was long enough to tell."""
 
@@ -46,7 +44,10 @@ def calibrate(
     """Fits all of a profile that was measured; what was not is 0.
 
     The time of a step is that from the reply before to its own where it was formed ahead, as the server does whenever
-    it computes: so it has in it whatever disturbs a WorkAgent while the master sends and clients read.
+    it computes. What sending tokens and reading requests meanwhile takes of it is a piece of its own: a step behind one
+    that chose many tokens, or beside which requests come, is told from one that has the machine to itself.
+
+    How long forming a step takes is in no recording; it is taken to be as long as taking a reply.
 
     Args:
         timings: Of the scheduler.
@@ -62,31 +63,37 @@ def calibrate(
     """
     timings, seen = _within(timings, phases), [each for phase in phases for each in phase]
     steps = [each for each in timings.steps if each.before_s > float("-inf")]
-    ahead, alone = [each for each in steps if each.ahead], [each for each in steps if not each.ahead]
+    ahead = [each for each in steps if each.ahead]
     fitted = ahead if len(ahead) >= MIN_STEPS else steps
     if len(fitted) < MIN_STEPS:
         raise RecordingError(f"a profile wants at least {MIN_STEPS} steps. Given: {len(fitted)}")
-    step = fit([each.shape for each in fitted], [each.seconds for each in fitted], STEP_PIECES, seed)
+    spells = disturbed_spells(fitted)
+    idle = [each for each in steps if not each.ahead]
+    as_usual = [each.seconds * spells.mean / spells.factor(each.replied_s) for each in fitted]
+    step = fit([each.shape for each in fitted], as_usual, STEP_PIECES, seed)
     taken = [each for each in steps if each.goes_on_s is not None and each.seconds < LONG_STEP_S]
     take = fit([each.shape for each in taken], [_take_s(each) for each in taken], MASTER_PIECES, seed)
-    form = _form(alone, step.model)
     loop = fit_loop(timings, seen, _Taken(take.model), LOOP) or LoopCosts(0.0, 0.0, 0.0)
     profile = Profile(
         name=name,
         source=source,
         measured=True,
         step=step.model,
-        form=form,
+        form=take.model,
         take=take.model,
+        idle_s=_extra(
+            [each.seconds - take.model.seconds(each.shape) - step.model.seconds(each.shape) for each in idle]
+        ),
+        wake_s=_extra([each.asked_s - each.came_s for each in idle if each.came_s is not None]),
         lead_s=_lead(steps),
         request_s=float(f"{loop.request_s:.3g}"),
         token_s=float(f"{loop.token_s:.3g}"),
         client_s=float(f"{loop.client_s:.3g}"),
         spread=step.spread,
         num_blocks=timings.num_blocks,
-        notes={**(notes or {}), **_told(step, take)},
+        notes={**(notes or {}), **_told(step, take), "disturbed": round(spells.mean - 1, 3)},
     )
-    return Calibration(profile, step, take, len(alone))
+    return Calibration(profile, step, take, len(idle))
 
 
 def _within(timings: Timings, phases: Sequence[Sequence[Seen]]) -> Timings:
@@ -129,17 +136,9 @@ class _Taken:
         return self._model.seconds(step.shape)
 
 
-def _form(alone: Sequence[MeasuredStep], model: CostModel) -> CostModel:
-    """What steps take longer that were formed while nothing was computed: waking, forming, sending.
-
-    After a pause it is more than between two requests of one client, and a server with nothing to do has pauses.
-    """
-    rested = [each for each in alone if each.came_s is not None and each.came_s - each.before_s > PAUSE_S]
-    alone = rested if len(rested) >= MIN_RESTED else alone
-    if not alone:
-        return CostModel()
-    extra = float(np.median([each.seconds - model.seconds(each.shape) for each in alone]))
-    return CostModel((Piece(CONSTANT, float(f"{extra:.4g}")),)) if extra > 0 else CostModel()
+def _extra(seconds: Sequence[float]) -> float:
+    """Their median, if that is one."""
+    return max(0.0, float(f"{np.median(seconds):.3g}")) if seconds else 0.0
 
 
 def _lead(steps: Sequence[MeasuredStep]) -> float:

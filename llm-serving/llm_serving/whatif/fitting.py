@@ -19,12 +19,12 @@ TOKEN_KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 STEP_PIECES: Final = (
     Piece(CONSTANT, 1.0),
     *segments("tokens", TOKEN_KNOTS),
-    *(Piece(of, 1.0) for of in ("rows", "samples", "context", "pairs", "moves")),
+    *(Piece(of, 1.0) for of in ("rows", "samples", "context", "pairs", "moves", "sent", "read")),
 )
-"""What the time of a WorkAgent may be made of."""
+"""What the time of a WorkAgent may be made of; `sent` and `read` are what the cores that it shares are taken for."""
 MASTER_PIECES: Final = (Piece(CONSTANT, 1.0), *(Piece(of, 1.0) for of in ("rows", "tokens", "samples", "moves")))
 """What the time of the master may be made of."""
-OUTLIER: Final = 1.5
+OUTLIER: Final = 3.0
 """Times the prediction, beyond which a time counts as that, in fit and spread: something else took it."""
 ROUNDS: Final = 4
 HELD_OUT: Final = 5

@@ -18,6 +18,8 @@ PATH: Final = "/v1/completions"
 EVENT: Final = b'"choices":[{'
 """Once in each event that has a token."""
 ENDS: Final = {b'"finish_reason":"length"': "length", b'"finish_reason":"stop"': "stop"}
+TIMER_S: Final = 0.002
+"""How late a timer of an event loop may be; that is no time of the server's."""
 IDLE_S: Final = 120.0
 """Without a byte of an answer."""
 
@@ -97,7 +99,9 @@ class _Player:
                     delay = self._began_s + asked.due_s - monotonic()
                     if delay > 0:
                         await asyncio.sleep(delay)
-                    tasks.create_task(self._ask(asked, asked.due_s))
+                    late_s = monotonic() - self._began_s - asked.due_s
+                    due_s = asked.due_s + (late_s if 0 < late_s < TIMER_S else 0.0)
+                    tasks.create_task(self._ask(asked, due_s))
                 return
             rest = iter(stream.requests)
 

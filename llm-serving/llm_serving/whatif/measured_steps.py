@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,10 +42,14 @@ class MeasuredStep:
         return self.asked_s < self.before_s
 
     @property
+    def began_s(self) -> float:
+        """When it could begin; of one that was not there ahead, when forming it could."""
+        return max(self.asked_s, self.before_s)
+
+    @property
     def seconds(self) -> float:
         """From when it could begin to its reply; of one that was not there ahead, forming and sending it included."""
-        began = self.asked_s if self.came_s is None else self.came_s
-        return self.replied_s - max(began, self.before_s)
+        return self.replied_s - self.began_s
 
 
 @dataclass
@@ -78,7 +83,16 @@ def read_timings(files: Iterable[Path]) -> Timings:
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from None
+    _note_requests(timings)
     return timings
+
+
+def _note_requests(timings: Timings) -> None:
+    """Gives each step the requests that came while it was computed."""
+    times = sorted(timings.arrivals.values())
+    for step in timings.steps:
+        read = bisect(times, step.replied_s) - bisect(times, step.began_s)
+        step.shape = step.shape._replace(read=read)
 
 
 def _read(entries: Iterator[Entry], timings: Timings) -> None:
@@ -86,6 +100,7 @@ def _read(entries: Iterator[Entry], timings: Timings) -> None:
     names: list[str] = []
     before_s, came_s, asked_s = float("-inf"), None, 0.0
     replied: MeasuredStep | None = None
+    num_sent = 0
     for entry in entries:
         match entry.record:
             case Added(request_id=name, arrival_time=time):
@@ -109,8 +124,10 @@ def _read(entries: Iterator[Entry], timings: Timings) -> None:
             case Updated(step=step, time=time) if step in in_flight:
                 replied = in_flight.pop(step)
                 replied.before_s, replied.replied_s = before_s, time
+                if replied.came_s is None:  # otherwise they were sent before it came
+                    replied.shape = replied.shape._replace(sent=num_sent)
                 timings.steps.append(replied)
-                before_s = time
+                before_s, num_sent = time, len(replied.chosen)
                 for number in replied.chosen:
                     if number < len(names):
                         timings.replies.setdefault(names[number], []).append(time)

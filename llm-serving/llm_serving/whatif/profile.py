@@ -30,11 +30,15 @@ class Profile:
     measured: bool
     """False: of hardware that was not at hand."""
     step: CostModel
-    """Of a WorkAgent, for one step, while the master serves beside it."""
+    """Of a WorkAgent, for one step; with pieces over `sent` and `read` where it shares its cores with the master."""
     form: CostModel = field(default_factory=CostModel)
     """Of the master, to decide on a step and to send it."""
     take: CostModel = field(default_factory=CostModel)
     """Of the master, to take the reply of a step and to pass its tokens on."""
+    idle_s: float = 0.0
+    """How much longer a step takes that a WorkAgent with nothing to do is given."""
+    wake_s: float = 0.0
+    """Until the master forms a step for a request that comes while it has nothing to do."""
     latency_s: float = 0.0
     """A frame's way between master and WorkAgent, where the other end waits for it."""
     lead_s: float = 0.005
@@ -84,6 +88,8 @@ def read_profile(path: Path) -> Profile:
         step=_model(document, "step"),
         form=_model(document, "form"),
         take=_model(document, "take"),
+        idle_s=seconds("idle_s"),
+        wake_s=seconds("wake_s"),
         latency_s=seconds("latency_s"),
         lead_s=seconds("lead_s", 0.005),
         request_s=seconds("request_s"),

@@ -11,9 +11,11 @@ from typing import Final, NamedTuple
 
 from llm_serving.whatif.load import Asked, Load, Stream
 
-MAX_REQUESTS: Final = 4096
+MAX_REQUESTS: Final = 2048
 """Of a phase, more than any server answers meanwhile."""
-SECONDS_PER_CONCURRENCY: Final = 5.0
+ROUNDS: Final = 2
+"""All is asked so often, so that a slow minute of the machine does not make one kind of steps slow."""
+SECONDS_PER_CONCURRENCY: Final = 2.5
 ALONE_PER_S: Final = 5.0
 """Requests with pauses between them."""
 LONGEST_ANSWER: Final = 128
@@ -42,6 +44,7 @@ def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
 
     One request after the other, prompts of all lengths; the same with pauses; as many clients as slots, and half as
     many, and so on, with prompts and answers of mixed lengths; long contexts; prompts alone, more than there are slots.
+    All of that in rounds.
 
     Args:
         limits: Of the server.
@@ -49,34 +52,45 @@ def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
         scale: Of the seconds.
     """
     rng = random.Random(seed)
+    found = [_clients(rng, limits, 4, (16, 64), (8, 16), scale, "warming up")]
+    for _ in range(ROUNDS):
+        found += _round(rng, limits, scale)
+    return found
+
+
+def _round(rng: random.Random, limits: Limits, scale: float) -> Iterator[Phase]:
     due = itertools.accumulate(rng.expovariate(ALONE_PER_S) for _ in range(MAX_REQUESTS))
     most = max(2, limits.max_len - 2)
-
-    def clients(count: int, prompt: tuple[int, int], answer: tuple[int, int], seconds: float, name: str) -> Phase:
-        asked = itertools.islice(_requests(rng, name, limits, prompt, answer), MAX_REQUESTS)
-        return Phase(name, scale * seconds, Load(name, (Stream(name, list(asked), count),), 0, limits.vocab_size))
-
-    counts = [2**power for power in range(1, 1 + max(0, math.ceil(math.log2(limits.num_slots))))]
-    counts = [min(count, limits.num_slots) for count in counts]
-    found = [
-        clients(4, (16, 64), (8, 16), 1.0, "warming up"),
-        clients(1, (4, most // 2), (4, 24), 4.0, "one request at a time"),
-    ]
+    yield _clients(rng, limits, 1, (4, most // 2), (4, 24), 2.0 * scale, "one request at a time")
     seldom = itertools.islice(_requests(rng, "seldom", limits, (4, most // 2), (4, 48)), MAX_REQUESTS)
     asked = [replace(each, due_s=time) for each, time in zip(seldom, due, strict=True)]
     load = Load("seldom", (Stream("seldom", asked),), 0, limits.vocab_size)
-    found.append(Phase("requests with pauses", 9.0 * scale, load))
-    for count in counts:
+    yield Phase("requests with pauses", 4.5 * scale, load)
+    counts = [2**power for power in range(1, 1 + max(0, math.ceil(math.log2(limits.num_slots))))]
+    for count in (min(count, limits.num_slots) for count in counts):
         room = max(8, min(most, limits.num_cached // count))
         answer = max(2, min(LONGEST_ANSWER, room // 3))
         prompt = 4, max(5, min(room - answer - 1, most // 2))
-        found.append(clients(count, prompt, (2, answer), SECONDS_PER_CONCURRENCY, f"{count} clients"))
+        seconds = SECONDS_PER_CONCURRENCY * scale
+        yield _clients(rng, limits, count, prompt, (2, answer), seconds, f"{count} clients")
     few = max(1, min(limits.num_slots, 8, limits.num_cached // limits.max_len))
-    found += [
-        clients(few, (most // 2, max(3, most * 3 // 4)), (16, max(17, most // 8)), 6.0, "long contexts"),
-        clients(2 * limits.num_slots, (4, max(5, most // 2)), (1, 2), 6.0, "prompts"),
-    ]
-    return found
+    prompt = most // 2, max(3, most * 3 // 4)
+    yield _clients(rng, limits, few, prompt, (16, max(17, most // 8)), 3.0 * scale, "long contexts")
+    yield _clients(rng, limits, 2 * limits.num_slots, (4, max(5, most // 2)), (1, 2), 3.0 * scale, "prompts")
+
+
+def _clients(
+    rng: random.Random,
+    limits: Limits,
+    count: int,
+    prompt: tuple[int, int],
+    answer: tuple[int, int],
+    seconds: float,
+    name: str,
+) -> Phase:
+    """So many clients, each of which asks again when it has been answered."""
+    asked = list(itertools.islice(_requests(rng, name, limits, prompt, answer), MAX_REQUESTS))
+    return Phase(name, seconds, Load(name, (Stream(name, asked, count),), 0, limits.vocab_size))
 
 
 def _requests(

@@ -33,7 +33,7 @@ from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock, Timeline, VirtualLoop
-from llm_serving.whatif.virtual_agent import END_TOKEN
+from llm_serving.whatif.virtual_agent import END_TOKEN, Beside
 from llm_serving.whatif.virtual_replica import NO_TOKENIZER, Parts, VirtualReplica
 
 
@@ -95,6 +95,10 @@ class Simulation:
         self._timeline = Timeline()
         self._interpreter = Interpreter() if profile.one_interpreter else Cores()
         self._loop = VirtualLoop(self._timeline)
+        self._num_read = 0
+        """Requests that have come to the event loop."""
+        self._num_sent = [0] * config.num_replicas
+        """Tokens of each replica that have."""
         self._loop_free_s = 0.0
         """When the event loop has time for what comes next."""
         requests = [request for stream in load.streams for request in stream.requests]
@@ -194,6 +198,7 @@ class Simulation:
         """The request reaches the event loop, and when that has read it, the door."""
 
         def read() -> None:
+            self._num_read += 1
             at = self._take_loop(self._profile.request_s)
             self._timeline.at(at, lambda: self._ask(request, outcome, done))
 
@@ -233,9 +238,10 @@ class Simulation:
         self._loop_free_s = self._interpreter.take(max(self._loop_free_s, self._timeline.now), seconds)
         return self._loop_free_s
 
-    def _deliver(self, pieces: list[RequestOutput], publish: Publish) -> None:
+    def _deliver(self, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
         """On the event loop: pieces go to their clients, one after the other."""
         publish(pieces)
+        self._num_sent[index] += len(pieces)
         for piece in pieces:
             outcome, done = self._open[piece.request_id]
             arrives = self._take_loop(self._profile.token_s) + self._profile.client_s
@@ -255,8 +261,11 @@ class Simulation:
     def now_steps(self, clock: EngineClock) -> None:
         self._loop.clock = clock
 
-    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish) -> None:
-        self._timeline.at(time, lambda: self._deliver(pieces, publish))
+    def beside(self, index: int) -> Beside:
+        return Beside(self._num_sent[index], self._num_read / len(self._num_sent))
+
+    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
+        self._timeline.at(time, lambda: self._deliver(pieces, publish, index))
 
     def let_happen(self, time: float, clock: EngineClock) -> None:
         others = (each.wakes for each in self._replicas if each.clock is not clock)

@@ -22,6 +22,10 @@ class StepShape(NamedTuple):
     """Products of queries and keys in rows of more than one token."""
     moves: int
     """Blocks copied, moved out or moved in."""
+    sent: int = 0
+    """Tokens of other steps that are on their way to clients while it is computed."""
+    read: float = 0
+    """Requests that are read while it is computed."""
 
 
 def shape_of_rows(

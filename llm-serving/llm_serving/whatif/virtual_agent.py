@@ -48,11 +48,23 @@ def virtual_step(schedule: Schedule, number: int) -> Any:
     return VirtualStep(number, shape, samples)
 
 
-class _Computed(NamedTuple):
+class Beside(NamedTuple):
+    """What the master has done until a moment."""
+
+    sent: int = 0
+    """Tokens of the replica, passed on to clients."""
+    read: float = 0.0
+    """Requests, shared out among the replicas."""
+
+
+class _Submitted(NamedTuple):
     """A step under way."""
 
     step: VirtualStep
-    ends: float
+    came: float
+    """When the WorkAgent had it."""
+    factor: float
+    """By which it differs from what is predicted."""
     announced: bool
     """Whether its end is announced."""
 
@@ -64,6 +76,7 @@ class VirtualAgent(Unsupervised):
         profile: What takes how long.
         clock: Of the engine.
         wait_until: Lets the rest of the world go on to a time, as far as the engine can know of it.
+        beside: Tells what the master has done until then.
         lengths: [requests, 2], tokens of each request's prompt, and after how many of output the model ends it.
         vocab_size: Of the model.
         rng: Draws how far from what is predicted each step is.
@@ -77,6 +90,7 @@ class VirtualAgent(Unsupervised):
         profile: Profile,
         clock: EngineClock,
         wait_until: Callable[[float], None],
+        beside: Callable[[], Beside],
         lengths: Int32Array,
         vocab_size: int,
         rng: random.Random,
@@ -87,18 +101,23 @@ class VirtualAgent(Unsupervised):
         self._profile, self._clock, self._wait_until = profile, clock, wait_until
         self._lengths: list[tuple[int, int]] = [(prompt, output) for prompt, output in lengths.tolist()]
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
-        self._in_flight: deque[_Computed] = deque()
+        self._beside = beside
+        self._in_flight: deque[_Submitted] = deque()
         self._free = 0.0
+        """When the oldest step in flight could begin."""
+        self._before = Beside()
+        """What had been done beside until then."""
 
     def submit(self, step: Any, announce_ending: bool = False) -> None:
         """`step`: of `virtual_step`."""
-        shape, profile, clock = step.shape, self._profile, self._clock
-        clock.spend(profile.form.seconds(shape))
-        seconds = profile.step.seconds(shape) * self._spread(profile.spread)
-        begins = max(clock.now + profile.latency_s, self._free)
-        self._free = begins + seconds
-        self.spans.append((begins, seconds))
-        self._in_flight.append(_Computed(step, self._free, announce_ending))
+        profile, clock = self._profile, self._clock
+        clock.spend(profile.form.seconds(step.shape))
+        came = clock.now + profile.latency_s
+        if not self._in_flight:
+            if came > self._free:
+                came += profile.idle_s
+            self._before = self._beside()
+        self._in_flight.append(_Submitted(step, came, self._spread(profile.spread), announce_ending))
         self.next_step += 1
 
     def allow(self, allowed: AllowedTokens) -> None:
@@ -106,15 +125,31 @@ class VirtualAgent(Unsupervised):
 
     def await_ending(self) -> None:
         if self._in_flight and self._in_flight[-1].announced:
-            self._wait(self._in_flight[-1].ends - self._profile.lead_s)
+            self._await_end(self._in_flight[0], self._profile.lead_s)
 
     def collect(self) -> StepOutput:
-        step, ends, _ = self._in_flight.popleft()
+        submitted = self._in_flight[0]
+        step, began = submitted.step, max(submitted.came, self._free)
+        ends = self._await_end(submitted)
+        self._in_flight.popleft()
+        self.spans.append((began, ends - began))
+        self._free, self._before = ends, self._beside()
         self._wait(ends + self._profile.latency_s)
         self._clock.spend(self._profile.take.seconds(step.shape))
         count = len(step.samples)
         tokens = np.array([self._token(*each) for each in step.samples], np.int32)
         return StepOutput(step.number, tokens, np.zeros(count, np.float32), no_top_tokens(count))
+
+    def _await_end(self, submitted: _Submitted, lead_s: float = 0.0) -> float:
+        """Waits until so long before the end of the oldest step, which moves off with what is done beside it."""
+        began, shape, ends = max(submitted.came, self._free), submitted.step.shape, -1.0
+        while True:
+            sent, read = self._beside()
+            shape = shape._replace(sent=sent - self._before.sent, read=read - self._before.read)
+            before, ends = ends, began + submitted.factor * self._profile.step.seconds(shape)
+            if ends <= before:
+                return ends
+            self._wait(ends - lead_s)
 
     def _token(self, request: int, position: int) -> int:
         """A name of request and position, or the end where it is due."""

@@ -21,7 +21,7 @@ from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
-from llm_serving.whatif.virtual_agent import END_TOKEN, VirtualAgent, virtual_step
+from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, virtual_step
 
 CHECK_EVERY: Final = 256
 """Steps between two looks at all blocks and places; bounds are watched at every one."""
@@ -59,8 +59,11 @@ class World(Protocol):
     def now_steps(self, clock: EngineClock) -> None:
         """Whatever engines ask of the event loop from now on is asked by the one with this clock."""
 
-    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish) -> None:
-        """Has the event loop pass pieces on at a time."""
+    def beside(self, index: int) -> Beside:
+        """What has been done until now beside the steps of a replica."""
+
+    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
+        """Has the event loop pass pieces of a replica on at a time."""
 
 
 class VirtualReplica:
@@ -70,12 +73,15 @@ class VirtualReplica:
         self.clock = EngineClock(parts.master)
         self.wakes = math.inf
         """When it goes on; infinite while it has nothing to do."""
+        self._sleeps = True
+        self._wake_s = parts.profile.wake_s
         self._world = world
         config, profile = parts.config, parts.profile
         self.agent = VirtualAgent(
             profile,
             self.clock,
             lambda time: world.let_happen(time, self.clock),
+            lambda: world.beside(index),
             parts.lengths,
             parts.vocab_size,
             random.Random(f"{parts.seed} {index}"),
@@ -91,7 +97,7 @@ class VirtualReplica:
                 self.agent,
                 NO_TOKENIZER,
                 parts.tally,
-                lambda pieces: world.publish_at(self.clock.now, pieces, publish),
+                lambda pieces: world.publish_at(self.clock.now, pieces, publish, index),
                 index,
                 config.pa.num_swap_blocks,
                 parts.window,
@@ -107,8 +113,8 @@ class VirtualReplica:
     def wake(self, now: float) -> None:
         """Something may have come into its inbox."""
         if self.wakes > now and self.engine.num_waiting:
-            self.clock.reach(now)
-            self.wakes = self.clock.now
+            self.clock.reach(now + self._wake_s if self._sleeps else now)
+            self.wakes, self._sleeps = self.clock.now, False
 
     def step(self) -> None:
         """Lets its engine do what it does until it would sleep or look again.
@@ -119,13 +125,14 @@ class VirtualReplica:
         self.clock.reach(self.wakes)
         self._world.now_steps(self.clock)
         if self.engine.step():
-            self.wakes = self.clock.now
+            self.wakes, self._sleeps = self.clock.now, False
             self._num_since_check += 1
             if self._num_since_check == CHECK_EVERY:
                 self.check()
             return
         idle_s = self.engine.idle_s
         assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
+        self._sleeps = True
         self.wakes = math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S)
 
     def check(self) -> None:

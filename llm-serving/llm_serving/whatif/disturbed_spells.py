@@ -1,0 +1,59 @@
+"""When something else had the machine: spells of a measurement in which steps of all kinds took longer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from llm_serving.whatif.fitting import STEP_PIECES, fit
+from llm_serving.whatif.measured_steps import MeasuredStep
+
+SPELL_S: Final = 0.5
+FACTOR: Final = 1.4
+"""Times what steps of these shapes take in the median spell, from which on one counts as disturbed."""
+MIN_STEPS: Final = 10
+"""Of a spell, to tell."""
+ROUNDS: Final = 3
+
+
+@dataclass(frozen=True)
+class Spells:
+    """By what factor steps took longer, at which time; where nothing else had the machine, 1."""
+
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """By number of the spell, of those that were disturbed."""
+    num: int = 1
+    """Of all spells."""
+
+    def factor(self, time: float) -> float:
+        return self.factors.get(int(time // SPELL_S), 1.0)
+
+    @property
+    def mean(self) -> float:
+        """Over all spells: what one that is no different from these has to expect."""
+        return 1 + sum(each - 1 for each in self.factors.values()) / self.num
+
+
+def disturbed_spells(steps: Sequence[MeasuredStep]) -> Spells:
+    """Compares each step with what is fitted to those of all spells, each as if nothing had disturbed it.
+
+    A load asks for one kind of steps after the other, so that a slow second would make one kind slow for good.
+    """
+    shapes, numbers = [each.shape for each in steps], [int(each.replied_s // SPELL_S) for each in steps]
+    measured = np.array([each.seconds for each in steps])
+    spells = Spells(num=len(set(numbers)))
+    for _ in range(ROUNDS):
+        factors = np.array([spells.factor(each.replied_s) for each in steps])
+        model = fit(shapes, (measured / factors).tolist(), STEP_PIECES, held_out=False).model
+        ratios: dict[int, list[float]] = defaultdict(list)
+        for number, shape, seconds in zip(numbers, shapes, measured.tolist(), strict=True):
+            ratios[number].append(seconds / max(model.seconds(shape), 1e-9))
+        medians = {number: float(np.median(some)) for number, some in ratios.items() if len(some) >= MIN_STEPS}
+        middle = float(np.median(list(medians.values()))) if medians else 1.0
+        slow = {number: median / middle for number, median in medians.items() if median > FACTOR * middle}
+        spells = Spells(slow, len(ratios))
+    return spells

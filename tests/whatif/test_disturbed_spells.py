@@ -1,0 +1,29 @@
+import pytest
+from llm_serving.whatif.disturbed_spells import SPELL_S, disturbed_spells
+from llm_serving.whatif.measured_steps import MeasuredStep
+from llm_serving.whatif.step_shape import StepShape
+
+
+def measured(factor_at, count=2000):
+    """Steps of one to four rows in turn, one behind the other."""
+    steps, before = [], 0.0
+    for number in range(count):
+        rows = 1 + number % 4
+        seconds = factor_at(before) * (0.001 + 0.0005 * rows)
+        steps.append(MeasuredStep(StepShape(rows, rows, rows, 9, 0, 0), before - 0.001, None, before, before + seconds))
+        before += seconds
+    return steps
+
+
+def test_a_slow_spell_is_found_and_what_it_costs_on_average():
+    steps = measured(lambda time: 2.0 if 2 * SPELL_S <= time < 4 * SPELL_S else 1.0)
+    spells = disturbed_spells(steps)
+    assert sorted(spells.factors) == [2, 3]
+    assert spells.factor(2.5 * SPELL_S) == pytest.approx(2.0, rel=0.05)
+    assert spells.factor(1.5 * SPELL_S) == 1.0
+    assert spells.mean == pytest.approx(1 + 2 / spells.num, rel=0.02)
+
+
+def test_what_is_slow_by_its_shape_is_not_disturbed():
+    spells = disturbed_spells(measured(lambda time: 1.0))
+    assert (spells.factors, spells.mean) == ({}, 1.0)
