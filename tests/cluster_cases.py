@@ -47,6 +47,8 @@ class Proof:
     """Done when all streams have ended; None before the first case."""
     num_masters: int = 1
     """That there have been in this case."""
+    not_whole_at: float = 0.0
+    """When a replica was last seen not to serve."""
 
     def victim(self) -> str:
         """A machine with a WorkAgent."""
