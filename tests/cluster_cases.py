@@ -248,9 +248,8 @@ async def kill_master(proof: Proof) -> None:
     proof.server.processes[0].kill()
     await asyncio.to_thread(proof.server.processes[0].wait)
     proof.server = await asyncio.to_thread(proof.start_server)
-    before, proof.client = proof.client, proof.server.client()
-    proof.client.timeout = before.timeout
-    await before.aclose()
+    timeout, proof.client = proof.client.timeout, proof.server.client()
+    proof.client.timeout = timeout
     proof.num_masters += 1
 
 
