@@ -76,15 +76,15 @@ HEADER: Final = (
 )
 
 
-async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer]) -> Row:
+async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int) -> Row:
     """Runs the streams, disturbs when a fifth of their tokens have come, and waits until the cluster is whole."""
     generated, restarts = await _generated(proof), await proof.restarts()
     proof.num_masters = 1
     answers = [Answer() for _ in alone]
-    asked = zip(bodies(len(alone), NUM_TOKENS), answers, strict=True)
+    asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
     async with asyncio.timeout(CASE_S):
         proof.reading = asyncio.gather(*(read(lambda: proof.client, body, answer) for body, answer in asked))
-        while sum(len(answer.told_at) for answer in answers) < len(alone) * NUM_TOKENS // 5:
+        while sum(len(answer.told_at) for answer in answers) < len(alone) * num_tokens // 5:
             await asyncio.sleep(0.005)
         since = time.monotonic()
         open_then = sum(not answer.num_tokens for answer in answers)
@@ -161,15 +161,15 @@ def a_proof(machines: RayMachines, folder: Path) -> Iterator[Proof]:
         proof.server.stop()
 
 
-async def prove(proof: Proof, num_streams: int, pattern: str) -> bool:
+async def prove(proof: Proof, num_streams: int, num_tokens: int, pattern: str) -> bool:
     good = True
     alone = [Answer() for _ in range(num_streams)]
-    for body, answer in zip(bodies(num_streams, NUM_TOKENS), alone, strict=True):
+    for body, answer in zip(bodies(num_streams, num_tokens), alone, strict=True):
         await read(lambda: proof.client, body, answer)
     sys.stdout.write(f"{HEADER}\n")
     for case, disturb in CASES.items():
         if re.search(pattern, case):
-            row = await play(proof, case, disturb, alone)
+            row = await play(proof, case, disturb, alone, num_tokens)
             sys.stdout.write(f"{row}\n")
             sys.stdout.flush()
             good &= row.num_equal == row.num_streams and row.num_twice == 0
@@ -183,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="play only cases whose name it matches")
     parser.add_argument("--streams", type=int, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"of each stream (default: {NUM_TOKENS})")
     parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
@@ -196,7 +197,7 @@ def main() -> int:
             a_proof(machines, folder) as proof,
         ):
             try:
-                return 0 if asyncio.run(prove(proof, arguments.streams, arguments.only)) else 1
+                return 0 if asyncio.run(prove(proof, arguments.streams, arguments.tokens, arguments.only)) else 1
             finally:
                 if arguments.log is not None:
                     arguments.log.write_text(proof.server.log)

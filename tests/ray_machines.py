@@ -20,6 +20,7 @@ PORT: Final = 6379
 HEAD: Final = "head"
 _STORE_BYTES: Final = 80 * 2**20  # the least that Ray takes
 _START_S: Final = 90.0
+_ATTEMPTS: Final = 3
 
 
 @dataclass
@@ -37,7 +38,15 @@ class RayMachines:
         return f"{self.network.hosts[HEAD].address}:{PORT}"
 
     def start(self, name: str, cores: int) -> None:
-        """Starts Ray on a host; returns when it is ready."""
+        """Starts Ray on a host; returns when it is ready. On a busy machine Ray gives up now and then: it is asked
+        again."""
+        for _ in range(_ATTEMPTS):
+            if self._try_to_start(name, cores):
+                return
+            self.kill(name)
+        raise AssertionError((self.log_folder / f"{name}.log").read_text())
+
+    def _try_to_start(self, name: str, cores: int) -> bool:
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         if name != HEAD:
             role = [f"--address={self.address}"]
@@ -48,7 +57,7 @@ class RayMachines:
         log = self.log_folder / f"{name}.log"
         told_before = len(log.read_text()) if log.exists() else 0
         with log.open("ab") as output:
-            self._started[name] = subprocess.Popen(
+            process = self._started[name] = subprocess.Popen(
                 host.command(command),
                 env={**os.environ, **self.environments.get(name, {})},
                 stdout=output,
@@ -57,8 +66,10 @@ class RayMachines:
             )
         deadline = time.monotonic() + _START_S
         while "Ray runtime started" not in log.read_text()[told_before:]:
-            assert time.monotonic() < deadline and self._started[name].poll() is None, log.read_text()[told_before:]
+            if time.monotonic() > deadline or process.poll() is not None:
+                return False
             time.sleep(0.1)
+        return True
 
     def kill(self, name: str) -> None:
         """Ends everything on a host at once."""
