@@ -1,7 +1,7 @@
 """An upgrade while clients read streams: a server of other code starts beside the one that serves, gets the new
 requests, and the older one ends when it has finished what it has.
 
-    python tests/rolling_upgrade.py [--requests 200] [--set cluster_config.engine=ray ...]
+    python tests/rolling_upgrade.py [--requests 100] [--set cluster_config.engine=ray ...]
 
 The newer code is a copy of the package with one more source file, so that its hash differs and neither master takes a
 WorkAgent of the other. The front asks the newest server first, and the one before where that is not there or refuses
@@ -89,11 +89,11 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
     alone = [await front.read(body) for body in asked]
     front.answered.clear()
     answers: list[tuple[Answer, Answer]] = []
-    numbers = iter(range(num_requests))
+    places = itertools.cycle(range(len(asked)))
 
     async def ask() -> None:
-        for number in numbers:
-            place = number % len(asked)
+        while front.answered["newer"] < num_requests:
+            place = next(places)
             answers.append((await front.read(asked[place]), alone[place]))
 
     began = time.monotonic()
@@ -116,17 +116,17 @@ async def upgrade(older: Server, settings: list[str], newer: Path, num_requests:
         sys.stderr.write(f"{error}\n")
     by = front.answered
     sys.stdout.write(
-        f"{num_requests} requests, {NUM_AT_ONCE} at once: {num_equal} with the bytes of the one given alone\n"
+        f"{len(answers)} requests, {NUM_AT_ONCE} at once: {num_equal} with the bytes of the one given alone\n"
         f"the newer server served after {ready_s:.1f} s, the older one had ended after {ended_s:.1f} s\n"
         f"answered by the older one {by['older']}, {by['older'] - before} of them after it was told to end; "
         f"by the newer one {by['newer']}; not let in and passed on {front.num_passed_on}\n"
     )
-    return num_equal == num_requests and front.answered["newer"] > 0
+    return num_equal == len(answers)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200, help="in all (default: 200)")
+    parser.add_argument("--requests", type=int, default=100, help="of the newer server (default: 100)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of both servers")
     arguments = parser.parse_args()
     settings = list(itertools.chain.from_iterable(("--set", each) for each in arguments.set))
