@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +69,10 @@ class Proof:
         health = (await self.client.get("/health")).json()
         return self.num_agents == NUM_REPLICAS and not health["loading"]
 
+    async def until_whole(self) -> None:
+        while not await self.is_whole():
+            await asyncio.sleep(0.1)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             await asyncio.sleep(0.05)
@@ -85,6 +89,8 @@ class Proof:
 
 
 Disturb = Callable[[Proof], Awaitable[None]]
+Meanwhile = Callable[[Proof], contextlib.AbstractAsyncContextManager[None]]
+"""What is the case from before the streams begin until they have ended."""
 
 
 # --- processes and machines -------------------------------------------------------------------------------------------
@@ -142,17 +148,17 @@ async def _lose(proof: Proof, name: str) -> None:
     await asyncio.to_thread(proof.machines.start, name, CORES[name])
 
 
-async def shift_clocks(proof: Proof) -> None:
+@contextlib.asynccontextmanager
+async def clocks_apart(proof: Proof) -> AsyncIterator[None]:
     """Machine after machine is started anew; from then on its WorkAgents have another time of day than all others."""
     library = Path(tempfile.mkdtemp(prefix="shifted-clock-")) / "clock.so"
     source = Path(__file__).parent / "shifted_clock.c"
-    await asyncio.to_thread(
-        subprocess.run, ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
-    )
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"]
+    await asyncio.to_thread(subprocess.run, command, check=True)
     for name, shift_s in SHIFTS_S.items():
         await proof.renew(name, LD_PRELOAD=str(library), SHIFTED_CLOCK_S=str(shift_s))
-        while not await proof.is_whole():
-            await asyncio.sleep(0.1)
+        await proof.until_whole()
+    yield
 
 
 # --- the network ------------------------------------------------------------------------------------------------------
@@ -218,8 +224,9 @@ async def _renew_all(proof: Proof) -> None:
         await proof.renew(name)
 
 
-async def fill_stores(proof: Proof) -> None:
-    """Of the master's machine and of those with WorkAgents; one of these dies meanwhile and is replaced."""
+@contextlib.asynccontextmanager
+async def stores_full(proof: Proof) -> AsyncIterator[None]:
+    """Of the master's machine and of those for WorkAgents."""
     full = []
     try:
         for name in (HERE, *MACHINES):
@@ -230,14 +237,10 @@ async def fill_stores(proof: Proof) -> None:
             assert process.stdout is not None
             told = await asyncio.to_thread(process.stdout.readline)
             assert told == "full\n", told
-        before = await proof.restarts()
-        await kill_agent(proof)
-        await proof.until_restarted(before)
-        while not await proof.is_whole():
-            await asyncio.sleep(0.1)
+        yield
     finally:
         for process in full:
-            process.communicate()
+            await asyncio.to_thread(process.communicate)
 
 
 # --- the master -------------------------------------------------------------------------------------------------------
@@ -273,10 +276,14 @@ CASES: Final[dict[str, Disturb]] = {
     "cut in both directions for 5 s": cut("to", "from", seconds=5.0),
     "slow link: 50 ms each way": slow(Link(delay_s=0.05)),
     "2 % of frames lost, 10 % twice and late": slow(Link(loss=0.02, duplicates=0.1)),
-    "object stores full, WorkAgent killed": fill_stores,
+    "object stores full, WorkAgent killed": kill_agent,
     "master killed": kill_master,
     "Ray's head lost": lose_head,
     "Ray's head and a WorkAgent lost": lose_head_and_agent,
     "Ray's head lost for over a minute, and a WorkAgent": lose_head_for_long,
-    "clocks apart by days and years": shift_clocks,
+    "clocks apart by days and years, WorkAgent killed": kill_agent,
+}
+MEANWHILE: Final[dict[str, Meanwhile]] = {
+    "object stores full, WorkAgent killed": stores_full,
+    "clocks apart by days and years, WorkAgent killed": clocks_apart,
 }

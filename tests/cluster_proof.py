@@ -33,7 +33,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
-from cluster_cases import CASES, CORES, MACHINES, NUM_REPLICAS, Disturb, Proof
+from cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, Disturb, Proof
 from cluster_streams import Answer, bodies, read
 from ray_machines import HEAD, RayMachines, ray_machines
 from server_process import Server, metric, start_server
@@ -93,8 +93,7 @@ async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer
         await proof.reading
         for name in MACHINES:
             proof.machines.network.mend(name)
-        while not await proof.is_whole():
-            await asyncio.sleep(LOOK_EVERY_S)
+        await proof.until_whole()
         watching.cancel()
     assert open_then == len(alone), "a stream had ended when the case began"
     told = sum(answer.num_tokens for answer in answers)
@@ -169,7 +168,8 @@ async def prove(proof: Proof, num_streams: int, num_tokens: int, pattern: str) -
     sys.stdout.write(f"{HEADER}\n")
     for case, disturb in CASES.items():
         if re.search(pattern, case):
-            row = await play(proof, case, disturb, alone, num_tokens)
+            async with MEANWHILE.get(case, contextlib.nullcontext)(proof):
+                row = await play(proof, case, disturb, alone, num_tokens)
             sys.stdout.write(f"{row}\n")
             sys.stdout.flush()
             good &= row.num_equal == row.num_streams and row.num_twice == 0
