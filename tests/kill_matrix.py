@@ -2,10 +2,11 @@
 given alone. Prints tables in Markdown.
 
     python tests/kill_matrix.py                 # everything: some minutes
-    python tests/kill_matrix.py --only model    # one of: simulated, model, server
+    python tests/kill_matrix.py --only model    # one of: simulated, model, ranks, server
 
     simulated   the engine over a fake model, each of its steps lost once, under three policies, by recompute and swap
     model       the engine over a real WorkAgent process with the shipped model, killed or stopped by a signal
+    ranks       as model, around two processes that compute together, of which now one and now the other is lost
     server      the real server, the streams read over HTTP, one or two WorkAgents; the master killed and stopped
 """
 
@@ -32,6 +33,7 @@ from killed_servers import end_of_a_master, table_of_one, table_of_two
 from kills import MOMENTS, Table, compare, play, streams
 from llm_serving.core.step import StepInput
 from llm_serving.errors import WorkerDiedError
+from llm_serving.executor.ranks import RankProcesses
 from real_replica import RealReplica
 from server_process import shared_memory_names, unwind_when_told_to_end
 
@@ -106,11 +108,14 @@ SETTINGS = (
 NUM_TOKENS = 24
 SIGNALS = {signal.SIGKILL: range(0, DISTANCE, 5), signal.SIGSTOP: range(2, DISTANCE, 9)}
 """And with which offsets they are sent: a WorkAgent takes seconds to start."""
+RANK_SIGNALS = {signal.SIGKILL: range(0, DISTANCE, 9), signal.SIGSTOP: range(3, DISTANCE, DISTANCE)}
 
 
-def model_tables(signals: dict[signal.Signals, range] = SIGNALS, most_kills: int = MANY) -> Iterator[Table]:
+def model_tables(
+    signals: dict[signal.Signals, range] = SIGNALS, most_kills: int = MANY, num_ranks: int = 1
+) -> Iterator[Table]:
     """A table for each signal, which is sent at most so many times from an offset on."""
-    replica = RealReplica(*SETTINGS)
+    replica = RealReplica(*SETTINGS, f"cluster_config.tensor_parallel={num_ranks}")
     try:
         alone: dict[str, list[str]] = {}
         for name, requests in streams(NUM_TOKENS).items():
@@ -127,13 +132,15 @@ def model_tables(signals: dict[signal.Signals, range] = SIGNALS, most_kills: int
 def _model_table(
     replica: RealReplica, alone: dict[str, list[str]], sent: signal.Signals, offsets: range, most_kills: int
 ) -> Table:
-    table = Table(f"real WorkAgent process, {sent.name}", ["idle", *MOMENTS])
+    num_ranks = len(_processes(replica))
+    title = "real WorkAgent process" if num_ranks == 1 else f"{num_ranks} real WorkAgent processes in turns"
+    table = Table(f"{title}, {sent.name}", ["idle", *MOMENTS])
     num_restarts = replica.num_restarts
 
     def send() -> None:
-        table.num_kills += 1
         # The reply may have been sent already; then the step after it, which is on its way, is the first that is lost.
-        os.kill(replica.agents[-1].process.pid, sent)
+        os.kill(_processes(replica)[table.num_kills % num_ranks], sent)
+        table.num_kills += 1
 
     def ask_undisturbed() -> None:
         asked = streams(NUM_TOKENS)
@@ -153,12 +160,18 @@ def _model_table(
     return table
 
 
+def _processes(replica: RealReplica) -> list[int]:
+    """Their ids, a rank after the other."""
+    process = replica.agents[-1].process
+    return [each.pid for each in process.ranks] if isinstance(process, RankProcesses) else [process.pid]
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("simulated", "model", "server"))
+    parser.add_argument("--only", choices=("simulated", "model", "ranks", "server"))
     only = parser.parse_args().only
     unwind_when_told_to_end()
     names, myself = shared_memory_names(), psutil.Process()
@@ -175,6 +188,9 @@ def main() -> int:
         show(simulated_table())
     if only in (None, "model"):
         for table in model_tables():
+            show(table)
+    if only in (None, "ranks"):
+        for table in model_tables(RANK_SIGNALS, num_ranks=2):
             show(table)
     if only in (None, "server"):
         show(table_of_one())

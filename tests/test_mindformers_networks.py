@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families.exactness import MINDFORMERS, Served, differing
+from families.precision import served
 from graph_model import GraphModel, backend
 from llm_serving.config import load_config
 from llm_serving.core.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
 """Of a logit, as a share of the largest: MindFormers rounds a gate before it multiplies by it."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama3.1", "float16"), ("qwen3", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), [("llama3.1", "float16"), ("qwen3", "bfloat16"), ("glm4", "bfloat16")])
 def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, dtype: str) -> None:
     assert not differing(Served(name, tmp_path, MINDFORMERS, dtype))
 
@@ -55,6 +56,15 @@ def test_logits_are_those_of_the_native_network_but_for_roundings(
     logits, expected = theirs.logits(step), native.logits(step)
     assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
     assert theirs.num_compilations == 1
+
+
+@pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
+def test_heads_of_which_a_half_turns_give_the_logits_of_the_native_network(tmp_path: Path, dtype: str) -> None:
+    logits = []
+    for kernels in (MINDFORMERS, "program"):
+        model, golden, _ = served("glm4", tmp_path / kernels, kernels, dtype)
+        logits.append(model.logits((golden.prompts[200].token_ids.tolist(), 0, list(range(13)))))
+    assert np.abs(logits[0] - logits[1]).max() < LARGEST_DIFFERENCE[dtype] * np.abs(logits[1]).max()
 
 
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)

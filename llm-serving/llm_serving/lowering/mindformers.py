@@ -136,6 +136,7 @@ def _facts(spec: ModelSpec, dtype: str, max_positions: int) -> Mapping[str, Any]
         "use_flash_attention": True,
         "softmax_compute_dtype": "float32",
         **dict.fromkeys(types, dtype),
+        **CLASSES[spec.architecture].facts,
     }
 
 

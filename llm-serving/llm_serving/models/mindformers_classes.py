@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from llm_serving.network.description import Network, Weight
 from llm_serving.network.primitives import lacking
@@ -22,6 +22,8 @@ class MindFormersClass(NamedTuple):
     config: str
     module: str
     network: str
+    facts: Mapping[str, Any] = {}
+    """Arguments of its configuration beside those that all have."""
 
 
 _QWEN2: Final = MindFormersClass(
@@ -36,10 +38,19 @@ _QWEN3: Final = MindFormersClass(
     "mindformers.models.qwen3.modeling_qwen3_infer",
     "InferenceQwen3ForCausalLM",
 )
+_GLM4: Final = MindFormersClass(
+    "mindformers.models.glm4.configuration_glm4",
+    "Glm4Config",
+    "mindformers.models.glm4.modeling_glm4_infer",
+    "InferenceGlm4ForCausalLM",
+    # Queries and keys come in the order in which whole heads turn; what does not turn has a cosine of 1.
+    {"partial_rotary_factor": 1.0, "rotary_cos_format": "rotate_half"},
+)
 CLASSES: Final[Mapping[str, MindFormersClass]] = {
     "LlamaForCausalLM": _QWEN2,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
+    "Glm4ForCausalLM": _GLM4,
 }
 """Name as in `models.registry.FAMILIES` -> the class that computes it."""
 
@@ -53,7 +64,8 @@ _PLACES: Final = tuple(
         (rf"{_LAYER}self_attn\.(q|k)_norm\.weight", r"decoder.layers.\1.self_attention.\2_layernorm.weight"),
         (rf"{_LAYER}self_attn\.o_proj\.weight", r"decoder.layers.\1.self_attention.linear_proj.weight"),
         (rf"{_LAYER}post_attention_layernorm\.weight", r"decoder.layers.\1.pre_mlp_layernorm.weight"),
-        (rf"{_LAYER}mlp\.gate_proj\.weight", r"decoder.layers.\1.mlp.linear_fc1.weight"),
+        (rf"{_LAYER}post_(self_attn|mlp)_layernorm\.weight", r"decoder.layers.\1.post_\2_layernorm.weight"),
+        (rf"{_LAYER}mlp\.gate(?:_up)?_proj\.weight", r"decoder.layers.\1.mlp.linear_fc1.weight"),
         (rf"{_LAYER}mlp\.down_proj\.weight", r"decoder.layers.\1.mlp.linear_fc2.weight"),
         (r"model\.norm\.weight", "decoder.final_layernorm.weight"),
         (r"lm_head\.weight", "output_layer.weight"),
@@ -71,9 +83,10 @@ def place_of(weight: Weight) -> str | None:
     return None
 
 
-def _is_as_stored(weight: Weight) -> bool:
-    in_order = all(order is None or order == tuple(range(len(order))) for order in (weight.rows, weight.columns))
-    return in_order and weight.change is None
+def _is_as_wide_as_stored(weight: Weight) -> bool:
+    """Another order is that of our tables of cosines and sines, which take the place of those of the class."""
+    is_whole = all(order is None or min(order) >= 0 for order in (weight.rows, weight.columns))
+    return is_whole and weight.change is None
 
 
 def lacking_in_mindformers(architecture: str, network: Network, num_positions: int) -> str | None:
@@ -92,6 +105,6 @@ def lacking_in_mindformers(architecture: str, network: Network, num_positions: i
     for weight in network.weights:
         if weight.made is None and place_of(weight) is None:
             return f"MindFormers' class has no place for {weight.names[0]}"
-        if not _is_as_stored(weight):
+        if not _is_as_wide_as_stored(weight):
             return f"MindFormers' class takes heads as they are stored, of a multiple of 16 elements: {weight.names[0]}"
     return None
