@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kernel_cases import Case, Shape, attention, others, products
@@ -45,10 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cases(arguments: argparse.Namespace) -> Iterable[Case]:
-    shape, rows, dtype = Shape(), arguments.rows, arguments.dtype
+    rows, dtype = arguments.rows, arguments.dtype
+    shape = replace(Shape(), head_dim=arguments.head_dim, num_heads=Shape().q // arguments.head_dim)
     chosen = {
         "products": lambda: products(arguments.shape or shape.products, rows, dtype, arguments.quantization),
-        "attention": lambda: attention(shape, dtype),
+        "attention": lambda: attention(shape, dtype, coded=arguments.kv_cache_dtype == "int8"),
         "others": lambda: others(shape, rows, dtype),
     }
     return itertools.chain.from_iterable(chosen[name]() for name in arguments.cases)
@@ -61,6 +62,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_integers, default=(1, 8, 32, 128, 512), metavar="M,M,...")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", choices=tuple(QuantizationName), help="how the weights of products are kept")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"), help="of the cases of attention")
+    parser.add_argument("--head-dim", type=int, default=Shape().head_dim, help="by default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +19,7 @@ from llm_serving.backends.parameters import zeroed_array, zeroed_bytes
 from llm_serving.core.choices import QuantizationName
 from llm_serving.kernels import library
 from llm_serving.network.coded import BITS, WIDENED
+from llm_serving.network.description import SCALE_BYTES
 from llm_serving.network.elements import ELEMENT_BYTES
 
 UNCACHED_BYTES: Final = 1 << 28
@@ -107,8 +109,8 @@ def _packed_codes(n: int, k: int, dtype: str, quantization: str) -> list[Array]:
     return [memory[: n * shown].view(np.int8).reshape(n, shown) for memory in memories]
 
 
-def attention(shape: Shape, dtype: str) -> Iterator[Case]:
-    """Decode rows, chunks of prompts and whole prompts, over scattered blocks."""
+def attention(shape: Shape, dtype: str, *, coded: bool = False) -> Iterator[Case]:
+    """Decode rows, chunks of prompts and whole prompts, over scattered blocks, perhaps of codes."""
     for batch, query_len, context in (
         (1, 1, 1024),
         (32, 1, 256),
@@ -117,7 +119,7 @@ def attention(shape: Shape, dtype: str) -> Iterator[Case]:
         (8, 128, 128),
         (1, 1024, 1024),
     ):
-        yield _attention_case(shape, dtype, batch, query_len, context)
+        yield _attention_case(shape, dtype, batch, query_len, context, coded=coded)
 
 
 def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
@@ -158,12 +160,13 @@ def others(shape: Shape, all_rows: Sequence[int], dtype: str) -> Iterator[Case]:
         yield Case("Gather", f"of {shape.vocab} x {hidden}", rows, 2 * width, 0.0, run)
 
 
-def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, context: int) -> Case:
-    size, blocks = ELEMENT_BYTES[dtype], -(-context // BLOCK_SIZE)
-    num_bytes = 2 * batch * context * shape.kv * size
+def _attention_case(shape: Shape, dtype: str, batch: int, query_len: int, context: int, *, coded: bool) -> Case:
+    blocks = -(-context // BLOCK_SIZE)
+    head_bytes = shape.head_dim + SCALE_BYTES if coded else shape.head_dim * ELEMENT_BYTES[dtype]
+    num_bytes = 2 * batch * context * shape.num_kv_heads * head_bytes
     layers = max(1, UNCACHED_BYTES // num_bytes)
     cache_shape = (batch * blocks * layers, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    keys, values = _random(cache_shape, dtype), _random(cache_shape, dtype)
+    keys, values = (_codes(cache_shape) if coded else _random(cache_shape, dtype) for _ in range(2))
     q = _random((batch * query_len, shape.q), dtype)
     y, contexts = np.empty_like(q), np.full(batch, context, np.int32)
     queries, scale = np.full(batch, query_len, np.int32), np.float32(shape.head_dim**-0.5)
@@ -223,6 +226,17 @@ def _random(shape: tuple[int, ...], dtype: str) -> Array:
         values = (values.view(np.uint32) >> 16).astype(np.uint16)
     array.ravel()[:] = np.resize(values, array.size)
     return array
+
+
+def _codes(shape: tuple[int, int, int, int]) -> Array:
+    """Blocks of codes of one token group each, their scales behind them."""
+    num_blocks, block_size, heads, head_dim = shape
+    array: Array = zeroed_bytes(math.prod(shape) + math.prod(shape[:3]) * SCALE_BYTES)
+    groups = array.reshape(num_blocks, heads, block_size * (head_dim + SCALE_BYTES))
+    random = np.random.default_rng(1).integers(-127, 128, 1 << 20, np.int8).view(np.uint8)
+    groups[...] = np.resize(random, groups.shape)
+    groups[..., block_size * head_dim :] = np.full(block_size, 0.02, np.float32).view(np.uint8)
+    return array.view(np.int8).reshape(num_blocks, block_size, heads, head_dim + SCALE_BYTES)
 
 
 def _num_copies(num_bytes: int) -> int:

@@ -9,6 +9,8 @@ from llm_serving.kernels import library
 
 EMULATED = "amx_emulated"
 """The code of amx with loops for its instructions."""
+EVEX = "avx_vnni_evex"
+"""The code of avx_vnni with its instruction as AVX-512 encodes it."""
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -17,6 +19,7 @@ _NEEDED = {
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,
+    "avx_vnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
 }
 """What /proc/cpuinfo calls the instructions of each set, best first."""
@@ -33,6 +36,11 @@ def isas() -> list[str]:
     """The same, and the emulated one."""
     real = real_isas()
     return [*real, *([EMULATED] if "avx512" in real else [])]
+
+
+def isas_of_codes() -> list[str]:
+    """Those that differ in how they multiply codes of 8 bits."""
+    return [*isas(), *([EVEX] if "avx512_vnni" in real_isas() else [])]
 
 
 def _there_can_be_a_library() -> bool:

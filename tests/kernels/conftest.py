@@ -1,12 +1,19 @@
 from collections.abc import Iterator
 
 import pytest
-from instruction_sets import isas
+from instruction_sets import isas, isas_of_codes
 from llm_serving.kernels import library
 
 
 @pytest.fixture(params=isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set in turn."""
+    with library.isa_in_use(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=isas_of_codes())
+def isa_of_codes(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every one that multiplies codes in a way of its own."""
     with library.isa_in_use(request.param):
         yield request.param

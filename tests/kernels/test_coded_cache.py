@@ -12,6 +12,7 @@ from llm_serving.network.description import SCALE_BYTES, CacheShape, Network, We
 from program_calls import BLOCK_SIZE, Blocks, Runnable, parameters, run, runnable_of, status_of_program
 
 GROUP = 16
+CHUNK = 64
 KV_HEADS = 2
 SHAPES = [(4, 16), (4, 64), (6, 80), (16, 128), (2, 256)]
 """Heads of queries and elements of a head."""
@@ -70,14 +71,14 @@ TABLE = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
 COUNT = 150
 
 
-def content(cache: Typed, dtype: str, *, keys: bool) -> tuple[Array, Array]:
+def content(cache: Typed, *, keys: bool) -> tuple[Array, Array]:
     """Codes [slots, heads, D] and scales [slots, heads] of a cache, as csrc/kv_layout.h orders them."""
     blocks, block_size, heads, width = cache.array.shape
     dim, groups = width - SCALE_BYTES, block_size // GROUP
     memory = cache.array.reshape(blocks, heads, groups, GROUP * width)
     codes = memory[..., : GROUP * dim]
     scales = np.ascontiguousarray(memory[..., GROUP * dim :]).view(np.float32)
-    inputs = 2 if dtype == "bfloat16" else 1
+    inputs = 4
     if keys:
         codes = codes.reshape(-1, dim // inputs, GROUP, inputs).transpose(0, 2, 1, 3)
     else:
@@ -88,7 +89,7 @@ def content(cache: Typed, dtype: str, *, keys: bool) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
-def test_what_is_stored_is_what_the_twin_says(isa: str, dtype: str, head_dim: int) -> None:
+def test_what_is_stored_is_what_the_twin_says(isa_of_codes: str, dtype: str, head_dim: int) -> None:
     values = random(40, 4, head_dim, dtype).values.astype(np.float64)
     values *= 10.0 ** np.random.default_rng(2).integers(-4, 4, (40, 1))
     values[7, 4 * head_dim :] = 0
@@ -104,7 +105,7 @@ def test_what_is_stored_is_what_the_twin_says(isa: str, dtype: str, head_dim: in
     _, k, v = parts(x, 4, head_dim)
     kept = np.arange(40) != 5
     for rows, memory, keys in ((k, cache.key, True), (v, cache.value, False)):
-        codes, scales = content(memory, dtype, keys=keys)
+        codes, scales = content(memory, keys=keys)
         expected, expected_scales = coded_cache.head_codes(rows.astype(np.float32), KV_HEADS)
         assert np.array_equal(codes[slots[kept]], expected[kept])
         assert np.array_equal(scales[slots[kept]], expected_scales[kept], equal_nan=True)
@@ -118,27 +119,49 @@ def test_what_is_stored_is_what_the_twin_says(isa: str, dtype: str, head_dim: in
     [*((heads, dim, "all") for heads, dim in SHAPES), *((4, 64, kind) for kind in KINDS if kind != "all")],
 )
 def test_attention_is_that_to_what_codes_stand_for(
-    isa: str, dtype: str, num_heads: int, head_dim: int, kind: str
+    isa_of_codes: str, dtype: str, num_heads: int, head_dim: int, kind: str
 ) -> None:
     options = KINDS[kind]
     x = random(COUNT, num_heads, head_dim, dtype)
     runnable = attention_of(x, num_heads, head_dim, **options)
     y = run(runnable, step_of(TABLE, 0, COUNT), caches_of(runnable))
     q, k, v = parts(x, num_heads, head_dim)
+    q = coded_cache.restored(q.astype(np.float32), num_heads)
     k, v = (coded_cache.restored(each.astype(np.float32), KV_HEADS) for each in (k, v))
     dense = [each.reshape(COUNT, 1, KV_HEADS, head_dim) for each in (k, v)]
     given = np.arange(COUNT)[None], [COUNT], [COUNT], SCALE
     expected = reference.attention(q, *dense, *given, **options)
     magnitude = reference.attention(q, dense[0], np.abs(dense[1]), *given, **options)
-    # As in test_program_operations.py; scales of keys and of values are one more rounding each.
+    # As in test_program_operations.py, but that sums of codes are exact: scales are one more rounding each.
     score = 2 * head_dim * FLOAT32_UNIT * np.abs(q).max() * np.abs(k).max() * head_dim * SCALE
     score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + COUNT)
     delta = np.expm1(score) + 10 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * COUNT * FLOAT32_UNIT
-    assert_close(typed(y.array, dtype), expected, 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected))
+    bound = 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected)
+    # Half a unit of each weight of a chunk, whose largest is 65,535 units and one of those that are added up.
+    bound += CHUNK / (2 * coded_cache.MOST_WEIGHT) * np.abs(v).max()
+    assert_close(typed(y.array, dtype), expected, bound)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+def test_values_of_a_chunk_are_added_up_as_the_twin_says(isa_of_codes: str, head_dim: int) -> None:
+    """A query of zeros gives every key the weight 1, exactly."""
+    rows = random(CHUNK, 4, head_dim, "float32").values
+    rows = rows * np.float32(10) ** np.random.default_rng(2).integers(-3, 2, (CHUNK, 1)).astype(np.float32)
+    rows[:, : 4 * head_dim] = 0
+    rows[0, -head_dim:] = 0
+    x = typed(rows, "float32")
+    runnable = attention_of(x, 4, head_dim)
+    y = run(runnable, step_of(TABLE, 0, CHUNK), caches_of(runnable)).array.reshape(CHUNK, 4, head_dim)
+    values = x.values[:, -KV_HEADS * head_dim :].reshape(CHUNK, KV_HEADS, head_dim)
+    for row in range(CHUNK):
+        ones = np.ones(row + 1, np.float32)
+        for head in range(4):
+            sums = coded_cache.weighted_sum(ones, values[: row + 1, head // 2])
+            assert np.array_equal(y[row, head], sums * (np.float32(1) / np.float32(row + 1))), (row, head)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype: str) -> None:
+def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa_of_codes: str, dtype: str) -> None:
     x = random(COUNT, 4, 32, dtype)
     runnable = attention_of(x, 4, 32, window=90)
 
@@ -157,7 +180,7 @@ def test_bits_of_a_position_do_not_depend_on_how_it_was_reached(isa: str, dtype:
 
 
 @pytest.mark.parametrize("context", [1100])
-def test_threads_that_share_a_long_context_give_the_same_bits(isa: str, context: int) -> None:
+def test_threads_that_share_a_long_context_give_the_same_bits(isa_of_codes: str, context: int) -> None:
     x = random(context, 4, 16, "bfloat16")
     runnable = attention_of(x, 4, 16)
     table = list(range(-(-context // BLOCK_SIZE)))
@@ -171,7 +194,7 @@ def test_threads_that_share_a_long_context_give_the_same_bits(isa: str, context:
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_later_infinity_does_not_reach_earlier_rows(isa: str, dtype: str) -> None:
+def test_later_infinity_does_not_reach_earlier_rows(isa_of_codes: str, dtype: str) -> None:
     clean = random(30, 4, 32, dtype)
     dirty = clean.values.astype(np.float64)
     dirty[20, -1] = np.inf

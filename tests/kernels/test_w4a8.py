@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import isas, real_isas
+from instruction_sets import isas_of_codes, real_isas
 from kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, typed
 from llm_serving.formats.quantized import QuantizedTensor, quantize_w4
 from llm_serving.kernels import library, reference, w4a8
@@ -37,7 +37,7 @@ def expected(x: Typed, tensor: QuantizedTensor) -> Array:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("has_zeros", [False, True])
-def test_bits_are_those_of_the_twin(isa: str, has_zeros: bool, dtype: str) -> None:
+def test_bits_are_those_of_the_twin(isa_of_codes: str, has_zeros: bool, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         tensor = random_tensor(rng, n, k, 32, has_zeros)
@@ -54,7 +54,7 @@ def test_bits_are_those_of_the_twin(isa: str, has_zeros: bool, dtype: str) -> No
     group=st.sampled_from((None, 32, 64, 128, 512)),
     has_zeros=st.booleans(),
     spread=st.integers(0, 60),
-    isa=st.sampled_from(isas() or ["plain"]),
+    isa=st.sampled_from(isas_of_codes() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bits_are_those_of_the_twin_whatever_the_groups(
@@ -69,7 +69,7 @@ def test_bits_are_those_of_the_twin_whatever_the_groups(
 
 
 @pytest.mark.parametrize("zero", [0, 15])
-def test_the_largest_sums_fit(isa: str, zero: int) -> None:
+def test_the_largest_sums_fit(isa_of_codes: str, zero: int) -> None:
     codes = np.full((18, MOST_INPUTS), 15 - zero, np.uint8)
     tensor = QuantizedTensor(codes, np.ones((18, 1), np.float32), np.full((18, 1), zero, np.uint8), 4, MOST_INPUTS)
     x = typed(np.where(np.arange(2)[:, None] == 0, 127.0, -127.0) * np.ones((2, MOST_INPUTS)), "float32")
@@ -84,7 +84,7 @@ def test_more_inputs_and_other_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(200, 512, 128), (72, 1120, 32), (40, 4128, 4096)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int, group: int) -> None:
+def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int, group: int) -> None:
     rng = np.random.default_rng(2)
     weight = placed(random_tensor(rng, n, k, group, has_zeros=False), "bfloat16")
     x = typed(normal(rng, 300, k), "bfloat16")
@@ -98,7 +98,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int, group: 
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float) -> None:
+def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float) -> None:
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 9, 96), placed(random_tensor(rng, 50, 96, 32, has_zeros=True), "bfloat16")
     clean = linear(typed(x, "bfloat16"), weight, "float32")
@@ -108,7 +108,7 @@ def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float) -> None:
     assert np.array_equal(np.delete(y.bits, 4, axis=0), np.delete(clean.bits, 4, axis=0))
 
 
-def test_product_is_that_of_the_values_up_to_half_a_code_of_the_rows(isa: str) -> None:
+def test_product_is_that_of_the_values_up_to_half_a_code_of_the_rows(isa_of_codes: str) -> None:
     rng = np.random.default_rng(3)
     for m, n, k in SHAPES:
         x, tensor = typed(normal(rng, m, k), "bfloat16"), quantize_w4(normal(rng, n, k), 32)

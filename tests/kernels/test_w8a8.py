@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import isas, real_isas
+from instruction_sets import isas_of_codes, real_isas
 from kernel_calls import Array, assert_close, call, coded, empty, integers, linear, scalar, status_of, typed
 from llm_serving.formats.quantized import quantize_w8
 from llm_serving.kernels import library, reference, w8a8
@@ -51,7 +51,7 @@ ROWS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ROWS)
-def test_bits_are_those_of_the_twin(isa: str, kind: str, dtype: str) -> None:
+def test_bits_are_those_of_the_twin(isa_of_codes: str, kind: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for m, n, k in SHAPES:
         codes, scales = random_weight(rng, n, k)
@@ -66,7 +66,7 @@ def test_bits_are_those_of_the_twin(isa: str, kind: str, dtype: str) -> None:
     n=st.integers(1, 70),
     k=st.integers(1, 400),
     spread=st.integers(0, 60),
-    isa=st.sampled_from(isas() or ["plain"]),
+    isa=st.sampled_from(isas_of_codes() or ["plain"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_bits_are_those_of_the_twin_whatever_the_spread(
@@ -81,7 +81,7 @@ def test_bits_are_those_of_the_twin_whatever_the_spread(
 
 
 @pytest.mark.parametrize(("code", "other"), [(-128, -128), (127, 127), (-128, 127)])
-def test_the_largest_sums_fit(isa: str, code: int, other: int) -> None:
+def test_the_largest_sums_fit(isa_of_codes: str, code: int, other: int) -> None:
     codes = np.full((18, MOST_INPUTS), code, np.int8)
     codes[1::2, ::2] = other
     scales = np.ones(18, np.float32)
@@ -96,7 +96,7 @@ def test_more_inputs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (72, 1111), (40, 4100)])
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int) -> None:
+def test_bits_of_a_row_depend_on_the_row_alone(isa_of_codes: str, n: int, k: int) -> None:
     rng = np.random.default_rng(2)
     weight = coded(*random_weight(rng, n, k), "bfloat16")
     x = typed(normal(rng, 300, k), "bfloat16")
@@ -111,7 +111,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, n: int, k: int) -> None
 
 @pytest.mark.parametrize("m", [1, 9, 40])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float, m: int) -> None:
+def test_a_row_with_infinity_or_nan_becomes_nan(isa_of_codes: str, value: float, m: int) -> None:
     rng = np.random.default_rng(5)
     x, weight = normal(rng, m, 70), coded(*random_weight(rng, 50, 70), "bfloat16")
     clean, row = linear(typed(x, "bfloat16"), weight, "float32"), m // 2
@@ -121,7 +121,7 @@ def test_a_row_with_infinity_or_nan_becomes_nan(isa: str, value: float, m: int) 
     assert np.array_equal(np.delete(y.bits, row, axis=0), np.delete(clean.bits, row, axis=0))
 
 
-def test_product_is_the_reference_up_to_half_a_code(isa: str) -> None:
+def test_product_is_the_reference_up_to_half_a_code(isa_of_codes: str) -> None:
     """Weights are off by half their scale, rows by half of theirs, and both by a little for the rounding of scales."""
     rng = np.random.default_rng(3)
     for m, n, k in SHAPES:

@@ -8,8 +8,8 @@ instruction set and chooses when it is loaded, so the folder may be shared betwe
 Environment:
     CXX: The compiler; otherwise g++, c++ or clang++, whichever is found first.
     LLM_SERVING_CACHE: The cache folder; otherwise `build` beside this file, or ~/.cache/llm_serving.
-    LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512_vnni, avx512, avx2 or
-        plain.
+    LLM_SERVING_ISA: Instruction set to use in place of the best one: amx, avx512_bf16, avx512_vnni, avx512,
+        avx_vnni, avx2 or plain.
     LLM_SERVING_THREADS: Threads of the kernels; otherwise as many as the process may use.
 """
 
@@ -64,10 +64,13 @@ _ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
+    "avx_vnni": (*_AVX2, "-mavxvnni", '-DLLM_AVX_VNNI="%{vex%}"'),
     "avx2": _AVX2,
     "plain": (),
     # The code of amx with loops for its instructions: for tests, hence not worth optimising.
     "amx_emulated": (*_AVX512, "-DLLM_AMX", "-DLLM_AMX_EMULATED", "-O1"),
+    # The code of avx_vnni with its instruction as AVX-512 encodes it, for tests on CPUs that have that one alone.
+    "avx_vnni_evex": (*_AVX2, '-DLLM_AVX_VNNI="%{evex%}"', "-O1"),
 }
 
 
@@ -215,7 +218,8 @@ def supported_isas() -> list[str]:
 
 @contextmanager
 def isa_in_use(name: str) -> Iterator[None]:
-    """Compute with another instruction set for a while; also "amx_emulated", slow, on CPUs with AVX-512.
+    """Compute with another instruction set for a while; also "amx_emulated", slow, on CPUs with AVX-512, and
+    "avx_vnni_evex" on those with its VNNI.
 
     Raises:
         KernelError: The name is unknown or this CPU cannot run it.

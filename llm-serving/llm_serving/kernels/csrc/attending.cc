@@ -66,7 +66,6 @@ void store_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t
   });
 }
 
-template <size_t kInputs>
 void store_codes_of_tokens(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
   const size_t bytes = element_size(cache.dtype, nullptr);
   std::vector<int8_t> codes(std::max(cache.key_dim, cache.value_dim));
@@ -82,18 +81,17 @@ void store_codes_of_tokens(const KvCache& cache, const KvRows& rows, size_t firs
   for_stored(cache, rows, first, last, [&](size_t head, size_t token, size_t lane, auto group) {
     int8_t* keys =
         coded(rows.k, rows.k_stride, head, token, cache.key_dim, lane, cache.keys + group(cache.key_dim + kScaleBytes));
-    store_key<int8_t, kInputs>(codes.data(), cache.key_dim, lane, keys);
+    store_key<int8_t, kCodeInputs>(codes.data(), cache.key_dim, lane, keys);
     int8_t* values = coded(rows.v, rows.v_stride, head, token, cache.value_dim, lane,
                            cache.values + group(cache.value_dim + kScaleBytes));
-    store_value<int8_t, kInputs>(codes.data(), cache.value_dim, lane, values);
+    store_value<int8_t, kCodeInputs>(codes.data(), cache.value_dim, lane, values);
   });
 }
 
 // Stores the tokens from `first` to `last`.
 void store_run(const KvCache& cache, const KvRows& rows, size_t first, size_t last) {
   const bool pairs = cache.dtype == DType::kBFloat16;
-  if (cache.coded && pairs) return store_codes_of_tokens<2>(cache, rows, first, last);
-  if (cache.coded) return store_codes_of_tokens<1>(cache, rows, first, last);
+  if (cache.coded) return store_codes_of_tokens(cache, rows, first, last);
   if (cache.dtype == DType::kFloat32) return store_tokens<uint32_t, 1>(cache, rows, first, last);
   if (pairs) return store_tokens<uint16_t, 2>(cache, rows, first, last);
   store_tokens<uint16_t, 1>(cache, rows, first, last);

@@ -9,6 +9,7 @@
 // GQA: J. Ainslie et al. (2023); T. Dao et al., Flash-Decoding (2023).
 #pragma once
 
+#include "coded_attention.h"
 #include "kernels.h"
 #include "kv_layout.h"
 #include "simd.h"
@@ -17,8 +18,6 @@
 
 namespace llm::LLM_ISA {
 
-constexpr size_t kChunkTokens = 64;
-constexpr size_t kChunkGroups = kChunkTokens / kGroupTokens;
 // Chunks whose sums are added up before they join those of others.
 constexpr size_t kSegmentChunks = 16;
 // Rows of a tile: their scores, weights and sums stay in the first-level cache.
@@ -85,7 +84,7 @@ class AttentionTile {
     reference_ = take<float>(memory, rows_);
     factor_ = take<float>(memory, rows_);
     cleaned_ = take<Element>(memory, kGroupTokens * dim_);
-    if (args.coded) widened_ = take<Element>(memory, kChunkTokens * dim_);
+    if (args.coded) coded_ = CodedTile(memory, rows_, dim_);
     if (turned_dim_ == 0) return;
     q_turned_ = take<Activation>(memory, rows_ * turned_dim_);
     latent_values_ = take<Element>(memory, kChunkTokens * dim_);
@@ -104,7 +103,6 @@ class AttentionTile {
       look_up(groups, next);
       compute_scores();
       if (bends_) bend_scores(chunk);
-      if (args_.coded) widen(args_.value_cache, groups, args_.key_cache, next, values_);
       soften(chunk);
       add_values(chunk);
       groups = next;
@@ -131,18 +129,11 @@ class AttentionTile {
     size_t offset[kChunkGroups];
   };
 
-  template <class Type>
-  static Type* take(char*& memory, size_t count) {
-    Type* result = reinterpret_cast<Type*>(memory);
-    memory += (count * sizeof(Type) + 63) / 64 * 64;
-    return result;
-  }
-
   size_t bytes() const {
     return rows_ *
                (dim_ * sizeof(Activation) + kChunkTokens * (sizeof(Activation) + sizeof(float)) + 2 * sizeof(float)) +
            2 * AttentionSums::size(rows_, dim_) * sizeof(float) + kGroupTokens * dim_ * sizeof(Element) + 13 * 64 +
-           (args_.coded ? kChunkTokens * dim_ * sizeof(Element) : 0) +
+           (args_.coded ? CodedTile::bytes(rows_, dim_) : 0) +
            (turned_dim_ == 0
                 ? 0
                 : rows_ * turned_dim_ * sizeof(Activation) + kChunkTokens * (dim_ + turned_dim_) * sizeof(Element));
@@ -207,7 +198,9 @@ class AttentionTile {
   // groups are read: the hardware cannot guess where.
   void look_up(const Groups& groups, const Groups& next) {
     num_groups_ = groups.count;
-    if (args_.coded) return widen(args_.key_cache, groups, args_.value_cache, groups, keys_);
+    if (args_.coded) {
+      return coded_.look_up(args_.key_cache, args_.value_cache, groups.offset, groups.count, next.offset, next.count);
+    }
     for (size_t i = 0; i < groups.count; i++) {
       keys_[i] = static_cast<const Element*>(args_.key_cache) + groups.offset[i];
       values_[i] = turned_dim_ > 0 ? turn_over(groups.offset[i], i)
@@ -217,30 +210,6 @@ class AttentionTile {
     for (size_t i = 0; i < kChunkGroups; i++) {
       const size_t at = i < last ? i : last;
       next_keys_[i] = static_cast<const Element*>(args_.key_cache) + next.offset[at];
-    }
-  }
-
-  // Makes elements of the codes of groups, whose places go to `elements`, and gathers their scales. As many groups of
-  // what is wanted next are prefetched; where there are fewer, the last one again.
-  void widen(const void* cache, const Groups& groups, const void* next_cache, const Groups& next,
-             const Element** elements) {
-    constexpr int kLocality = kFirstLevelIsNarrow ? 2 : 3;
-    const size_t size = kGroupTokens * dim_;
-    for (size_t i = 0; i < groups.count; i++) {
-      const auto* codes = static_cast<const int8_t*>(cache) + groups.offset[i];
-      const size_t at = i < next.count ? i : next.count - 1;
-      const auto* ahead = static_cast<const int8_t*>(next_cache) + next.offset[at];
-      Element* target = widened_ + i * size;
-      for (size_t j = 0; j < size; j += 4 * kLanes) {
-        __builtin_prefetch(ahead + j, 0, kLocality);
-#pragma GCC unroll 4
-        for (size_t k = j; k < j + 4 * kLanes; k += 2 * kLanes) {
-          store_pair(target + k, load(codes + k), load(codes + k + kLanes));
-        }
-      }
-      __builtin_prefetch(ahead + size, 0, kLocality);
-      __builtin_memcpy(scales_ + i * kGroupTokens, codes + size, kGroupTokens * kScaleBytes);
-      elements[i] = target;
     }
   }
 
@@ -275,7 +244,11 @@ class AttentionTile {
       const Element* turned =
           static_cast<const Element*>(args_.q_turned) + from * args_.turned_stride + head * turned_dim_;
       for (size_t i = 0; i < shared_; i++, row++) {
-        to_activations(q + i * dim_, dim_, q_ + row * dim_);
+        if (args_.coded) {
+          coded_.load_query(row, q + i * dim_);
+        } else {
+          to_activations(q + i * dim_, dim_, q_ + row * dim_);
+        }
         if (turned_dim_ > 0) to_activations(turned + i * turned_dim_, turned_dim_, q_turned_ + row * turned_dim_);
       }
     }
@@ -319,13 +292,13 @@ class AttentionTile {
   }
 
   void compute_scores() {
+    if (args_.coded) return coded_.compute_scores(first_row_, end_row_, scores_);
     Product<Element> product(end_row_ - first_row_, q_ + first_row_ * dim_, keys_, num_groups_, dim_,
                              scores_ + first_row_ * kChunkTokens);
     product.c_stride = kChunkTokens;
     product.c_panel = kPanelWidth;
-    product.next = args_.coded ? nullptr : values_;
+    product.next = values_;
     multiply(product);
-    if (args_.coded) scale_scores();
     if (turned_dim_ == 0) return;
     Product<Element> turned(end_row_ - first_row_, q_turned_ + first_row_ * turned_dim_, turned_, num_groups_,
                             turned_dim_, scores_ + first_row_ * kChunkTokens);
@@ -333,16 +306,6 @@ class AttentionTile {
     turned.c_panel = kPanelWidth;
     turned.add_to_c = true;
     multiply(turned);
-  }
-
-  void scale_scores() {
-    for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
-      const Floats scales = load(scales_ + i);
-      for (size_t row = first_row_; row < end_row_; row++) {
-        float* scores = scores_ + row * kChunkTokens + i;
-        store(scores, load(scores) * scales);
-      }
-    }
   }
 
   // Scales scores, caps them, and takes off what grows with the distance.
@@ -377,6 +340,7 @@ class AttentionTile {
       const size_t count = end_row_ - row;
       store_first(factor_ + row, exp2(load_first(factor_ + row, count)), count);
     }
+    if (args_.coded) return soften_coded(chunk);
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
@@ -437,6 +401,34 @@ class AttentionTile {
     }
   }
 
+  // As `soften`, once the largest scores are known.
+  void soften_coded(size_t chunk) {
+    coded_.find_shares(first_row_, end_row_);
+    Seen told = {0, 0};
+    for_rows(chunk, [&](size_t row, const Seen& seen) {
+      const bool is_new = seen.first != told.first || seen.end != told.end;
+      told = seen;
+      switch (seen.part()) {
+        case Part::kAll:
+          return weigh_coded<Part::kAll>(row, seen, is_new);
+        case Part::kBeginning:
+          return weigh_coded<Part::kBeginning>(row, seen, is_new);
+        case Part::kAny:
+          return weigh_coded<Part::kAny>(row, seen, is_new);
+      }
+    });
+  }
+
+  // `is_new`: the row before saw other tokens.
+  template <Part kPart>
+  void weigh_coded(size_t row, const Seen seen, bool is_new) {
+    auto keep = [&](Floats value, size_t at, float other) {
+      return kPart != Part::kAll && at >= seen.end ? broadcast(other) : seen.template keep<kPart>(value, at, other);
+    };
+    if (is_new) coded_.see(keep);
+    coded_.weigh(row, scores_ + row * kChunkTokens, scale_, keep, factor_[row], of_segment_.total + row * kLanes);
+  }
+
   // Leaves the largest score of a row so far, and in `factor_` the exponent of what it makes of weights relative to the
   // largest before. Scores count in units of log 2, as weights are powers of two.
   template <Part kPart>
@@ -456,6 +448,7 @@ class AttentionTile {
     reference_[row] = next == -__builtin_inff() ? 0.0f : next;
     factor_[row] = before - reference_[row];
     of_segment_.max[row] = next;
+    if (args_.coded) coded_.set_largest(row, found, reference_[row]);
   }
 
   // Weights of a row; zero for tokens that it does not see of groups of which it sees others.
@@ -464,7 +457,6 @@ class AttentionTile {
     const float* scores = scores_ + row * kChunkTokens;
     Activation* weights = weights_ + row * kChunkTokens;
     const Floats reference = broadcast(reference_[row]);
-    const float* scales = args_.coded ? scales_ : nullptr;  // of values, which weights take with them
     Floats sum = zeros();
     const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
 #pragma GCC unroll 4
@@ -472,19 +464,15 @@ class AttentionTile {
       Floats exponent = load(scores + i) * broadcast(scale_) - reference;  // not fused: the largest score gets zero
       exponent = seen.template keep<kPart>(exponent, i, -__builtin_inff());
       const Floats weight = exp2(exponent);
-      if (scales == nullptr) {
-        store(weights + i, weight);
-        sum = sum + load(weights + i);
-      } else {  // a scale that is not seen may be NaN
-        store(weights + i, seen.template keep<kPart>(weight * load(scales + i), i, 0.0f));
-        sum = sum + weight;
-      }
+      store(weights + i, weight);
+      sum = sum + load(weights + i);
     }
     float* total = of_segment_.total + row * kLanes;
     store(total, multiply_add(load(total), broadcast(factor_[row]), sum));
   }
 
   void add_values(size_t chunk) {
+    if (args_.coded) return coded_.add_values(first_row_, end_row_, factor_, of_segment_.sums);
     const size_t begin = chunk * kChunkTokens;
     if (seen_by(first_row_) + 1 >= begin + kChunkTokens && seen_from(end_row_ - 1) <= begin) {
       return add_groups(values_, kChunkGroups, 0, first_row_, end_row_);
@@ -501,7 +489,7 @@ class AttentionTile {
     if (row >= end) return;
     auto sees_all = [&](size_t first, size_t last) { return seen_by(first) >= last_token && seen_from(last) <= token; };
     // Weights of zero do not hide an infinity or NaN outside of what a row sees.
-    if (!args_.coded && !sees_all(row, end - 1) && !all_finite(values)) {
+    if (!sees_all(row, end - 1) && !all_finite(values)) {
       for (; row < end; row++) {
         const size_t from = seen_from(row) > token ? seen_from(row) - token : 0;
         const Element* seen = sees_all(row, row) ? values : clean(values, from, seen_by(row) + 1 - token);
@@ -523,7 +511,7 @@ class AttentionTile {
         for (size_t p = 0; p < width; p++) {
           const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
           panels[i * width + p] = groups[i] + offset;
-          if (!args_.coded) next[i * width + p] = next_keys_[g + i] + offset;
+          next[i * width + p] = next_keys_[g + i] + offset;
         }
       }
       Product<Element> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
@@ -533,7 +521,7 @@ class AttentionTile {
       product.c_stride = dim_;
       product.c_panel = kPanelWidth;
       product.add_to_c = true;
-      product.next = args_.coded ? nullptr : next;
+      product.next = next;
       multiply(product);
     }
   }
@@ -604,9 +592,7 @@ class AttentionTile {
   const Element* keys_[kChunkGroups];  // of the chunk at hand
   const Element* values_[kChunkGroups];
   const Element* next_keys_[kChunkGroups];
-  // Of codes: elements [kChunkTokens, dim], and scales, of the keys and then of the values of the chunk at hand.
-  Element* widened_ = nullptr;
-  float scales_[kChunkTokens];
+  CodedTile coded_;  // where keys and values are codes
   // Of latents: turned queries [rows, turned_dim], and of the chunk at hand values and turned keys.
   Activation* q_turned_ = nullptr;
   Element *latent_values_ = nullptr, *turned_keys_ = nullptr;

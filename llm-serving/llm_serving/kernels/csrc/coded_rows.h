@@ -5,31 +5,13 @@
 // kernels/w8a8.py on every instruction set.
 #pragma once
 
+#include "codes.h"
 #include "linear.h"
 
 namespace llm::LLM_ISA {
 
 // Rows without a larger number count as zeros: 127 / largest stays far from overflow.
 constexpr float kLeastLargest = 0x1p-100f;
-
-#if !defined(__AVX512VNNI__)
-typedef int16_t NativeHalves __attribute__((vector_size(kNative * 4)));
-
-// The products of two pairs of 16-bit numbers in each lane, added.
-LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
-#if defined(__AVX512BW__)
-  return (NativeInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (NativeInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (NativeInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  const NativeInt x = (NativeInt)a, y = (NativeInt)b;
-  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
-#endif
-}
-
-#endif
 
 // Rows as codes and their scales [rows], times a weight of codes of type `Code`: activations are the codes plus
 // Operand<Code>::kOffset.
@@ -78,6 +60,19 @@ LLM_INLINE void store_codes(uint8_t* target, Floats value, int32_t offset) {
   LLM_FOR_PARTS {
     const NativeByte codes = __builtin_convertvector(((NativeUint)rounded.part[i] + offset) & 0xff, NativeByte);
     __builtin_memcpy(target + i * kNative, &codes, sizeof(codes));
+  }
+}
+
+// Sixteen numbers from 0 to 65535, rounded to integers: their high bytes and their low ones.
+LLM_INLINE void store_wide_codes(uint8_t* high, uint8_t* low, Floats value) {
+  typedef uint8_t NativeByte __attribute__((vector_size(kNative)));
+  const Floats rounded = value + broadcast(12582912.0f);
+  LLM_FOR_PARTS {
+    const NativeUint code = (NativeUint)rounded.part[i];
+    const NativeByte high_bytes = __builtin_convertvector(code >> 8 & 0xff, NativeByte);
+    const NativeByte low_bytes = __builtin_convertvector(code & 0xff, NativeByte);
+    __builtin_memcpy(high + i * kNative, &high_bytes, sizeof(high_bytes));
+    __builtin_memcpy(low + i * kNative, &low_bytes, sizeof(low_bytes));
   }
 }
 

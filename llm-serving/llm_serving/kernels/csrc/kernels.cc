@@ -28,6 +28,12 @@ extern const Kernels kKernels;
 namespace avx512 {
 extern const Kernels kKernels;
 }
+namespace avx_vnni {
+extern const Kernels kKernels;
+}
+namespace avx_vnni_evex {
+extern const Kernels kKernels;
+}
 namespace avx2 {
 extern const Kernels kKernels;
 }
@@ -51,6 +57,12 @@ bool has_amx() {
   if ((edx & kTilesAndBFloat16) != kTilesAndBFloat16) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+// Whether the CPU has vpdpbusd on 256 bits without AVX-512.
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4);
+}
 #endif
 
 struct Supported {
@@ -69,6 +81,7 @@ struct Supported {
     if (bf16) sets[count++] = &avx512_bf16::kKernels;
     if (vnni) sets[count++] = &avx512_vnni::kKernels;
     if (avx512) sets[count++] = &avx512::kKernels;
+    if (avx2 && has_avx_vnni()) sets[count++] = &avx_vnni::kKernels;
     if (avx2) sets[count++] = &avx2::kKernels;
 #endif
     sets[count++] = &plain::kKernels;
@@ -81,6 +94,8 @@ struct Supported {
 #if defined(__x86_64__)
     // For tests: the code of amx with loops for its instructions.
     if (std::strcmp(isa, "amx_emulated") == 0 && find("avx512") != nullptr) return &amx_emulated::kKernels;
+    // And the code of avx_vnni with the instruction as AVX-512 encodes it.
+    if (std::strcmp(isa, "avx_vnni_evex") == 0 && find("avx512_vnni") != nullptr) return &avx_vnni_evex::kKernels;
 #endif
     return nullptr;
   }

@@ -7,7 +7,8 @@
 // block_size and head_dim are multiples of 16.
 //
 // In a cache of codes [num_blocks, block_size, num_kv_heads, head_dim + 4], int8, each token has a scale for each head:
-// elements are scale * code. A group has its codes in the order of elements, and behind them its 16 scales, float32.
+// elements are scale * code. A group has its codes, of which four inputs are neighbours whatever the model dtype, and
+// behind them its 16 scales, float32.
 #pragma once
 
 #include "kernels.h"
@@ -15,6 +16,11 @@
 namespace llm {
 
 constexpr size_t kGroupTokens = 16;
+// Tokens that attention takes at once.
+constexpr size_t kChunkTokens = 64;
+constexpr size_t kChunkGroups = kChunkTokens / kGroupTokens;
+// Inputs of codes that are neighbours: dims of a key, tokens of a value.
+constexpr size_t kCodeInputs = 4;
 // Of one token and head.
 constexpr size_t kScaleBytes = 4;
 

@@ -42,14 +42,15 @@ int reshape_and_cache(const Call& call) {
 // q, key_cache, value_cache, block_tables, context_lens, 2 absent, mask, query_lens, 1 absent, heads, scale, kv_heads,
 // mode of a quantised cache, mode of the mask, width of latent values | y
 //
-// Keys of a row are those of its request: the mask, or its mode, says which of them it sees.
+// Keys of a row are those of its request: the mask, or its mode, says which of them it sees. Caches of codes are
+// attended to without a mask only.
 int paged_attention(const Call& call) {
   if (call.count() < 17) return call.fail("expects 17 parameters, got %d", call.count());
   if (static_cast<size_t>(call.integer(12)) != call.dim(1, 2)) return call.fail("kv_head_num does not fit the cache");
   KvCache cache;
-  if (!read_cache(call, 1, 2, call.dtype(0), cache) || cache.coded || cache.key_dim != cache.value_dim) {
-    return call.fail("%s", kCacheRule);
-  }
+  const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
+  const bool fits = read_cache(call, 1, 2, call.dtype(0), cache) && cache.key_dim == cache.value_dim;
+  if (!fits || (cache.coded && !is_trapezoidal)) return call.fail("%s", kCacheRule);
   const size_t num_heads = static_cast<size_t>(call.integer(10));
   const size_t width = num_heads * cache.key_dim;
   if (cache.heads == 0 || num_heads % cache.heads != 0 || width == 0 || call.elements(0) % width != 0) {
@@ -60,7 +61,6 @@ int paged_attention(const Call& call) {
   Requests requests;
   if (const int status = read_requests(call, 3, 8, 4, rows, requests)) return status;
   if (const int status = check_blocks(call, requests, cache.num_blocks, cache.block_size, 0)) return status;
-  const bool is_trapezoidal = call.integer(14) == kTrapezoidal;
   AttentionMask mask;
   if (call.present(7) && call.elements(7) > 1) {  // a single element stands for no mask
     const int64_t longest = *std::max_element(requests.context_lens.begin(), requests.context_lens.end());

@@ -95,6 +95,23 @@ __attribute__((target("avx2,fma"))) double avx2(size_t rounds, float* result) {
   return 2.0 * 8 * kSums256 * static_cast<double>(rounds);
 }
 
+__attribute__((target("avx2,avxvnni"))) double avx_vnni(size_t rounds, float* result) {
+  const __m256i factor = _mm256_set1_epi8(static_cast<char>(0xa7));
+  const __m256i term = _mm256_set1_epi8(-0x5d);
+  typedef int32_t Integers __attribute__((vector_size(32)));
+  Integers sums[kSums256];
+  for (size_t i = 0; i < kSums256; i++) sums[i] = Integers{} + static_cast<int32_t>(i);
+  for (size_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 12
+    for (size_t i = 0; i < kSums256; i++) {
+      sums[i] = (Integers)_mm256_dpbusd_avx_epi32((__m256i)sums[i], factor, term);
+    }
+  }
+  for (size_t i = 1; i < kSums256; i++) sums[0] ^= sums[i];
+  *result = static_cast<float>(sums[0][0]);
+  return 2.0 * 32 * kSums256 * static_cast<double>(rounds);
+}
+
 // Four sums of 16 x 16 from two tiles of activations and two of weights, as the products arrange them. The tiles hold
 // uneven numbers: on zeros the units draw less power and run faster than they ever do in a product.
 double amx(size_t rounds, float* result) {
@@ -151,7 +168,8 @@ Rounds rounds_of(const char* isa, DType dtype) {
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_bf16") == 0) return avx512_bf16;
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_vnni") == 0) return avx512_vnni;
   if (std::strncmp(isa, "avx512", 6) == 0 || std::strcmp(isa, "amx") == 0) return avx512;
-  if (std::strcmp(isa, "avx2") == 0) return avx2;
+  if (dtype == DType::kInt8 && std::strcmp(isa, "avx_vnni") == 0) return avx_vnni;
+  if (std::strncmp(isa, "avx", 3) == 0) return avx2;
 #endif
   (void)isa;
   (void)dtype;

@@ -45,27 +45,28 @@ struct NibbleProduct {
   struct Zero {};
   static LLM_INLINE Zero zero_of(const uint8_t*) { return {}; }
 
-#if defined(__AVX512VNNI__)
-  using Factor = __m512i;
-  using Sum = __m512;  // integers in all but name: see Operand<Code8>
+#if defined(LLM_ADD_FOURS)
+  using Factor = CodeFactor;
+  using Sum = Floats;
 
-  static LLM_INLINE Sum begin(const int32_t* row_sum) { return (Sum)_mm512_set1_epi32(kZeros ? 0 : -8 * *row_sum); }
+  static LLM_INLINE Sum begin(const int32_t* row_sum) {
+    const int32_t sum = kZeros ? 0 : -8 * *row_sum;
+    float bits;
+    __builtin_memcpy(&bits, &sum, sizeof(bits));
+    return broadcast(bits);
+  }
 
   static LLM_INLINE Factor load_panel(const uint8_t* codes, size_t factor, Zero) {
-    const __m512i pairs = _mm512_loadu_si512(codes);
-    return _mm512_and_si512(factor == 0 ? pairs : _mm512_srli_epi16(pairs, 4), _mm512_set1_epi8(15));
+    Factor pairs = load_codes(codes);
+    LLM_FOR_PARTS pairs.part[i] = (NativeInt)((NativeUint)pairs.part[i] >> (4 * factor)) & 0x0f0f0f0f;
+    return pairs;
   }
 
   static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    int32_t four;
-    __builtin_memcpy(&four, a + 4 * factor, sizeof(four));
-    return _mm512_set1_epi32(four);
+    return broadcast_codes(a + 4 * factor);
   }
 
-  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(b), "v"(a));
-    return sum;
-  }
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
 #else
   struct Factor {
     NativeUint part[kParts];

@@ -5,107 +5,12 @@
 //   results  (sum * scale of the column) * scale of the row, each rounded to float32
 // The bits of a row are those of kernels/w8a8.py on every instruction set.
 //
-// vpdpbusd takes one of its operands without sign: activations are kept as code + 128, and 128 times the sum of a
-// column's codes is taken off the result. It adds in 32 bits without saturating, unlike vpmaddubsw in 16; elsewhere
-// codes are widened to 16 bits first.
+// Activations are kept as code + 128 (codes.h), and 128 times the sum of a column's codes is taken off the result.
 #pragma once
 
 #include "coded_rows.h"
 
 namespace llm::LLM_ISA {
-
-// Of a weight.
-struct Code8 {
-  int8_t value;
-};
-
-// What codes of activations are moved by to lose their sign.
-constexpr int32_t kCodeOffset = 128;
-
-#if defined(__AVX512VNNI__)
-// Sums are 32-bit integers in all but name: gcc 12 puts some of 24 vectors of integers on the stack.
-template <>
-struct Operand<Code8> {
-  using Activation = uint8_t;
-  static constexpr int32_t kOffset = kCodeOffset;
-  using Factor = __m512i;
-  using Sum = __m512;
-  static constexpr size_t kInputs = 4;
-  static constexpr size_t kFactors = 1;
-  static constexpr size_t kMultiple = kInputs;
-  static constexpr bool kQuick = true;
-
-  static LLM_INLINE Factor load_panel(const Code8* panel, size_t) { return _mm512_loadu_si512(panel); }
-
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t) {
-    int32_t four;
-    __builtin_memcpy(&four, a, sizeof(four));
-    return _mm512_set1_epi32(four);
-  }
-
-  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-  }
-
-  static LLM_INLINE Sum begin(const float* c, bool add_to_c) {
-    return add_to_c ? _mm512_loadu_ps(c) : _mm512_setzero_ps();
-  }
-
-  static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { _mm512_storeu_ps(c, sum); }
-};
-#else
-// Codes in 16 bits: of the even inputs, then of the odd ones.
-template <>
-struct Operand<Code8> {
-  struct Factor {
-    NativeHalves part[kParts];
-  };
-  struct Sum {
-    NativeInt part[kParts];
-  };
-  using Activation = uint8_t;
-  static constexpr int32_t kOffset = kCodeOffset;
-  static constexpr size_t kInputs = 4;
-  static constexpr size_t kFactors = 2;
-  static constexpr size_t kMultiple = kInputs;
-  static constexpr bool kQuick = false;
-
-  static LLM_INLINE Factor load_panel(const Code8* panel, size_t factor) {
-    Factor result;
-    LLM_FOR_PARTS {
-      NativeHalves codes;
-      __builtin_memcpy(&codes, panel + kInputs * i * kNative, sizeof(codes));
-      result.part[i] = factor == 0 ? codes << 8 >> 8 : codes >> 8;
-    }
-    return result;
-  }
-
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    uint32_t four;
-    __builtin_memcpy(&four, a, sizeof(four));
-    const NativeUint pair = NativeUint{} + (four >> (8 * factor) & 0x00ff00ff);
-    Factor result;
-    LLM_FOR_PARTS result.part[i] = (NativeHalves)pair;
-    return result;
-  }
-
-  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
-    LLM_FOR_PARTS sum.part[i] += multiply_pairs(a.part[i], b.part[i]);
-    return sum;
-  }
-
-  static LLM_INLINE Sum begin(const float* c, bool add_to_c) {
-    Sum sum = {};
-    if (add_to_c) __builtin_memcpy(&sum, c, sizeof(sum));
-    return sum;
-  }
-
-  static LLM_INLINE void end(const Sum& sum, float* c, bool, const float*) { __builtin_memcpy(c, &sum, sizeof(sum)); }
-};
-#endif
-
-// ---- Products ------------------------------------------------------------------------------------------------------
 
 // Panels of codes are whole in memory.
 inline const Code8* whole_panel(const LinearArgs& args, size_t panel, size_t inputs, Code8*) {

@@ -1,0 +1,208 @@
+// A tile of attention over keys and values that are codes: products of codes, as of weights and rows in codes.
+//
+//   scores   queries brought to 8 bits with a scale for each head (coded_rows.h), times codes of keys; the exact sums
+//            take the scales of both
+//   weights  of a chunk, relative to its largest, times the scales of values: brought to 16 bits with one scale, as
+//   high
+//            and low bytes; exact sums of both times codes of values join what is summed already
+// Nothing is widened, so that a chunk is read at half the bytes of bfloat16 and multiplied no slower.
+#pragma once
+
+#include "coded_rows.h"
+#include "kv_layout.h"
+
+namespace llm::LLM_ISA {
+
+// The next `count` elements of memory, at the beginning of a line.
+template <class Type>
+Type* take(char*& memory, size_t count) {
+  Type* result = reinterpret_cast<Type*>(memory);
+  memory += (count * sizeof(Type) + 63) / 64 * 64;
+  return result;
+}
+
+class CodedTile {
+ public:
+  static size_t bytes(size_t rows, size_t dim) {
+    return rows * (dim + 2 * kChunkTokens + 2 * dim * sizeof(float) + 4 * sizeof(float)) + 7 * 64;
+  }
+
+  CodedTile() = default;
+  CodedTile(char*& memory, size_t rows, size_t dim) : rows_(rows), dim_(dim) {
+    q_ = take<int8_t>(memory, rows * dim);
+    q_scale_ = take<float>(memory, rows);
+    q_offset_ = take<int32_t>(memory, rows);
+    weights_ = take<uint8_t>(memory, 2 * rows * kChunkTokens);
+    sums_ = take<float>(memory, 2 * rows * dim);
+    largest_ = take<float>(memory, rows);
+    share_ = take<float>(memory, rows);
+  }
+
+  template <class Element>
+  void load_query(size_t row, const Element* q) {
+    const Floats factor = broadcast(code_factor(largest_bits(q, dim_), &q_scale_[row]));
+    const bool is_finite = q_scale_[row] == q_scale_[row];
+    int8_t* codes = q_ + row * dim_;
+    int32_t sum = 0;
+    for (size_t i = 0; i < dim_; i += kLanes) {
+      store_codes(reinterpret_cast<uint8_t*>(codes + i), is_finite ? load(q + i) * factor : zeros(), 0);
+      for (size_t j = i; j < i + kLanes; j++) sum += codes[j];
+    }
+    q_offset_[row] = Operand<KeyCode>::kOffset * sum;
+  }
+
+  // The groups of a chunk, `count` of them, and of the next one, which are prefetched.
+  void look_up(const void* keys, const void* values, const size_t* groups, size_t count, const size_t* next,
+               size_t next_count) {
+    constexpr int kLocality = kFirstLevelIsNarrow ? 2 : 3;
+    const size_t size = kGroupTokens * dim_;
+    num_groups_ = count;
+    for (size_t i = 0; i < kChunkGroups; i++) {
+      const size_t at = i < next_count ? i : next_count > 0 ? next_count - 1 : 0;
+      const auto* next_keys = static_cast<const Code8*>(keys) + next[at];
+      next_keys_[i] = next_keys;
+      __builtin_prefetch(next_keys + size, 0, kLocality);
+      __builtin_prefetch(static_cast<const Code8*>(values) + next[at] + size, 0, kLocality);
+    }
+    for (size_t i = 0; i < count; i++) {
+      keys_[i] = static_cast<const KeyCode*>(keys) + groups[i];
+      values_[i] = static_cast<const Code8*>(values) + groups[i];
+      values_after_[i] = static_cast<const KeyCode*>(values) + groups[i];
+      __builtin_memcpy(key_scales_ + i * kGroupTokens, keys_[i] + size, kGroupTokens * kScaleBytes);
+      __builtin_memcpy(value_scales_ + i * kGroupTokens, values_[i] + size, kGroupTokens * kScaleBytes);
+    }
+  }
+
+  // Of the rows from `first` to `end`, [rows, kChunkTokens].
+  void compute_scores(size_t first, size_t end, float* scores) {
+    Product<KeyCode> product(end - first, q_ + first * dim_, keys_, num_groups_, dim_, scores + first * kChunkTokens);
+    product.c_stride = kChunkTokens;
+    product.c_panel = kPanelWidth;
+    product.next = values_after_;
+    multiply(product);
+    for (size_t row = first; row < end; row++) {
+      for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
+        float* target = scores + row * kChunkTokens + i;
+        store(target, integers(target, q_offset_[row]) * load(key_scales_ + i) * broadcast(q_scale_[row]));
+      }
+    }
+  }
+
+  // To be told before weights are: of the chunk at hand, the largest score of a row, and that of the whole row so far.
+  void set_largest(size_t row, float of_chunk, float reference) {
+    largest_[row] = of_chunk == -__builtin_inff() ? 0.0f : of_chunk;
+    share_[row] = of_chunk - reference;
+  }
+
+  // And after that, of all rows from `first` to `end`.
+  void find_shares(size_t first, size_t end) {
+    for (size_t row = first; row < end; row += kLanes) {
+      store_first(share_ + row, exp2(load_first(share_ + row, end - row)), end - row);
+    }
+  }
+
+  // Before the weights of rows that see the same tokens; `keep(value, i, other)` leaves lanes from token i on of those
+  // they see, `other` for the rest.
+  template <class Keep>
+  void see(Keep keep) {
+    alignas(64) float seen[kChunkTokens];
+    for (size_t i = 0; i < kChunkTokens; i += kLanes) {
+      store(seen + i, i < num_groups_ * kGroupTokens ? keep(load(value_scales_ + i), i, 0.0f) : zeros());
+    }
+    const uint32_t bits = largest_bits(seen, kChunkTokens);
+    float largest;
+    __builtin_memcpy(&largest, &bits, sizeof(largest));
+    const float factor = largest == 0.0f ? 0.0f : kMostWeight / largest;
+    unit_ = largest / kMostWeight;
+    for (size_t i = 0; i < kChunkTokens; i += kLanes) store(relative_ + i, load(seen + i) * broadcast(factor));
+  }
+
+  // Weights of a row from its scores of the chunk at hand, which count in units of log 2 after `scale`. `total`, added
+  // up from the weights so far, is multiplied by `factor` first.
+  template <class Keep>
+  void weigh(size_t row, const float* scores, float scale, Keep keep, float factor, float* total) {
+    uint8_t* high = weights_ + 2 * row * kChunkTokens;
+    uint8_t* low = high + kChunkTokens;
+    const Floats largest = broadcast(largest_[row]);
+    Floats sum = zeros();
+    for (size_t i = 0; i < num_groups_ * kGroupTokens; i += kLanes) {
+      const Floats exponent = load(scores + i) * broadcast(scale) - largest;  // not fused: the largest gets zero
+      const Floats weight = exp2(keep(exponent, i, -__builtin_inff()));
+      store_wide_codes(high + i, low + i, keep(weight * load(relative_ + i), i, 0.0f));
+      sum = sum + weight;
+    }
+    store(total, multiply_add(load(total), broadcast(factor), sum * broadcast(share_[row])));
+    share_[row] *= unit_;
+  }
+
+  // Adds the values, weighted, to the `sums` [rows, dim] of rows from `first` to `end`, which are multiplied by
+  // factor[row] first. The keys of the next chunk are prefetched.
+  void add_values(size_t first, size_t end, const float* factor, float* sums) {
+    const Code8* panels[kChunkGroups * kPassPanels];
+    const Code8* next[kChunkGroups * kPassPanels];
+    for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
+      const size_t left = (dim_ - dim) / kPanelWidth;
+      const size_t width = left < kPassPanels ? left : kPassPanels;
+      for (size_t i = 0; i < num_groups_; i++) {
+        for (size_t p = 0; p < width; p++) {
+          const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
+          panels[i * width + p] = values_[i] + offset;
+          next[i * width + p] = next_keys_[i] + offset;
+        }
+      }
+      Product<Code8> product(2 * (end - first), weights_ + 2 * first * kChunkTokens, panels, width, kGroupTokens,
+                             sums_ + 2 * first * dim_ + dim);
+      product.segments = num_groups_;
+      product.a_stride = kChunkTokens;
+      product.c_stride = dim_;
+      product.c_panel = kPanelWidth;
+      product.next = next;
+      multiply(product);
+    }
+    for (size_t row = first; row < end; row++) {
+      const float* high = sums_ + 2 * row * dim_;
+      const Floats step = broadcast(share_[row]), before = broadcast(factor[row]);
+      for (size_t i = 0; i < dim_; i += kLanes) {
+        const Floats found = multiply_add(integers(high + i, 0), broadcast(256.0f), integers(high + dim_ + i, 0));
+        float* target = sums + row * dim_ + i;
+        store(target, multiply_add(load(target), before, found * step));
+      }
+    }
+  }
+
+ private:
+  static constexpr size_t kPassPanels = 8;  // of values in one product
+  static constexpr float kMostWeight = 65535.0f;
+
+  // Sixteen exact sums, less an offset.
+  static LLM_INLINE Floats integers(const float* sums, int32_t offset) {
+    Floats result;
+    LLM_FOR_PARTS {
+      NativeInt sum;
+      __builtin_memcpy(&sum, sums + i * kNative, sizeof(sum));
+      result.part[i] = __builtin_convertvector(sum - offset, NativeFloat);
+    }
+    return result;
+  }
+
+  size_t rows_ = 0, dim_ = 0;
+  int8_t* q_ = nullptr;          // [rows, dim]
+  float* q_scale_ = nullptr;     // [rows]
+  int32_t* q_offset_ = nullptr;  // [rows], what products with keys add
+  uint8_t* weights_ = nullptr;   // [rows, 2, kChunkTokens], high bytes and low ones
+  float* sums_ = nullptr;        // [rows, 2, dim], 32-bit integers in all but name
+  float* largest_ = nullptr;     // [rows], score of the chunk at hand
+  float* share_ = nullptr;       // [rows], of its weights among those of all; then what its sums are multiplied by
+  // Of the chunk at hand.
+  size_t num_groups_ = 0;
+  const KeyCode* keys_[kChunkGroups];
+  const Code8* values_[kChunkGroups];
+  const KeyCode* values_after_[kChunkGroups];  // the same, to be prefetched
+  const Code8* next_keys_[kChunkGroups];
+  float unit_ = 0.0f;  // of weights times scales of values
+  alignas(64) float key_scales_[kChunkTokens];
+  alignas(64) float value_scales_[kChunkTokens];
+  alignas(64) float relative_[kChunkTokens];  // scales of values that are seen, in units
+};
+
+}  // namespace llm::LLM_ISA

@@ -1,0 +1,179 @@
+// Products of codes of 8 bits: four inputs at a time, added up in 32 bits, exact.
+//
+// vpdpbusd takes one of its operands without sign, so that one of two signed ones is moved by 128, and what that adds
+// is taken off the sum. It adds in 32 bits without saturating, unlike vpmaddubsw in 16; where there is none, codes are
+// widened to 16 bits first. The sums are the same numbers.
+#pragma once
+
+#include "tile.h"
+
+namespace llm::LLM_ISA {
+
+// Of a weight, of a value, or of a key.
+struct Code8 {
+  int8_t value;
+};
+
+// Of a key, times queries that are codes with their sign: products add kOffset times the sum of a query's codes.
+struct KeyCode {
+  int8_t value;
+};
+
+// What codes are moved by to lose their sign.
+constexpr int32_t kCodeOffset = 128;
+
+#if defined(__AVX512VNNI__)
+#define LLM_ADD_FOURS "vpdpbusd"
+#elif defined(LLM_AVX_VNNI)
+#define LLM_ADD_FOURS LLM_AVX_VNNI " vpdpbusd"
+#endif
+
+#if defined(LLM_ADD_FOURS)
+struct CodeFactor {
+  NativeInt part[kParts];
+};
+
+// Adds products of fours of codes without and with sign. Sums are 32-bit integers in all but name: gcc 12 puts some of
+// 24 vectors of integers on the stack.
+LLM_INLINE Floats add_fours(const CodeFactor& unsigned_codes, const CodeFactor& codes, Floats sum) {
+  LLM_FOR_PARTS {
+    asm(LLM_ADD_FOURS " %2, %1, %0" : "+v"(sum.part[i]) : "v"(unsigned_codes.part[i]), "v"(codes.part[i]));
+  }
+  return sum;
+}
+
+LLM_INLINE CodeFactor load_codes(const void* codes) {
+  CodeFactor result;
+  __builtin_memcpy(&result, codes, sizeof(result));
+  return result;
+}
+
+LLM_INLINE CodeFactor broadcast_codes(const void* four_codes) {
+  int32_t four;
+  __builtin_memcpy(&four, four_codes, sizeof(four));
+  CodeFactor result;
+#if defined(__AVX512F__)
+  result.part[0] = (NativeInt)_mm512_set1_epi32(four);
+#else
+  LLM_FOR_PARTS result.part[i] = (NativeInt)_mm256_set1_epi32(four);
+#endif
+  return result;
+}
+
+template <>
+struct Operand<Code8> {
+  using Activation = uint8_t;
+  static constexpr int32_t kOffset = kCodeOffset;
+  using Factor = CodeFactor;
+  using Sum = Floats;
+  static constexpr size_t kInputs = 4;
+  static constexpr size_t kFactors = 1;
+  static constexpr size_t kMultiple = kInputs;
+#if defined(__AVX512VNNI__)
+  static constexpr bool kQuick = true;
+#else
+  static constexpr bool kQuick = false;
+#endif
+
+  static LLM_INLINE Factor load_panel(const Code8* panel, size_t) { return load_codes(panel); }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_codes(a); }
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(a, b, sum); }
+  static LLM_INLINE Sum begin(const float* c, bool add_to_c) { return add_to_c ? load(c) : zeros(); }
+  static LLM_INLINE void end(Sum sum, float* c, bool, const float*) { store(c, sum); }
+};
+
+template <>
+struct Operand<KeyCode> : Operand<Code8> {
+  using Activation = int8_t;
+
+  static LLM_INLINE Factor load_panel(const KeyCode* panel, size_t) {
+    Factor result = load_codes(panel);
+    LLM_FOR_PARTS result.part[i] ^= static_cast<int32_t>(0x80808080);
+    return result;
+  }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t) { return broadcast_codes(a); }
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) { return add_fours(b, a, sum); }
+};
+#else
+typedef int16_t NativeHalves __attribute__((vector_size(kNative * 4)));
+
+// The products of two pairs of 16-bit numbers in each lane, added.
+LLM_INLINE NativeInt multiply_pairs(NativeHalves a, NativeHalves b) {
+#if defined(__AVX512BW__)
+  return (NativeInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (NativeInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (NativeInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const NativeInt x = (NativeInt)a, y = (NativeInt)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// Codes in 16 bits: of the even inputs, then of the odd ones.
+template <>
+struct Operand<Code8> {
+  struct Factor {
+    NativeHalves part[kParts];
+  };
+  struct Sum {
+    NativeInt part[kParts];
+  };
+  using Activation = uint8_t;
+  static constexpr int32_t kOffset = kCodeOffset;
+  static constexpr size_t kInputs = 4;
+  static constexpr size_t kFactors = 2;
+  static constexpr size_t kMultiple = kInputs;
+  static constexpr bool kQuick = false;
+
+  static LLM_INLINE Factor load_panel(const void* panel, size_t factor) {
+    Factor result;
+    LLM_FOR_PARTS {
+      NativeHalves codes;
+      __builtin_memcpy(&codes, static_cast<const char*>(panel) + kInputs * i * kNative, sizeof(codes));
+      result.part[i] = factor == 0 ? codes << 8 >> 8 : codes >> 8;
+    }
+    return result;
+  }
+
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    uint32_t four;
+    __builtin_memcpy(&four, a, sizeof(four));
+    const NativeUint pair = NativeUint{} + (four >> (8 * factor) & 0x00ff00ff);
+    Factor result;
+    LLM_FOR_PARTS result.part[i] = (NativeHalves)pair;
+    return result;
+  }
+
+  static LLM_INLINE Sum accumulate(const Factor& a, const Factor& b, Sum sum) {
+    LLM_FOR_PARTS sum.part[i] += multiply_pairs(a.part[i], b.part[i]);
+    return sum;
+  }
+
+  static LLM_INLINE Sum begin(const float* c, bool add_to_c) {
+    Sum sum = {};
+    if (add_to_c) __builtin_memcpy(&sum, c, sizeof(sum));
+    return sum;
+  }
+
+  static LLM_INLINE void end(const Sum& sum, float* c, bool, const float*) { __builtin_memcpy(c, &sum, sizeof(sum)); }
+};
+
+template <>
+struct Operand<KeyCode> : Operand<Code8> {
+  using Activation = int8_t;
+  static constexpr int32_t kOffset = 0;
+
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    uint32_t four;
+    __builtin_memcpy(&four, a, sizeof(four));
+    const NativeHalves fours = (NativeHalves)(NativeUint{} + four);
+    Factor result;
+    LLM_FOR_PARTS result.part[i] = factor == 0 ? fours << 8 >> 8 : fours >> 8;
+    return result;
+  }
+};
+#endif
+
+}  // namespace llm::LLM_ISA
