@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from factories import create_request
 from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
@@ -229,3 +230,31 @@ def test_of_many_who_say_nothing_known_some_are_looked_at_after_a_short_step() -
     left = [len(request.output_token_ids) - drafter._states[request].num_tokens for request in requests]
     assert max(left) <= 10  # all have their turn
     assert sorted(left) == [index for index in range(10) for _ in range(4)]
+
+
+def test_looking_takes_a_quarter_of_a_hundredth_of_the_time_however_slow_the_machine_is() -> None:
+    num_looks = {}
+    for look_s in (2.5e-6, 25e-6):
+        now = 0.0
+        drafter = Drafter(4, 3, clock=lambda: now)  # noqa: B023
+        drafter.measured(40, 0.04, 0.0)
+        look_at, looked = drafter._look_at, []
+
+        def slowly(count, look_at=look_at, looked=looked, look_s=look_s):
+            nonlocal now
+            now += count * look_s
+            looked.append(count)
+            look_at(count)
+
+        drafter._look_at = slowly
+        requests = [create_request(4, max_tokens=10**6) for _ in range(100)]
+        for request in requests:
+            request.status = RequestStatus.RUNNING
+            drafter.begin(request)
+        for token_id in range(500, 1500):
+            for request in requests:
+                request.output_token_ids.append(token_id)
+            drafter.replied(requests, 100)
+        num_looks[look_s] = sum(looked[-100:])
+        assert 0.9 * 0.0025 < num_looks[look_s] * look_s / (100 * 0.04) < 1.1 * 0.0025
+    assert num_looks[2.5e-6] == pytest.approx(10 * num_looks[25e-6], rel=0.1)

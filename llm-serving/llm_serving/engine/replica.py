@@ -158,4 +158,4 @@ def _drafter(config: ServingConfig, executor: Executor, clock: Clock) -> Drafter
     model = None
     if scheduler.draft_model_path is not None:
         model = DraftModel(executor.propose, config.pa.block_size, clock)
-    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model)
+    return Drafter(scheduler.num_speculative_tokens, scheduler.prompt_lookup_tokens, model, clock)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from llm_serving.core.choices import Proposer
+from llm_serving.core.clock import Clock
 from llm_serving.core.request import FINISHED, RUNNING, Request
 from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
@@ -29,8 +30,12 @@ FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
 HOPELESS: Final = 0.25
 """Share of right guesses below which a request that has said something else is looked at now and then only."""
-LOOKS_A_SECOND: Final = 1000
-"""Of such requests, so many are looked at in a second of steps; one takes 2 to 4 us."""
+LOOK_SHARE: Final = 0.0025
+"""Of the time of steps, that looking at such requests may take, all of them together."""
+LOOK_S: Final = 2.5e-6
+"""Seconds of a look, before one was measured."""
+LOOK_MEMORY: Final = 64
+"""Steps after which their measured time counts 1/e."""
 FEW: Final = 2
 """Tokens that are compared one by one when one of them is looked at; of more, the index takes note only."""
 
@@ -57,13 +62,18 @@ class _State:
 class Drafter:
     """Belongs to the thread of an engine; what it comes to, the scheduler is told."""
 
-    def __init__(self, max_drafts: int, ngram_length: int, model: DraftModel | None = None) -> None:
+    def __init__(
+        self, max_drafts: int, ngram_length: int, model: DraftModel | None = None, clock: Clock | None = None
+    ) -> None:
         """
         Args:
             max_drafts: Most tokens that are guessed for a request at a time.
             ngram_length: Tokens by which what follows is looked up.
             model: Goes on with those for whom nothing right is found so.
+            clock: By which the time of looks is measured; None: it is not.
         """
+        self._clock = clock
+        self._look_s = LOOK_S
         self._max_drafts = max_drafts
         self._model = model
         self._ngram_length = ngram_length
@@ -245,9 +255,19 @@ class Drafter:
         """Looks at some who are not followed, and forgets who ended unnoticed."""
         step_s = self._cost.seconds_of(num_rows)
         most = float(len(self._to_visit))
-        self._visits = min(most, self._visits + LOOKS_A_SECOND * step_s) if step_s else most
+        self._visits = min(most, self._visits + LOOK_SHARE * step_s / self._look_s) if step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
+        if self._clock is None or not num_visits:
+            self._look_at(num_visits)
+            return
+        began = self._clock()
+        self._look_at(num_visits)
+        seconds = (self._clock() - began) / num_visits
+        # A thread that is put off in the middle says little of a look.
+        self._look_s += (min(seconds, 4 * self._look_s) - self._look_s) / LOOK_MEMORY
+
+    def _look_at(self, num_visits: int) -> None:
         for _ in range(num_visits):
             request = self._to_visit.popleft()
             state = self._states.get(request)
@@ -259,9 +279,9 @@ class Drafter:
             self._to_visit.append(request)
             num_new = len(request.output_token_ids) - state.num_tokens
             if num_new and request not in self._followed:
-                self._look(request, state, num_new)
+                self._take(request, state, num_new)
 
-    def _look(self, request: Request, state: _State, num_new: int) -> None:
+    def _take(self, request: Request, state: _State, num_new: int) -> None:
         if num_new > FEW:
             state.lookup.extend(request.output_token_ids[state.num_tokens :])
             state.hits *= (1 - 1 / HIT_MEMORY) ** num_new
