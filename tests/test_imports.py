@@ -87,6 +87,7 @@ MEASURE_IN_PROCESS = {
     "engine_benchmark.py",
     "figures.py",
     "graph_kernel_fusion.py",
+    "growth.py",
     "kernel_benchmark.py",
     "kernel_cases.py",
     "load_benchmark.py",

@@ -1,0 +1,224 @@
+"""How the time of a step grows: python performance/growth.py [--model FOLDER] [--out growth] [--gigabytes 2.5]
+
+A decode step of a WorkAgent (arrays made, network, tokens chosen) over running requests, each with so many tokens in
+the cache, beside its limit: the time that reading every weight and context once and doing every product would take at
+the bandwidth and the arithmetic peak measured before and after. What stands in the cache are zeros, which take the time
+that anything takes. Where contexts take more than `--gigabytes` of cache there is no figure.
+
+Without `--model` random weights of `make_model.py 15m`. Writes OUT.md, OUT.json and, with matplotlib, OUT.svg.
+Needs the package: run it with its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from llm_serving.config import load_config
+from llm_serving.core.step import ResultKind, SamplingInput, StepInput
+from llm_serving.executor.supervisor import load_settings
+from llm_serving.models.spec import ModelSpec
+from llm_serving.network.elements import ELEMENT_BYTES
+from llm_serving.worker.loading import load_runner
+from llm_serving.worker.model_runner import ModelRunner
+from lost_cores import LostCoresMeter
+from machine_limits import Limits, StepCost
+from make_model import SHAPES, make_model
+
+BLOCK_SIZE: Final = 16
+RUNNING: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS: Final = (128, 512, 2048, 8192, 16384)
+DTYPE: Final = "bfloat16"
+
+
+class Point(NamedTuple):
+    """One measured step."""
+
+    running: int
+    context: int
+    seconds: float
+    """Median."""
+    least_s: float
+    """At the limits measured."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model
+        if model is None:
+            model = Path(folder)
+            make_model({**SHAPES["15m"], "max_position_embeddings": max(arguments.contexts) + BLOCK_SIZE}, model)
+        else:
+            model = load_config(None, [], model).model.model_path
+        runner = _runner(model, arguments)
+    cost = StepCost(runner.spec, DTYPE)
+    before, meter = Limits.measure(DTYPE), LostCoresMeter()
+    medians = {}
+    for context in arguments.contexts:
+        for running in arguments.running:
+            if running * _num_blocks(context) <= runner.kv_tensors.num_blocks:
+                medians[running, context] = step_seconds(runner, running, context, arguments.seconds)
+    lost = meter.read()
+    limits = before.better_of(Limits.measure(DTYPE))
+    points = list(judged(medians, cost, limits))
+    notes = [str(limits), f"cores lost meanwhile: {lost.programs:.2f} to other programs, {lost.host:.2f} to the host"]
+    text = "\n".join([*table(points, arguments.contexts), "", *notes])
+    print(text)
+    arguments.out.with_suffix(".md").write_text(text + "\n")
+    document = {"notes": notes, "points": [point._asdict() for point in points]}
+    arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    plot(points, arguments.out.with_suffix(".svg"))
+    return 0
+
+
+def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float) -> float:
+    """Median time of a step in which each of so many requests gets a token behind `context - 1` others."""
+    times: list[float] = []
+    number = runner._next_step
+    began = time.perf_counter()
+    while len(times) < 7 or time.perf_counter() - began < seconds:
+        step = decode_step(number + len(times), running, context)
+        start = time.perf_counter()
+        runner.execute(step)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def decode_step(number: int, running: int, context: int) -> StepInput:
+    """Every request has blocks of its own."""
+    num_blocks = _num_blocks(context)
+    zeros, ones = np.zeros(running, np.float32), np.ones(running, np.float32)
+    whole, offsets, nothing = np.zeros(running, np.int32), np.zeros(running + 1, np.int32), np.empty(0, np.int32)
+    sampling = SamplingInput(
+        temperature=zeros,
+        top_k=whole,
+        top_p=ones,
+        min_p=zeros,
+        repetition_penalty=ones,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        seed=np.zeros(running, np.uint64),
+        position=np.full(running, context, np.int32),
+        num_logprobs=np.full(running, -1, np.int32),
+        history_offsets=offsets,
+        history_token_ids=nothing,
+        history_prompt_lens=whole,
+        bias_offsets=offsets,
+        bias_token_ids=nothing,
+        bias_values=np.empty(0, np.float32),
+        allowed_offsets=offsets,
+        allowed_words=nothing,
+    )
+    tables = np.arange(running * num_blocks, dtype=np.int32).reshape(running, num_blocks)
+    return StepInput(
+        step=number,
+        token_ids=np.arange(3, 3 + running, dtype=np.int32),
+        query_lens=np.ones(running, np.int32),
+        num_computed=np.full(running, context - 1, np.int32),
+        block_tables=tables,
+        block_epochs=np.zeros_like(tables),
+        wanted=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
+        sampling=sampling,
+    )
+
+
+def judged(medians: Mapping[tuple[int, int], float], cost: StepCost, limits: Limits) -> Iterable[Point]:
+    """What was measured, each beside its limit."""
+    for (running, context), seconds in medians.items():
+        pairs = running * context
+        least_s = limits.seconds(cost.num_bytes(pairs), cost.flop(running, running, pairs))
+        yield Point(running, context, seconds, least_s)
+
+
+def table(points: Sequence[Point], contexts: Sequence[int]) -> list[str]:
+    """Rows by running requests, a column for each context: milliseconds, and the share of the limit."""
+    by_place = {(point.running, point.context): point for point in points}
+    lines = ["| running | " + " | ".join(f"{context:,} tokens each" for context in contexts) + " |"]
+    lines.append("| --- " * (1 + len(contexts)) + "|")
+    for running in sorted({point.running for point in points}):
+        found = [by_place.get((running, context)) for context in contexts]
+        cells = [f"{1e3 * each.seconds:.2f} ms ({each.least_s / each.seconds:.0%})" if each else "-" for each in found]
+        lines.append(f"| {running} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Step time over running requests, a line for each context, and over context; dashed: the limit."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plot: it wants matplotlib: pip install 'llm-serving[bench]'")
+        return
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "llm-serving"
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", sharey=True)
+    sides = (("running", "context", "running requests"), ("context", "running", "tokens of context, each"))
+    for axis, (along, of, label) in zip(axes, sides, strict=True):
+        for color, value in enumerate(sorted({getattr(point, of) for point in points})):
+            line = sorted((point for point in points if getattr(point, of) == value), key=lambda each: each[:2])
+            places = [getattr(point, along) for point in line]
+            name = f"{value:,} {'tokens each' if of == 'context' else 'running'}"
+            axis.plot(places, [1e3 * point.seconds for point in line], "o-", color=f"C{color}", ms=3, label=name)
+            axis.plot(places, [1e3 * point.least_s for point in line], "--", color=f"C{color}", lw=0.8)
+        axis.set(xscale="log", yscale="log", xlabel=label)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    axes[0].set(ylabel="a step, ms (dashed: limit)")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _runner(model: Path, arguments: argparse.Namespace) -> ModelRunner:
+    """With the cache's blocks as if somebody had written them all."""
+    longest = min(max(arguments.contexts), ModelSpec.from_folder(model).max_position_embeddings)
+    arguments.contexts = [context for context in arguments.contexts if context <= longest]
+    most = max(arguments.running)
+    per_block = BLOCK_SIZE * ModelSpec.from_folder(model).kv_bytes_per_token(ELEMENT_BYTES[DTYPE])
+    num_blocks = min(int(arguments.gigabytes * 1e9 / per_block), most * _num_blocks(longest))
+    settings = [
+        f"model_config.model_dtype={DTYPE}",
+        f"model_config.decode_batch_size={most}",
+        f"model_config.max_generate_length={longest}",
+        f"pa_config.block_size={BLOCK_SIZE}",
+        f"pa_config.num_blocks={num_blocks}",
+        *arguments.set,
+    ]
+    runner, _ = load_runner(load_settings(load_config(None, settings, model), 0), lambda text: None)
+    runner._guard._cache.num_written[:] = BLOCK_SIZE
+    return runner
+
+
+def _num_blocks(context: int) -> int:
+    return -(-context // BLOCK_SIZE)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder, or `demo`")
+    parser.add_argument("--running", type=_integers, default=list(RUNNING), metavar="1,2,4")
+    parser.add_argument("--contexts", type=_integers, default=list(CONTEXTS), metavar="128,512")
+    parser.add_argument("--gigabytes", type=float, default=2.5, help="of the cache")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each figure, seven steps at least")
+    parser.add_argument("--out", type=Path, default=Path("growth"))
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
+    return parser.parse_args(argv)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The table of how steps grow, from made-up times; and a step that a cache of zeros takes."""
+
+from __future__ import annotations
+
+import math
+
+import growth
+import pytest
+from fake_runner import FakeRunner
+from fakes import DEMO_SPEC
+from machine_limits import Limits, StepCost
+
+
+def test_each_place_has_its_time_and_its_share_of_the_limit() -> None:
+    points = [
+        growth.Point(1, 128, 0.002, 0.001),
+        growth.Point(1, 2048, 0.004, 0.003),
+        growth.Point(8, 128, 0.01, 0.002),
+    ]
+    assert growth.table(points, [128, 2048]) == [
+        "| running | 128 tokens each | 2,048 tokens each |",
+        "| --- | --- | --- |",
+        "| 1 | 2.00 ms (50%) | 4.00 ms (75%) |",
+        "| 8 | 10.00 ms (20%) | - |",
+    ]
+
+
+def test_the_limit_is_reading_for_few_and_computing_for_many() -> None:
+    cost, limits = StepCost(DEMO_SPEC, "bfloat16"), Limits("isa", 2, "bfloat16", 1e9, 1e10)
+    one, many = growth.judged({(1, 128): 1.0, (4096, 128): 2.0}, cost, limits)
+    assert (one.running, one.context, one.seconds, many.seconds) == (1, 128, 1.0, 2.0)
+    assert one.least_s == cost.num_bytes(128) / 1e9
+    assert many.least_s == cost.flop(4096, 4096, 4096 * 128) / 1e10
+
+
+@pytest.mark.parametrize(("running", "context"), [(1, 1), (3, 16), (2, 17)])
+def test_every_request_gets_a_token_behind_its_context(running: int, context: int) -> None:
+    num_blocks = running * math.ceil(context / growth.BLOCK_SIZE)
+    runner = FakeRunner(num_blocks, growth.BLOCK_SIZE)
+    runner._guard._cache.num_written[:] = growth.BLOCK_SIZE
+    output = runner.execute(growth.decode_step(0, running, context))
+    assert len(output.token_ids) == running
+    assert sorted(runner.steps[0].block_tables.ravel().tolist()) == list(range(num_blocks))
