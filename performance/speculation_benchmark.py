@@ -1,14 +1,16 @@
 """What guesses bring and cost: python performance/speculation_benchmark.py [--model FOLDER] [--pairs N]
 
-The same engine twice in one process, with and without `speculative_method: ngram`; both take turns at every piece of
-work, and what counts is the ratio of tokens per second within a pair. Every answer of one is compared with that of the
-other, and a difference ends the run.
+The same model twice, with and without guesses, each in a WorkAgent as a server has it; both take turns at every piece
+of work, and what counts is the ratio of tokens per second within a pair. Every answer of one is compared with that of
+the other, and a difference ends the run.
 
     first time   one stream: the long answers of the shipped model's questions, which nobody has had before
     again        the same questions once more
+    guessable N  N streams at once, of the same questions
     noise N      N streams at once, sampled at a temperature at which nothing can be guessed
 
-Needs the package: run it with its interpreter.
+With `--set scheduler_config.draft_model_path=FOLDER --method draft_model` a small model guesses too. Ends with a table
+of ratios. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -17,42 +19,80 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from llm_serving.config import load_config
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.replica import build_engine
+from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.offline import LLM
+from load_benchmark import started
 from workload import DEMO_QUESTIONS, load
 
-METHODS = ("none", "ngram")
 MAX_TOKENS = 384
-NOISE_TOKENS = 48
+NOISE_TOKENS = 96
+NUM_BLOCKS: Final = 4608
+SECONDS: Final = 30.0
+"""After which no further pair of one kind and size is begun, once there are five."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    engines = [_engine(arguments.model, arguments.set, method) for method in METHODS]
-    recitations = [each.text for each in load(DEMO_QUESTIONS) if len(each.reference) > 100]
-    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    ratios = [_compare(engines, [text], greedy, turn) for turn, text in enumerate(recitations[: arguments.pairs])]
-    _show("first time", ratios, engines)
-    ratios = [_compare(engines, [text], greedy, turn) for turn, text in enumerate(recitations[: arguments.pairs])]
-    _show("again", ratios, engines)
-    for count in arguments.rows:
-        noise = SamplingParams(temperature=2.0, seed=count, max_tokens=NOISE_TOKENS, ignore_eos=True)
-        _compare(engines, _noise(engines[0], count, 0), noise, 0)  # not counted: memory is touched
-        ratios = [
-            _compare(engines, _noise(engines[0], count, 1 + turn), noise, turn) for turn in range(arguments.pairs)
-        ]
-        _show(f"noise {count}", ratios, engines)
+    with ExitStack() as agents:
+        engines = [agents.enter_context(_engine(arguments, method)) for method in ("none", arguments.method)]
+        questions = [each.text for each in load(DEMO_QUESTIONS) if len(each.reference) > 100]
+        greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        _measure("first time", engines, [([text], greedy) for text in questions[: arguments.pairs]])
+        _measure("again", engines, [([text], greedy) for text in questions[: arguments.pairs]])
+        cells: dict[tuple[str, int], str] = {}
+        for count in arguments.rows:
+            shifted = [[questions[(3 * turn + row) % len(questions)] for row in range(count)] for turn in range(100)]
+            work = [(prompts, greedy) for prompts in shifted[: arguments.pairs]]
+            cells["guessable", count] = _measure(f"guessable {count}", engines, work)
+        for count in arguments.rows:
+            noise = SamplingParams(temperature=2.0, seed=count, max_tokens=NOISE_TOKENS, ignore_eos=True)
+            texts = [_noise(engines[0], count, turn) for turn in range(arguments.pairs)]
+            cells["noise", count] = _measure(f"noise {count}", engines, [(prompts, noise) for prompts in texts])
+    print("| tokens/s with guesses over without, at once | " + " | ".join(map(str, arguments.rows)) + " |")
+    print("| --- " * (1 + len(arguments.rows)) + "|")
+    for kind in ("guessable", "noise"):
+        print(f"| {kind} | " + " | ".join(cells[kind, count] for count in arguments.rows) + " |")
     return 0
 
 
-def _engine(model: Path, settings: Sequence[str], method: str) -> LLM:
-    overrides = [*settings, f"scheduler_config.speculative_method={method}", "model_config.decode_batch_size=128"]
-    return LLM(load_config(None, overrides, model))
+@contextmanager
+def _engine(arguments: argparse.Namespace, method: str) -> Iterator[LLM]:
+    """One whose steps a WorkAgent computes, formed ahead of it, as in a server."""
+    settings = arguments.set
+    if method != "draft_model":
+        settings = [each for each in settings if not each.startswith("scheduler_config.draft_model_path")]
+    overrides = [
+        f"scheduler_config.speculative_method={method}",
+        f"model_config.decode_batch_size={max(arguments.rows)}",
+        f"pa_config.num_blocks={NUM_BLOCKS}",
+    ]
+    llm = LLM(load_config(None, [*overrides, *settings], arguments.model))
+    with started(llm.config) as agent:
+        executor = RemoteExecutor(agent.channel, agent.buffers)
+        llm.engine = build_engine(
+            llm.config, agent.loaded.num_blocks, executor, llm.tokenizer, llm.metrics, llm._publish
+        )
+        yield llm
+
+
+def _measure(name: str, engines: Sequence[LLM], work: Sequence[tuple[Sequence[Any], SamplingParams]]) -> str:
+    """Shows what pairs of runs came to, the first one aside; returns the ratio for the table."""
+    rates = []
+    began = time.perf_counter()
+    for turn, (prompts, params) in enumerate(work):
+        rates.append(_compare(engines, prompts, params, turn))
+        if len(rates) > 5 and time.perf_counter() - began > SECONDS:
+            break
+    return _show(name, rates[1:], engines)
 
 
 def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
@@ -61,9 +101,7 @@ def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
     return [[int(token_id) for token_id in prompt] for prompt in drawn]
 
 
-def _compare(
-    engines: Sequence[LLM], prompts: Sequence[str] | Sequence[list[int]], params: SamplingParams, turn: int
-) -> tuple[float, float]:
+def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, turn: int) -> tuple[float, float]:
     """Tokens per second without and with guesses; the order changes from turn to turn."""
     rates = [0.0, 0.0]
     answers: list[list[object]] = [[], []]
@@ -77,7 +115,7 @@ def _compare(
     return rates[0], rates[1]
 
 
-def _show(name: str, rates: Sequence[tuple[float, float]], engines: Sequence[LLM]) -> None:
+def _show(name: str, rates: Sequence[tuple[float, float]], engines: Sequence[LLM]) -> str:
     ratios = [guessing / plain for plain, guessing in rates]
     low, middle, high = statistics.quantiles(ratios, n=4)
     plain, guessing = (statistics.median(each) for each in zip(*rates, strict=True))
@@ -87,6 +125,7 @@ def _show(name: str, rates: Sequence[tuple[float, float]], engines: Sequence[LLM
         f" so far {checked:.0f} guesses, {right:.0f} right",
         flush=True,
     )
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _count(llm: LLM, counter: str) -> float:
@@ -97,7 +136,8 @@ def _count(llm: LLM, counter: str) -> float:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER", help="or `demo`")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model"))
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
     return parser.parse_args(argv)
