@@ -14,6 +14,7 @@ from llm_serving.core.request_class import RequestClass
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.window import Window
 from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.exports import Exports
 from llm_serving.scheduler import PreemptionMode, Schedule, Scheduler, SchedulerLimits
 from llm_serving.scheduler.orders import ORDERS
 from llm_serving.scheduler.policy import POLICIES
@@ -89,6 +90,7 @@ def create_scheduler(
     classes: Sequence[RequestClass] | None = None,
     order: str = "fair",
     window: int | None = None,
+    exports: Exports | None = None,
     **limits: Any,
 ) -> Scheduler:
     config = create_config(policy=policy, max_num_seqs=max_num_seqs, max_decode_gap=max_decode_gap)
@@ -108,6 +110,7 @@ def create_scheduler(
             num_swap_blocks=num_swap_blocks,
             prefix_caching=prefix_caching,
             window=Window.of(window, max_num_batched_tokens, max_model_len),
+            exports=exports,
         ),
         create_classes() if classes is None else classes,
         ORDERS[order](),

@@ -27,7 +27,8 @@ from llm_serving.core.step import (
 )
 from llm_serving.core.window import NO_WINDOW
 from llm_serving.worker import sampler
-from llm_serving.worker.block_guard import BlockGuard
+from llm_serving.worker.block_guard import BlockGuard, Tags
+from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory
 from step_factories import top_tokens
 
 VOCAB_SIZE = 1000
@@ -35,8 +36,23 @@ _LOGITS = 4 * np.random.default_rng(0).normal(size=1 << 18)
 """What comes after a sequence begins at a place of its own here."""
 
 
+class FakeTransferPool:
+    """What runners hand blocks over by."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.tags = Tags.of_empty(num_blocks)
+
+
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int = NO_WINDOW) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_swap_blocks: int = 0,
+        window: int = NO_WINDOW,
+        transfer: FakeTransferPool | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_swap_blocks = num_swap_blocks
         self.block_size = block_size
@@ -45,7 +61,10 @@ class FakeRunner:
         self._cache = [[-1] * block_size for _ in range(num_blocks)]
         self._host = [[-1] * block_size for _ in range(num_swap_blocks)]
         self.window = window
-        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, window if window < NO_WINDOW else None)
+        transfer = FakeTransferPool(0) if transfer is None else transfer
+        self._memories = {Memory.CACHE: self._cache, Memory.HOST: self._host, Memory.TRANSFER: transfer.blocks}
+        known_window = window if window < NO_WINDOW else None
+        self._guard = BlockGuard(num_blocks, num_swap_blocks, block_size, known_window, transfer.tags)
         self._previous: list[int] = []
         self.computed_by = NOT_KNOWN
 
@@ -61,7 +80,11 @@ class FakeRunner:
         self._guard.move(step.block_moves)
         self._guard.check(step)
         self._move_blocks(step.block_moves.tolist())
+        self._guard.check_imports(step.block_moves)
         contexts = self._contexts(step)
+        self._guard.begin_exports(step.exports)
+        self._move_blocks(step.exports.tolist())
+        self._guard.end_exports(step.exports)
         num_samples, num_scored = step.sampling.num_samples, step.scoring.num_results
         assert step.sampling.position.tolist() == [len(context) for context in contexts[:num_samples]]
         output = self._choose(step, contexts[:num_samples])
@@ -100,8 +123,7 @@ class FakeRunner:
 
     def _move_blocks(self, moves: list[list[int]]) -> None:
         for kind, source, target, *_ in moves:
-            out_of = self._host if kind == BlockMove.SWAP_IN else self._cache
-            into = self._host if kind == BlockMove.SWAP_OUT else self._cache
+            out_of, into = (self._memories[each] for each in SOURCE_AND_TARGET[BlockMove(kind)])
             assert 0 <= source < len(out_of), (kind, source, target)
             assert 0 <= target < len(into), (kind, source, target)
             into[target] = out_of[source].copy()

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fake_runner import VOCAB_SIZE, FakeRunner
-from llm_serving.core.step import AllowedTokens
+from fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
+from llm_serving.core.step import AllowedTokens, BlockMove
 from llm_serving.engine.engine import SHORT_STEP_S
 from llm_serving.errors import (
     ChannelClosedError,
@@ -70,6 +70,7 @@ class SimulatedAgent:
         meanwhile: Called while the master waits for a reply.
         place: On a machine of a cluster; None: the master's own.
         answers: What it has answered; further ones are added.
+        transfer: By which it hands blocks over; None: it does not.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SimulatedAgent:
         meanwhile: Callable[[], None],
         place: Place | None = None,
         answers: list[AgentMessage] | None = None,
+        transfer: FakeTransferPool | None = None,
     ) -> None:
         self.loaded = Loaded(blocks.pool.num_blocks, blocks.host_pool.num_blocks, "")
         self.channel: Any = self
@@ -97,7 +99,7 @@ class SimulatedAgent:
         if isinstance(self.buffers, SharedBuffers):
             self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
-        self._runner = FakeRunner(*sizes, blocks.window.num_tokens)
+        self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | Allow] = deque()
         self._fate: str | None = None
@@ -209,6 +211,7 @@ class SimulatedAgent:
             return
         if len(step.block_moves):
             self.block_moves.update(step.block_moves[:, 0].tolist())
+        self.block_moves[BlockMove.EXPORT] += len(step.exports)
         if POISON in step.token_ids.tolist():
             fate = "die after" if self._faults.poison_kills else "fail"
         if fate == "lost":

@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 from factories import create_classes, create_scheduler
+from fake_runner import FakeTransferPool
 from guessing_drafter import GuessingDrafter
 from llm_serving.config.schema import ServingConfig
+from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.core.caller import Caller
@@ -47,6 +49,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.errors import CapacityError, ContextLengthError, UnavailableError, WorkerDiedError
 from llm_serving.executor.supervised_executor import SupervisedExecutor
+from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
 from llm_serving.scheduler import PreemptionMode
 from llm_serving.scheduler.orders import ORDERS
@@ -61,6 +64,7 @@ from word_tokenizer import WordTokenizer
 
 STEP_TIMEOUT_S = 1.0
 MAX_ROUNDS = 4000
+ROLES = (("prefill", "decode"), ("prefill", "both"), ("prefill", "decode", "decode"), ("prefill", "prefill", "decode"))
 SEEDS_A_SHARE = 50
 TOKENIZER: Any = WordTokenizer()
 MODEL: Any = SimpleNamespace(vocab_size=POISON + 1, eos_token_ids=())
@@ -74,6 +78,10 @@ class EventLoop:
 
     def call_soon_threadsafe(self, callback: Callable[[Any], None], argument: object) -> None:
         self._calls.append((callback, argument))
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
 
     def run(self) -> None:
         while self._calls:
@@ -94,7 +102,9 @@ class Replica:
             poison_kills=rng.random() < 0.5,
         )
         max_steps_in_flight = rng.choice((1, 2))
-        self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight)
+        num_transfer = simulation.num_transfer_blocks
+        exports = Exports(num_transfer, index * num_transfer) if num_transfer else None
+        self.scheduler = create_scheduler(**scheduler, max_steps_in_flight=max_steps_in_flight, exports=exports)
         self.stopped = False
         self.agents: list[SimulatedAgent] = []
         self.rate_of_failing_starts = rng.choice((0.2, 0.2, 0.8))
@@ -109,7 +119,7 @@ class Replica:
             self.executor,
             TOKENIZER,
             simulation.metrics,
-            simulation.publish,
+            lambda pieces: simulation.publish(pieces, self.engine),
             index=index,
             clock=simulation.clock,
             max_steps_in_flight=max_steps_in_flight,
@@ -133,6 +143,7 @@ class Replica:
             self.faults,
             self.scheduler.blocks,
             simulation.let_clients_act,
+            transfer=simulation.transfer,
         )
         agent = make() if simulation.network is None else simulation.network.start(make)
         self.agents.append(agent)
@@ -160,6 +171,8 @@ class Replica:
         assert not self.scheduler.has_unfinished_requests
         blocks = self.scheduler.blocks
         assert blocks.pool.num_used_blocks == blocks.host_pool.num_used_blocks == 0
+        if all(replica.engine.dead is None for replica in self._simulation.replicas):
+            assert blocks.exports.pool.num_used_blocks == 0, "blocks that were handed over are not given back"
 
     def is_unlucky(self, poisoned: bool) -> bool:
         """Whether an innocent request may have ended with an error here."""
@@ -188,9 +201,15 @@ class Simulation:
         self.totals = Totals()
         self._round = 0
         scheduler = _draw_scheduler(rng)
-        self._config = config = _draw_config(rng, scheduler)
-        self.metrics = Metrics(classes=config.request_classes)
         self.network = _draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
+        config = _draw_config(rng, scheduler)
+        self._cluster = ClusterConfig()
+        if self.network is None:  # what is handed over stays on one machine
+            self._cluster = _draw_cluster(random.Random(f"roles {seed}"), config)
+        self._config = config = replace(config, cluster=self._cluster)
+        self.num_transfer_blocks = config.num_transfer_blocks
+        self.transfer = FakeTransferPool(self.num_transfer_blocks * config.num_replicas)
+        self.metrics = Metrics(classes=config.request_classes)
         self._loop = EventLoop()
         self._master = AsyncEngine(
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
@@ -199,9 +218,11 @@ class Simulation:
         num_replicas = rng.choice((1, 1, 1, 2))
         if num_machines:
             num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
+        if self._cluster.roles is not None:
+            num_replicas = len(self._cluster.roles)
         self.replicas = [Replica(self, index, scheduler) for index in range(num_replicas)]
         for index, replica in enumerate(self.replicas):
-            replica.engine.on_started = self._master.replicas._publish_started
+            self._master.replicas.watch(replica.engine)
             self._master.replicas.engines[index] = replica.engine
         self._scheduler = scheduler
         self._reloads = _draw_reloads(random.Random(f"reload {seed}"))
@@ -240,7 +261,7 @@ class Simulation:
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
-        return any(progressed) or asked or bool(self._to_come)
+        return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls
 
     # --- the clients ------------------------------------------------------------------------------------------------
 
@@ -306,7 +327,7 @@ class Simulation:
     def _reload(self, rng: random.Random) -> None:
         """The door follows other rules at once, each engine when it takes notice, be its WorkAgent there or not."""
         others = _draw_scheduler(rng) | {name: self._scheduler[name] for name in STAY if name in self._scheduler}
-        self._config = _draw_config(rng, others)
+        self._config = replace(_draw_config(rng, others), cluster=self._cluster)
         self._master._follow(self._config)
         self._num_reloads += 1
         for replica in self.replicas:
@@ -330,12 +351,13 @@ class Simulation:
             client.left_in = moment
         _run(client.stream.aclose())
 
-    def publish(self, pieces: list[RequestOutput]) -> None:
+    def publish(self, pieces: list[RequestOutput], engine: Engine) -> None:
         """What engines call with the pieces of a step."""
         for piece in pieces:
             client = self._by_request_id[piece.request_id]
             assert not client.has_ended, f"{piece.request_id} is told something after its end"
             client.told.append(piece)
+            client.engine = engine
         self._master.replicas._publish(pieces)
 
     # --- the laws ---------------------------------------------------------------------------------------------------
@@ -393,6 +415,8 @@ class Simulation:
                 "blocks swapped out": moves[BlockMove.SWAP_OUT],
                 "blocks swapped in": moves[BlockMove.SWAP_IN],
                 "blocks copied": moves[BlockMove.COPY],
+                "blocks handed over": moves[BlockMove.EXPORT],
+                "blocks taken over": moves[BlockMove.IMPORT],
                 "tokens found in the prefix cache": counts["vllm:prefix_cache_hits_total"],
                 "audits": counts["llm_serving:audits_total"],
                 "guesses": counts["vllm:spec_decode_num_draft_tokens_total"],
@@ -462,6 +486,14 @@ def _draw_reloads(rng: random.Random) -> deque[tuple[int, random.Random]]:
     """(round, what draws the rules), in a quarter of the seeds."""
     rounds = sorted(rng.randint(0, 40) for _ in range(rng.choice((1, 1, 3)))) if rng.random() < 0.25 else []
     return deque((each, random.Random(rng.random())) for each in rounds)
+
+
+def _draw_cluster(rng: random.Random, config: ServingConfig) -> ClusterConfig:
+    """Roles of the replicas, and blocks that each hands requests over by; in three of four seeds all do all."""
+    if rng.random() < 3 / 4 or config.model.batching_strategy == "static":
+        return ClusterConfig()
+    roles = rng.choice(ROLES)
+    return ClusterConfig(replicas=len(roles), roles=roles, num_transfer_blocks=rng.choice((1, 5, 12, 60)))
 
 
 def _draw_network(rng: random.Random, clock: Clock, num_machines: int | None) -> SimulatedNetwork | None:

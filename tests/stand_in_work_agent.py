@@ -22,7 +22,7 @@ def load_runner(settings: Any, on_progress: Any, ranks_fd: int | None = None) ->
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
     runner: Any = FakeRunner(8, 4, settings.num_swap_blocks)
     runner.num_compilations = 1
-    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks)
+    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks, block_bytes=0)
     return runner, ""
 
 

@@ -58,7 +58,7 @@ class Runner(FakeRunner):
         super().__init__(NUM_BLOCKS, 4, NUM_SWAP_BLOCKS)
         self._tells_the_end = tells_the_end
         self._announcement = None
-        self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS)
+        self.kv_tensors = SimpleNamespace(num_blocks=NUM_BLOCKS, num_swap_blocks=NUM_SWAP_BLOCKS, block_bytes=0)
         self.num_compilations = 1
         self._failing = failing
         self.told = []

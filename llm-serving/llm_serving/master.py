@@ -95,6 +95,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
                 loaded.num_swap_blocks,
                 spec.window,
             )
+            metrics.moves.block_bytes = loaded.block_bytes
             engine.notice = loaded.notice
             engine.computed_by = loaded.computed_by
             engine.machine = lambda: executor.machine

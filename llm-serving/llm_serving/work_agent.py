@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return AgentExit.UNREACHABLE
     try:
-        serve(channel, args.memory_fd, args.ranks_fd)
+        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd)
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
@@ -122,13 +122,19 @@ def _channel(connection: socket.socket) -> Channel[MasterMessage]:
     return Channel(connection, MasterMessage)  # type: ignore[arg-type]
 
 
-def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_fd: int | None = None) -> None:
+def serve(
+    channel: Channel[MasterMessage],
+    memory_fd: int | None = None,
+    ranks_fd: int | None = None,
+    transfer_fd: int | None = None,
+) -> None:
     """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
 
     Args:
         channel: To the master.
         memory_fd: Memory file with the arrays of steps; None: they are in their frames.
         ranks_fd: Memory of those that compute the replica together; None: this process computes it alone.
+        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: none are.
 
     Raises:
         TransportError: The channel broke, or the master is gone.
@@ -145,6 +151,7 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_f
         return
     try:
         load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd)
+        load = load if transfer_fd is None else partial(load, transfer_fd=transfer_fd)
         runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
     except RankLostError:
         raise
@@ -155,7 +162,9 @@ def serve(channel: Channel[MasterMessage], memory_fd: int | None = None, ranks_f
         logger.exception("the model cannot be loaded")
         channel.send(Failed(f"the model cannot be loaded: {error}"))
         return
-    channel.send(Loaded(runner.kv_tensors.num_blocks, runner.kv_tensors.num_swap_blocks, notice, runner.computed_by))
+    tensors = runner.kv_tensors
+    sizes = tensors.num_blocks, tensors.num_swap_blocks
+    channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
         buffers = SharedBuffers(memory_fd, settings.num_buffers, settings.buffer_bytes)
@@ -249,6 +258,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-fd", type=int, help="memory file of the step buffers, inherited too")
     parser.add_argument("--ranks-fd", type=int, help="memory of those that compute a replica together, inherited")
     parser.add_argument("--rank", type=int, help="of this process among them, for its log lines")
+    parser.add_argument("--transfer-fd", type=int, help="memory by which blocks are handed over, inherited")
     parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")
     parser.add_argument("--token", help="tells that master which start this is")
     parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,33 @@ def test_memory_is_reckoned_for_a_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
         load_config(None, [limit], tmp_path)
     load_config(None, [limit, "cluster_config.tensor_parallel=2"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (["roles=[prefill]"], "must name one role for each of 2 replicas. Given: prefill"),
+        (["roles=[prefill, prefill]"], "must have a decode or both where it has a prefill. Given: prefill, prefill"),
+        (["roles=[both, decode]"], "must have a prefill where it has a decode: nothing would move there"),
+        (["roles=[decode, decode]"], "must have a prefill where it has a decode: nothing would move there"),
+        (["roles=[prefill, serve]"], "must be a list of both, prefill, decode"),
+        (
+            ["roles=[prefill, decode]", "tensor_parallel=2"],
+            "must be both alone with `cluster_config.tensor_parallel: 2`",
+        ),
+        (["roles=[prefill, decode]", "engine=ray"], "must be both alone with `cluster_config.engine: ray`: blocks are"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(given: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"`cluster_config.roles` {rule}")):
+        load_config(None, [f"cluster_config.{each}" for each in ["replicas=2", *given]])
+
+
+def test_memory_to_hand_requests_over_is_there_where_some_move() -> None:
+    common = ["cluster_config.replicas=2", "model_config.max_generate_length=1000", "pa_config.block_size=16"]
+    with pytest.raises(ConfigError, match=r"must come with a replica of `cluster_config\.roles` that is prefill"):
+        load_config(None, [*common, "cluster_config.num_transfer_blocks=8"])
+    assert load_config(None, [*common, "cluster_config.roles=[both, both]"]).num_transfer_blocks == 0
+    moving = load_config(None, [*common, "cluster_config.roles=[prefill, both]"])
+    assert moving.num_transfer_blocks == 4 * 63
+    assert load_settings(moving, 0).num_transfer_blocks == 2 * 4 * 63

@@ -12,7 +12,7 @@ from llm_serving.core.request import Request
 from llm_serving.core.step import BlockMove
 from llm_serving.kvcache import BlockManager
 
-COPY, SWAP_OUT, SWAP_IN = map(int, BlockMove)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
 
 
 def admit(blocks: BlockManager, request: Request, parent: Request | None = None) -> int:

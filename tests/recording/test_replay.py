@@ -183,6 +183,7 @@ def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
         "entered",
         "entered_at_step",
         "draft_token_ids",
+        "departs",
     }
     irrelevant = {
         "beginnings",

@@ -3,10 +3,11 @@
 import pytest
 from llm_serving.core.step import NO_BLOCK, BlockMove
 from llm_serving.errors import WorkerError
-from llm_serving.worker.block_guard import BlockGuard
+from llm_serving.worker.block_guard import BlockGuard, Tags
 from step_factories import block_moves, step_input
 
-COPY, SWAP_OUT, SWAP_IN = map(int, BlockMove)
+COPY, SWAP_OUT, SWAP_IN, EXPORT, IMPORT = map(int, BlockMove)
+INSIDE = (BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN)
 
 
 @pytest.fixture
@@ -87,14 +88,14 @@ def test_a_copy_is_read_no_further_than_it_counts(guard):
         guard.check(a_row(1, 6, [1, 4], [7, 30]))
 
 
-@pytest.mark.parametrize("kind", BlockMove)
+@pytest.mark.parametrize("kind", INSIDE)
 def test_a_move_of_a_block_that_was_given_away(guard, kind):
     guard.move(block_moves((SWAP_OUT, 1, 1, 7, 7, 4)))
     with pytest.raises(WorkerError, match=f"{kind.name} would take block 1, which somebody else has written"):
         guard.move(block_moves((kind, 1, 0, 6, 30, 4)))
 
 
-@pytest.mark.parametrize("kind", BlockMove)
+@pytest.mark.parametrize("kind", INSIDE)
 def test_a_move_of_more_than_was_written(guard, kind):
     guard.move(block_moves((SWAP_OUT, 2, 1, 7, 7, 2), (COPY, 2, 1, 7, 7, 2)))
     with pytest.raises(WorkerError, match=f"{kind.name} would take more of block 1 than was written"):
@@ -119,6 +120,65 @@ def test_a_swapped_block_that_comes_back_too_late(guard):
     guard.move(block_moves((SWAP_OUT, 1, 0, 7, 3, 4), (SWAP_OUT, 1, 0, 7, 4, 4)))
     with pytest.raises(WorkerError, match="SWAP_IN would take block 0, which somebody else"):
         guard.move(block_moves((SWAP_IN, 0, 5, 3, 20, 4)))
+
+
+class TestTransferPool:
+    """Two WorkAgents with caches of their own, and a pool of 3 blocks that both see."""
+
+    @pytest.fixture
+    def pool(self):
+        return Tags.of_empty(3)
+
+    @pytest.fixture
+    def first(self, pool):
+        """Block 1 is full and block 2 has two tokens, both of epoch 7."""
+        guard = BlockGuard(8, 0, 4, transfer=pool)
+        guard.check(a_row(6, 0, [1, 2], [7, 7]))
+        return guard
+
+    @pytest.fixture
+    def second(self, pool):
+        return BlockGuard(8, 0, 4, transfer=pool)
+
+    def test_what_was_handed_over_is_gone_on_with(self, first, second):
+        exports = block_moves((EXPORT, 1, 0, 7, 50, 4), (EXPORT, 2, 2, 7, 51, 2))
+        first.begin_exports(exports)
+        first.end_exports(exports)
+        imports = block_moves((IMPORT, 0, 5, 50, 9, 4), (IMPORT, 2, 6, 51, 9, 2))
+        second.move(imports)
+        second.check_imports(imports)
+        second.check(a_row(1, 6, [5, 6], [9, 9]))
+
+    def test_nothing_is_taken_before_all_of_it_is_there(self, first, second):
+        exports = block_moves((EXPORT, 1, 0, 7, 50, 4))
+        first.begin_exports(exports)
+        first.end_exports(exports)
+        first.begin_exports(block_moves((EXPORT, 1, 0, 7, 60, 4)))
+        for epoch in (50, 60):
+            with pytest.raises(WorkerError, match="IMPORT would take more of block 0 than was written"):
+                second.move(block_moves((IMPORT, 0, 5, epoch, 9, 4)))
+
+    def test_nothing_of_an_earlier_epoch_is_taken(self, first, second):
+        for epoch in (50, 60):
+            exports = block_moves((EXPORT, 1, 0, 7, epoch, 4))
+            first.begin_exports(exports)
+            first.end_exports(exports)
+        with pytest.raises(WorkerError, match="IMPORT would take block 0, which somebody else has written"):
+            second.move(block_moves((IMPORT, 0, 5, 50, 9, 4)))
+
+    def test_what_is_written_while_it_is_read_is_noticed(self, first, second):
+        exports = block_moves((EXPORT, 1, 0, 7, 50, 4))
+        first.begin_exports(exports)
+        first.end_exports(exports)
+        imports = block_moves((IMPORT, 0, 5, 50, 9, 4))
+        second.move(imports)
+        first.begin_exports(block_moves((EXPORT, 1, 0, 7, 60, 4)))
+        with pytest.raises(WorkerError, match="IMPORT would take more of block 0 than was written"):
+            second.check_imports(imports)
+
+    def test_nothing_is_handed_over_that_is_not_its_owners(self, first):
+        with pytest.raises(WorkerError, match="EXPORT would take block 1, which somebody else has written"):
+            first.begin_exports(block_moves((EXPORT, 1, 0, 8, 50, 4)))
 
 
 class TestWindow:

@@ -5,7 +5,7 @@ from llm_serving.errors import WorkerError
 from llm_serving.worker.block_moves import check_block_moves, runs
 from step_factories import block_moves
 
-COPY, OUT, IN = BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN
+COPY, OUT, IN, TAKE = BlockMove.COPY, BlockMove.SWAP_OUT, BlockMove.SWAP_IN, BlockMove.IMPORT
 
 
 def test_the_last_blocks_of_cache_and_host_pool_may_move():
@@ -26,15 +26,27 @@ def test_no_moves_need_no_host_pool():
         ((IN, 3, 9), r"SWAP_IN from a block of the host pool must name one below `num_swap_blocks` 3\. Given: 3"),
         ((IN, -1, 9), r"SWAP_IN from a block of the host pool must name one below `num_swap_blocks` 3\. Given: -1"),
         ((IN, 0, 10), r"SWAP_IN to a block of the cache must name one below `num_blocks` 10\. Given: 10"),
-        ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN\. Given: 3"),
-        ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN\. Given: -1"),
+        (
+            (TAKE, 4, 9),
+            r"IMPORT from a block of the transfer pool must name one below `num_transfer_blocks` 4\. Given: 4",
+        ),
+        ((3, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: 3"),
+        ((-1, 0, 0), r"of the kinds 0 COPY, 1 SWAP_OUT, 2 SWAP_IN, 4 IMPORT\. Given: -1"),
     ],
 )
 def test_a_wrong_move_is_named_wherever_it_stands(move, message):
     good = (COPY, 1, 2)
     for moves in ([move], [good, move], [move, good]):
         with pytest.raises(WorkerError, match=message):
-            check_block_moves(block_moves(*moves), num_blocks=10, num_swap_blocks=3)
+            check_block_moves(block_moves(*moves), num_blocks=10, num_swap_blocks=3, num_transfer_blocks=4)
+
+
+def test_what_is_handed_over_stays_inside_the_pool():
+    check_block_moves(block_moves((BlockMove.EXPORT, 9, 3)), 10, 3, 4, exports=True)
+    with pytest.raises(WorkerError, match="EXPORT to a block of the transfer pool"):
+        check_block_moves(block_moves((BlockMove.EXPORT, 9, 4)), 10, 3, 4, exports=True)
+    with pytest.raises(WorkerError, match=r"of the kinds 3 EXPORT\. Given: 0"):
+        check_block_moves(block_moves((COPY, 9, 3)), 10, 3, 4, exports=True)
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 3), (1, 1, 6)])

@@ -172,6 +172,22 @@ class WaitingRoom:
             for rate in self._rates_of(entry):
                 rate.ended(now)
 
+    def hand_over(self, request_id: str, replica: int) -> None:
+        """Another replica goes on with a request that has been started; one that has ended is left alone."""
+        before = self._running.get(request_id)
+        if before is None:
+            return
+        tally = self._tallies.setdefault((replica, before.class_name), Tally())
+        self._running[request_id] = before._replace(tally=tally, replica=replica)
+        before.tally.num_running -= 1
+        tally.num_running += 1
+        if (name := (before.replica, before.tenant)) in self._running_of_tenant:
+            self._running_of_tenant[name] -= 1
+            if not self._running_of_tenant[name]:
+                del self._running_of_tenant[name]
+        if self.max_running(before.tenant) is not None:
+            self._running_of_tenant[replica, before.tenant] += 1
+
     def move(self, request_id: str, replica: int, request_class: RequestClass) -> None:
         """The request is of another class now; one that has ended is left alone."""
         waits = request_id in self._waiting

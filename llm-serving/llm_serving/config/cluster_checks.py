@@ -5,19 +5,28 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
-from llm_serving.core.choices import EngineName
+from llm_serving.core.choices import EngineName, RoleName
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against
 
 SECTION: Final = "cluster_config"
 SECRET_FILE: Final = f"{SECTION}.secret_file"
 TENSOR_PARALLEL: Final = f"{SECTION}.tensor_parallel"
+ROLES: Final = f"{SECTION}.roles"
+TRANSFER_BLOCKS: Final = f"{SECTION}.num_transfer_blocks"
 _ONLY_ALONE: Final = (
     (f"{SECTION}.engine", EngineName.LOCAL, "ranks share memory"),
     ("device_config.device_target", "CPU", "sums go through the memory of this machine"),
     ("model_config.mindir_path", None, "graphs in files are those of one process"),
 )
 """Key, the value that it must have for several ranks, and why."""
+_FOR_ROLES: Final = (
+    (f"{SECTION}.engine", EngineName.LOCAL, "blocks are handed over through the memory of this machine"),
+    (TENSOR_PARALLEL, 1, "ranks hand no blocks over"),
+    ("model_config.mindir_path", None, "caches inside a graph are out of reach"),
+    ("model_config.batching_strategy", "continuous", "a static batch ends where it began"),
+)
+"""Key, the value that it must have for requests to move, and why."""
 _OF_RAY: Final = ("address", "cpus_per_replica", "placement", "master_host", "secret_file")
 
 
@@ -39,6 +48,28 @@ def check_cluster(values: Values, spec: ModelSpec | None) -> None:
         )
     if values[TENSOR_PARALLEL] > 1:
         _check_ranks(values, spec)
+    _check_roles(values)
+
+
+def _check_roles(values: Values) -> None:
+    roles, num_blocks = values[ROLES], values[TRANSFER_BLOCKS]
+    if RoleName.PREFILL not in (roles or ()) and num_blocks is not None:
+        raise values.error(TRANSFER_BLOCKS, f"must come with a replica of `{ROLES}` that is prefill", num_blocks)
+    if roles is None:
+        return
+    given = ", ".join(roles)
+    num_replicas = values[f"{SECTION}.replicas"] or len(values["serving_config.agent_ports"])
+    if len(roles) != num_replicas:
+        raise values.error(ROLES, f"must name one role for each of {num_replicas} replicas", given)
+    if set(roles) == {RoleName.BOTH}:
+        return
+    if RoleName.PREFILL not in roles:
+        raise values.error(ROLES, "must have a prefill where it has a decode: nothing would move there", given)
+    if set(roles) == {RoleName.PREFILL}:
+        raise values.error(ROLES, "must have a decode or both where it has a prefill", given)
+    for name, needed, why in _FOR_ROLES:
+        if values[name] != needed:
+            raise values.error(ROLES, f"must be both alone with `{name}: {values[name]}`: {why}", given)
 
 
 def _check_ranks(values: Values, spec: ModelSpec | None) -> None:

@@ -181,6 +181,17 @@ def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Ru
     return Rule(f"must be one of {', '.join(names)}", parse)
 
 
+def choices(names: Iterable[str]) -> Rule:
+    """A list of some of `names`, each perhaps several times."""
+    one = choice(names)
+
+    def parse(value: Any) -> tuple[str, ...]:
+        _check(isinstance(value, list) and len(value) > 0)
+        return tuple(one.parse(item) for item in value)
+
+    return Rule(f"must be a list of {', '.join(names)}", parse)
+
+
 def integers(minimum: int, maximum: int = 2**31 - 1, unique: bool = False) -> Rule:
     """A list of integers; a single integer is a list of one."""
     one = integer(minimum, maximum)

@@ -17,6 +17,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.quant import QuantConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
+from llm_serving.core.choices import RoleName
 from llm_serving.core.request_class import DEFAULT_CLASSES, MAX_PRIORITY, RequestClass
 from llm_serving.hub import HubModel
 
@@ -62,6 +63,19 @@ class ServingConfig:
     def num_replicas(self) -> int:
         """Of the model; each is a WorkAgent, or several that compute it together."""
         return self.cluster.replicas or len(self.serving.agent_ports)
+
+    @property
+    def roles(self) -> tuple[RoleName, ...]:
+        """Of each replica."""
+        return tuple(map(RoleName, self.cluster.roles or (RoleName.BOTH,) * self.num_replicas))
+
+    @property
+    def num_transfer_blocks(self) -> int:
+        """That each replica hands requests over by; 0: none moves."""
+        if RoleName.PREFILL not in self.roles:
+            return 0
+        longest = -(-self.model.max_generate_length // self.pa.block_size)
+        return self.cluster.num_transfer_blocks or 4 * longest
 
     @property
     def num_processes(self) -> int:

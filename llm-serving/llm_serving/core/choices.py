@@ -34,6 +34,14 @@ class RoutingName(enum.StrEnum):
     ROUND_ROBIN = "round_robin"
 
 
+class RoleName(enum.StrEnum):
+    """What a replica computes of requests: `engine.router`."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class EngineName(enum.StrEnum):
     """Who starts WorkAgents: `executor.placement`."""
 

@@ -13,6 +13,7 @@ from llm_serving.core.exchange import Exchange
 from llm_serving.core.receiver import Receiver
 from llm_serving.core.request_class import STANDARD, RequestClass
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.core.transfer import Transfer
 
 
 class RequestStatus(enum.Enum):
@@ -78,6 +79,10 @@ class Request:
     """Tokens at the beginning of its prompt behind which log-probabilities are wanted: all but the last, or none."""
     wants_vector: bool = False
     """Whether the last hidden state of its prompt is wanted."""
+    moves: bool = False
+    """Whether another replica goes on with it once its prompt is computed and there is room to hand its blocks over."""
+    transfer: Transfer | None = None
+    """What it has come with, where another replica has begun with it."""
     is_beam: bool = False
     """Whether it waits for others between two of its tokens."""
     form: BeamSearchParams | None = None
@@ -107,6 +112,8 @@ class Request:
     step of arrival moved by `priority`, `sequence`. Given on arrival, and again with another priority."""
 
     status: RequestStatus = RequestStatus.WAITING
+    departs: bool = False
+    """Whether its blocks are being handed over: no further step computes it here."""
     paused: bool = False
     """Whether what follows its last reply has not been decided: it is not scheduled, and gives way to anybody."""
     output_token_ids: list[int] = field(default_factory=list)

@@ -35,6 +35,10 @@ class BlockMove(enum.IntEnum):
     """From a block of the cache to a block of the host pool."""
     SWAP_IN = 2
     """From a block of the host pool to a block of the cache."""
+    EXPORT = 3
+    """From a block of the cache to a block of the transfer pool, which other WorkAgents of the machine read."""
+    IMPORT = 4
+    """From a block of the transfer pool, whoever wrote it, to a block of the cache."""
 
 
 class Move(NamedTuple):
@@ -176,6 +180,8 @@ class StepInput:
     scoring: ScoringInput = field(default_factory=no_scoring)  # of the P results of kind LOGPROBS
     block_moves: Int32Array = field(default_factory=no_block_moves)
     """[N, 6], each row a `Move`, done one after the other before the tokens are computed."""
+    exports: Int32Array = field(default_factory=no_block_moves)
+    """[N, 6], each a `Move` of the kind EXPORT, done when the tokens are computed and before the reply."""
     allowed_follow: bool = False
     """Whether the tokens that its samples may choose are told while it is computed, in place of those of `sampling`:
     they may depend on what the step before it gives."""

@@ -26,6 +26,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.control import Control
+from llm_serving.engine.departure import Departure
 from llm_serving.engine.health import EngineHealth
 from llm_serving.engine.lookup import Lookup
 from llm_serving.engine.open_requests import OpenRequest, OpenRequests
@@ -94,7 +95,9 @@ class AsyncEngine:
         self.metrics = metrics
         self.clock = clock
         self._requests = OpenRequests()
-        self.replicas = Replicas(config, open_replica, Events(self._dispatch, self._start_requests, self._fail))
+        self.replicas = Replicas(
+            config, open_replica, Events(self._dispatch, self._start_requests, self._hand_over, self._fail)
+        )
         self._room = WaitingRoom(config, clock)
         self._door = Door(config, self._room, metrics.classes, clock)
         self._router = Router(config, self.replicas, self._requests, self._room, self._door, clock)
@@ -176,6 +179,7 @@ class AsyncEngine:
         beam_search: BeamSearchParams | None = None,
         constraint: Constraint | None = None,
         wants_vector: bool = False,
+        has_siblings: bool = False,
         visitor: Visitor = NOBODY,
         admission: Admission | None = None,
         sharing: Sharing | None = None,
@@ -186,6 +190,8 @@ class AsyncEngine:
         It tells the same number of cached tokens: what the other one found, not what it takes from that.
 
         With `constraint`, what has been compiled of the one that its sampling names.
+
+        With `has_siblings`, others are forked of it: it ends at the replica where it begins.
 
         With `wants_vector` its last piece has the last hidden state of the prompt.
 
@@ -245,6 +251,11 @@ class AsyncEngine:
             form=beam_search,
             constraint=constraint,
             wants_vector=wants_vector,
+        )
+        request.moves = (
+            self._router.moves(placed.replica)
+            and not (has_siblings or fork_of is not None or beam_search is not None)
+            and not request.tells_of_its_prompt
         )
         if (exchange := caller.exchange) is not None:
             exchange.predicted_ttft_s = admission.predicted_s
@@ -355,6 +366,7 @@ class AsyncEngine:
     def _put_off(self, request_id: str, deadline: float | None) -> None:
         opened = self._requests.get(request_id)
         if opened is not None:
+            opened.deadline = deadline
             with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
                 opened.engine.ask(partial(opened.engine.put_off, request_id, deadline))
 
@@ -384,6 +396,32 @@ class AsyncEngine:
         if self.failure is None:
             self.failure = error
             self.on_failure()
+
+    def _hand_over(self, departures: list[Departure]) -> None:
+        """Gives requests whose prompts have been computed to replicas that decode."""
+        for departure in departures:
+            self._hand_one_over(departure)
+
+    def _hand_one_over(self, departure: Departure) -> None:
+        request = departure.request
+        opened = self._requests.get(request.request_id)
+        if opened is not None:
+            request.deadline = opened.deadline
+        for replica, engine in self._router.next_of():
+            with contextlib.suppress(WorkerDiedError):
+                engine.take_over(departure)
+                if opened is None:  # its client has left
+                    engine.abort(request.request_id)
+                else:
+                    before = opened.engine
+                    self._requests.hand_over(request.request_id, request, engine)
+                    self._room.hand_over(request.request_id, replica)
+                    self._router.move(request.request_id, replica)
+                    self.control.ended_at(before)
+                return
+        self._forget(request.request_id)
+        if opened is not None:
+            opened.stream.put(departure.last_piece("no WorkAgent is left that could go on with it"))
 
     def _start_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -27,7 +27,7 @@ ANSWERED: Final = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(slots=True)
-class _Answer:
+class Answer:
     """What was told of a request."""
 
     request: Request
@@ -64,9 +64,9 @@ class Auditor:
         self._metrics = metrics
         self._desk = Desk(scheduler, OutputProcessor(tokenizer, None, Journal(), clock), self._told_again)
         self._num_seen = 0
-        self._watched: dict[str, _Answer] = {}
-        self._waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
-        self._running: tuple[_Answer, _Answer] | None = None
+        self._watched: dict[str, Answer] = {}
+        self._waiting: deque[Answer] = deque(maxlen=MAX_WAITING)
+        self._running: tuple[Answer, Answer] | None = None
         """What was answered, and what its copy has been answered so far."""
 
     def started(self, request: Request) -> None:
@@ -75,7 +75,17 @@ class Auditor:
             return
         self._num_seen += 1
         if self._num_seen % self._every == 0:
-            self._watched[request.request_id] = _Answer(request)
+            self._watched[request.request_id] = Answer(request)
+
+    def leave(self, request_id: str) -> Answer | None:
+        """Another replica goes on with a request: what its client was told, where that is to be compared."""
+        return self._watched.pop(request_id, None)
+
+    def resume(self, request: Request, answer: Answer | None) -> None:
+        """Goes on where another auditor was."""
+        if answer is not None:
+            answer.request = request
+            self._watched[request.request_id] = answer
 
     def told(self, pieces: list[RequestOutput]) -> None:
         """Clients are told this."""
@@ -108,7 +118,7 @@ class Auditor:
             constraint=request.constraint,
             arrival_time=request.arrival_time,
         )
-        self._running = answer, _Answer(copy)
+        self._running = answer, Answer(copy)
         receive(copy, self._desk)
 
     def drop(self) -> None:
@@ -128,7 +138,7 @@ class Auditor:
             if piece.finish_reason in ANSWERED:
                 self._compare(answer, again)
 
-    def _compare(self, answer: _Answer, again: _Answer) -> None:
+    def _compare(self, answer: Answer, again: Answer) -> None:
         told, alone = answer.tokens(), again.tokens()
         self._metrics.audited(differs=told != alone)
         if told == alone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from llm_serving.admission.door import Forecast
@@ -27,6 +27,11 @@ class OpenRequest:
     """Which has it."""
     forecast: Forecast | None
     """Of its first token, as long as there is something to learn from it."""
+    deadline: float | None = field(init=False)
+    """As it was asked for last."""
+
+    def __post_init__(self) -> None:
+        self.deadline = self.request.deadline
 
 
 class OpenRequests:
@@ -60,6 +65,13 @@ class OpenRequests:
             if not self._num_of[opened.engine]:
                 del self._num_of[opened.engine]  # an engine that has ended is not kept for its count
         return opened
+
+    def hand_over(self, request_id: str, request: Request, engine: Engine) -> None:
+        """Another engine has it from now on, by another record."""
+        opened = self.pop(request_id)
+        if opened is not None:
+            opened.request, opened.engine = request, engine
+            self.add(opened)
 
     def num_of(self, engine: Engine) -> int:
         """Exact on the event loop, where the engine itself may still have messages to take."""

@@ -18,7 +18,9 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _State:
+class Produced:
+    """What a request has produced so far, and what of it has not been sent."""
+
     request: Request
     detokenizer: Detokenizer
     text: str = ""
@@ -41,13 +43,22 @@ class OutputProcessor:
         self._metrics = metrics
         self._journal = journal
         self._clock = clock
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, Produced] = {}
         self._max_token_len = 0
         self._gaps: list[float] = []
         """Seconds between tokens, not yet told to the metrics."""
 
     def start(self, request: Request) -> None:
-        self._states[request.request_id] = _State(request, self._detokenizer(request))
+        self._states[request.request_id] = Produced(request, self._detokenizer(request))
+
+    def leave(self, request: Request) -> Produced:
+        """Another processor goes on with the request."""
+        return self._states.pop(request.request_id)
+
+    def resume(self, request: Request, produced: Produced) -> None:
+        """Goes on where another processor was."""
+        produced.request = request
+        self._states[request.request_id] = produced
 
     def text_of(self, request: Request, output_token_ids: list[int]) -> str:
         """The text of a whole output of the request."""
@@ -162,7 +173,7 @@ class OutputProcessor:
             self._metrics.inter_tokens(self._gaps)
             self._gaps = []
 
-    def _record_end(self, state: _State) -> None:
+    def _record_end(self, state: Produced) -> None:
         if self._metrics is None:
             return
         request = state.request

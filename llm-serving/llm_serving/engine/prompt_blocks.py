@@ -49,6 +49,12 @@ class PromptBlocks:
                 if not counts[name]:
                     del counts[name]
 
+    def move(self, request_id: str, replica: int) -> None:
+        """Another replica has the request, and with it these blocks."""
+        _, names = self._names.get(request_id, (replica, ()))
+        self.leave(request_id)
+        self.enter(request_id, replica, names)
+
     def num_found(self, replica: int, names: Sequence[bytes], pool: BlockPool) -> int:
         """Of these blocks, from the first on, how many a replica has in its cache or is to compute."""
         counts = self._counts.get(replica, Counter())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from typing import Final
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.choices import OrderName
@@ -12,6 +14,7 @@ from llm_serving.core.window import Window
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.executor.executor import Executor
 from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.exports import Exports
 from llm_serving.log import get_logger
 from llm_serving.observe.journal import Journal
 from llm_serving.observe.metrics import Metrics
@@ -25,6 +28,11 @@ from llm_serving.speculation import Drafter, DraftModel
 from llm_serving.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
+
+EPOCHS_OF_ONE: Final = 2**22
+"""By which the epochs of two schedulers of one replica, one after the other, are apart: the memory that they write is
+the same, and what the first handed over must not pass for the second's."""
+_OPENED: Final = itertools.count()
 
 
 def build_scheduler(
@@ -41,7 +49,8 @@ def build_scheduler(
 
     It is recorded where the configuration names a folder, until it is dropped or the program ends.
     """
-    scheduler = config.scheduler
+    scheduler, num_transfer_blocks = config.scheduler, config.num_transfer_blocks
+    exports = Exports(num_transfer_blocks, index * num_transfer_blocks, next(_OPENED) * EPOCHS_OF_ONE)
     sees = Window.of(window, scheduler.max_prefill_tokens, config.model.max_generate_length)
     blocks = BlockManager(
         num_blocks,
@@ -49,6 +58,7 @@ def build_scheduler(
         num_swap_blocks=num_swap_blocks,
         prefix_caching=scheduler.prefix_caching,
         window=sees,
+        exports=exports,
     )
     limits, policy, classes, order, _ = build_rules(config, blocks.longest)
     if scheduler.record_path is None:

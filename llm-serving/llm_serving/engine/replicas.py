@@ -15,12 +15,14 @@ from typing import Literal, Protocol, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
+from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
 from llm_serving.engine.ledger import Ledger
 from llm_serving.engine.replica import build_rules
 from llm_serving.errors import LLMServingError, NoWorkAgentsError, RequestError, WorkerDiedError
 from llm_serving.executor.supervised_executor import restart_delay_s
+from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.observe.metrics import ReplicaCounts
 
@@ -49,6 +51,8 @@ class Events:
     """What a step brought."""
     on_started: Callable[[list[str]], None]
     """Ids of requests that are scheduled for the first time; before anything of them is told."""
+    on_departures: Callable[[list[Departure]], None]
+    """Requests that another replica is to go on with."""
     on_failure: Callable[[LLMServingError], None]
     """Why the server cannot serve and shall end."""
 
@@ -66,6 +70,7 @@ class Replicas:
         """Those that shall get no requests until they join again, each with what its thread waits for."""
         self._config = config.serving
         self._num_replicas = config.num_replicas
+        self._num_transfer_blocks = config.num_transfer_blocks
         self._open_replica = open_replica
         self._events = events
         self._failures: dict[int, str] = {}
@@ -95,9 +100,14 @@ class Replicas:
         """
         self._loop = loop
         engine = self.engines[index] = make(self._publish)
-        engine.on_started, engine.on_away = self._publish_started, self._publish_away
+        self.watch(engine)
         self._join(index, engine)
         return engine
+
+    def watch(self, engine: Engine) -> None:
+        """Has an engine tell what happens."""
+        engine.on_started, engine.on_away = self._publish_started, self._publish_away
+        engine.on_departures, engine.on_spent = self._publish_departures, self.give_back
 
     async def stop(self) -> None:
         """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""
@@ -128,6 +138,10 @@ class Replicas:
             raise RequestError("replica", "must not be the only one that serves", index)
         self._drained.setdefault(index, threading.Event())
 
+    def is_drained(self, index: int) -> bool:
+        """Whether it gets no further requests."""
+        return index in self._drained
+
     def leave(self, index: int) -> None:
         """Ends the WorkAgent of a drained replica that has no requests; its thread waits until it may join."""
         engine = self.engines.get(index)
@@ -146,6 +160,14 @@ class Replicas:
             with contextlib.suppress(WorkerDiedError):
                 asked[index] = engine.ask(partial(_reload, engine, config))
         return asked
+
+    def give_back(self, blocks: list[TransferBlock]) -> None:
+        """Blocks that replicas have handed over are not needed any more; from any thread."""
+        blocks_of: dict[int, list[TransferBlock]] = {}
+        for block in blocks:
+            blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
+        for index, given in blocks_of.items():
+            self.engines[index].give_back(given)
 
     def join(self, index: int) -> None:
         """A drained replica serves again, and loads if it has left. One that was not drained is left alone.
@@ -216,8 +238,7 @@ class Replicas:
 
     def _serve(self, index: int) -> None:
         with self._open_replica(index, self._publish, self._set_progress) as engine:
-            engine.on_started = self._publish_started
-            engine.on_away = self._publish_away
+            self.watch(engine)
             self._join(index, engine)
             self.engines[index] = engine
             if self._reloaded is not None:
@@ -244,6 +265,9 @@ class Replicas:
 
     def _publish_started(self, request_ids: list[str]) -> None:
         self._call_soon(self._events.on_started, request_ids)
+
+    def _publish_departures(self, departures: list[Departure]) -> None:
+        self._call_soon(self._events.on_departures, departures)
 
     def _publish_away(self) -> None:
         """After an attempt to start a WorkAgent again."""

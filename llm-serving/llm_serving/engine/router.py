@@ -11,6 +11,7 @@ from llm_serving.admission.load_estimator import Measured
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.caller import Caller
+from llm_serving.core.choices import RoleName
 from llm_serving.core.clock import Clock
 from llm_serving.core.request_class import class_of
 from llm_serving.core.sampling_params import SamplingParams
@@ -50,6 +51,9 @@ class Router:
     ) -> None:
         self.rule = ROUTINGS[config.serving.routing]()
         self._config = config
+        roles = config.roles
+        self._prefilling = {index for index, role in enumerate(roles) if role is RoleName.PREFILL}
+        self._decoding = {index for index, role in enumerate(roles) if role is RoleName.DECODE}
         self._replicas = replicas
         self._requests = requests
         self._room = room
@@ -65,7 +69,7 @@ class Router:
 
     def block_names(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> list[bytes]:
         """Names of the blocks by which replicas are compared; none where there is nothing to compare by them."""
-        living = self._replicas.open()
+        living = self._to_begin(self._replicas.open())
         wants_all = sampling.prompt_logprobs is not None
         if len(living) < 2 or wants_all or not (self.rule.needs_prefixes and self._config.scheduler.prefix_caching):
             return []
@@ -83,7 +87,7 @@ class Router:
         Raises:
             UnavailableError: No WorkAgent is ready.
         """
-        living = self._living()
+        living = self._begin()
         present = {index: engine for index, engine in living.items() if engine.away is None}
         candidates = [self._candidate(each, prompt_lens[0], names) for each in sorted((present or living).items())]
         index = candidates[0].replica
@@ -99,6 +103,32 @@ class Router:
         self._check_away(index, living[index])
         cached = next(each.num_cached_tokens for each in candidates if each.replica == index)
         return Placed(index, living[index], cached)
+
+    def moves(self, replica: int) -> bool:
+        """Whether requests that begin at a replica go on at another."""
+        return replica in self._prefilling
+
+    def next_of(self) -> list[tuple[int, Engine]]:
+        """Living replicas that may go on with a request whose prompt is computed, the best first.
+
+        Those that are to decode before those that are not, those whose WorkAgent is there before those where it is
+        away, those that get requests before drained ones; then those with the fewest requests.
+        """
+        engines = self._replicas.living().items()
+        return sorted(
+            engines,
+            key=lambda each: (
+                self.moves(each[0]),
+                each[1].away is not None,
+                self._replicas.is_drained(each[0]),
+                self._requests.num_of(each[1]),
+                each[0],
+            ),
+        )
+
+    def move(self, request_id: str, replica: int) -> None:
+        """Another replica has the request from now on."""
+        self._prompts.move(request_id, replica)
 
     def beside(self, stream: RequestStream | None) -> Placed | None:
         """The living replica that has the request of a stream, as long as that has not ended."""
@@ -151,6 +181,14 @@ class Router:
         if not living:
             raise UnavailableError(self._replicas.health().detail)
         return living
+
+    def _begin(self) -> dict[int, Engine]:
+        return self._to_begin(self._living())
+
+    def _to_begin(self, living: dict[int, Engine]) -> dict[int, Engine]:
+        """Those where requests begin: where all others are away, also those that are to decode."""
+        chosen = {index: each for index, each in living.items() if index not in self._decoding}
+        return chosen if any(each.away is None for each in chosen.values()) else living
 
     def _candidate(self, replica: tuple[int, Engine], num_prompt_tokens: int, names: Sequence[bytes]) -> Candidate:
         index, engine = replica

@@ -51,8 +51,12 @@ class ThisMachine:
 
     Each has three ties to it, all inherited and none with a name that others could find: one end of a pair of sockets
     (steps), a memory file (their arrays) and its standard input, a pipe whose end tells it that the master is gone,
-    however the master ended.
+    however the master ended. All of them have the transfer memory, if there is one.
     """
+
+    def __init__(self, transfer_fd: int | None = None) -> None:
+        """`transfer_fd`: of memory by which they hand blocks over; it stays the caller's."""
+        self._transfer_fd = transfer_fd
 
     def start(
         self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
@@ -64,7 +68,7 @@ class ThisMachine:
                 link: AgentLink
                 undo.callback(buffers.close)
                 if settings.num_ranks == 1:
-                    process, link = _start(undo, index, settings, buffers.fd, log_level)
+                    process, link = _start(undo, index, settings, buffers.fd, log_level, 0, None, self._transfer_fd)
                 else:
                     process, link = _start_ranks(undo, index, settings, buffers.fd, log_level)
             except OSError as error:
@@ -103,7 +107,13 @@ def _start_ranks(
 
 
 def _spawn(
-    index: int, socket_fd: int, memory_fd: int, log_level: str, rank: int = 0, ranks_fd: int | None = None
+    index: int,
+    socket_fd: int,
+    memory_fd: int,
+    log_level: str,
+    rank: int = 0,
+    ranks_fd: int | None = None,
+    transfer_fd: int | None = None,
 ) -> LocalProcess:
     command = [sys.executable, "-m", "llm_serving.work_agent", "--index", str(index), "--log-level", log_level]
     command += ["--socket-fd", str(socket_fd), "--memory-fd", str(memory_fd)]
@@ -111,5 +121,8 @@ def _spawn(
     if ranks_fd is not None:
         command += ["--rank", str(rank), "--ranks-fd", str(ranks_fd)]
         inherited.append(ranks_fd)
+    if transfer_fd is not None:
+        command += ["--transfer-fd", str(transfer_fd)]
+        inherited.append(transfer_fd)
     # A session of its own: Ctrl-C reaches the whole group of the master, who decides when its WorkAgents end.
     return LocalProcess(command, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)

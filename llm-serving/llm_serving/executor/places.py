@@ -17,6 +17,7 @@ from llm_serving.executor.placement import Placement, ThisMachine
 from llm_serving.executor.ray_orders import RayPlaces
 from llm_serving.executor.ray_starter import RayStarter
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
+from llm_serving.transport.transfer_memory import transfer_memory
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def open_placement(config: ServingConfig) -> Iterator[Placement]:
         ConfigError: The cluster cannot be used.
     """
     if config.cluster.engine == EngineName.LOCAL:
-        yield ThisMachine()
+        with transfer_memory() if config.num_transfer_blocks else contextlib.nullcontext() as transfer_fd:
+            yield ThisMachine(transfer_fd)
         return
     with _secret_file(config) as path, contextlib.closing(_on_ray(config, path)) as placement:
         yield placement

@@ -93,6 +93,7 @@ class StepBuilder:
             sampling=self._sampling(sampled, num_computed[sample_rows] + last_tokens),
             scoring=scoring,
             block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
+            exports=np.array(schedule.exports, np.int32).reshape(-1, len(Move._fields)),
             allowed_follow=self._params.has_walks,
         )
         self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}

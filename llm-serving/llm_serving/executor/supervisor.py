@@ -203,6 +203,7 @@ def load_settings(config: ServingConfig, index: int) -> LoadModel:
         num_buffers=NUM_BUFFERS,
         buffer_bytes=max_step_bytes(max_tokens, max_rows, max_model_len, config.pa.block_size),
         step_timeout_s=config.serving.step_timeout_s,
+        num_transfer_blocks=config.num_replicas * config.num_transfer_blocks,
         num_ranks=config.cluster.tensor_parallel,
         draft_model_path=_text(config.scheduler.draft_model_path),
     )

@@ -9,10 +9,12 @@ from itertools import chain
 
 from llm_serving.core.request import Request
 from llm_serving.core.step import NO_BLOCK, BlockMove, Move
+from llm_serving.core.transfer import Transfer
 from llm_serving.core.window import Window
 from llm_serving.kvcache.block_hash import block_hash, namespace_hash
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.exports import Exports, TransferBlock
 
 
 class BlockManager:
@@ -39,10 +41,13 @@ class BlockManager:
         num_swap_blocks: int = 0,
         prefix_caching: bool = True,
         window: Window | None = None,
+        exports: Exports | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_pool = BlockPool(num_swap_blocks)
         """Blocks in host memory, where swapped requests wait."""
+        self.exports = Exports() if exports is None else exports
+        """Blocks in which requests go to other replicas."""
         self.block_size = block_size
         self.window = Window() if window is None else window
         self.most_blocks = self.window.most_blocks(block_size, num_blocks)
@@ -53,6 +58,10 @@ class BlockManager:
         """Requests that share no block, see `admit`."""
         self._tables: dict[str, BlockTable] = {}
         self._host_tables: dict[str, BlockTable] = {}
+        self._arriving: dict[str, BlockTable] = {}
+        """Blocks of transfer pools, of requests that wait with what other replicas have computed of them."""
+        self._spent: list[TransferBlock] = []
+        """Blocks of transfer pools that nobody here needs once the steps that have been formed are done."""
         self._names: dict[str, list[bytes]] = {}
         """Names of the first full blocks of each request, as far as they were asked for."""
         self._moves: list[Move] = []
@@ -137,8 +146,9 @@ class BlockManager:
         """
         uses = Counter(block_id for other in without for block_id in self._tables.get(other.request_id, ()))
         num_released = sum(self.pool.ref_count(block_id) == count for block_id, count in uses.items())
-        if self.is_swapped(request.request_id):
-            start = self._host_tables[request.request_id].start
+        outside = self._host_tables.get(request.request_id) or self._arriving.get(request.request_id)
+        if outside is not None:
+            start = outside.start
             return self._end(start, num_tokens) - start - num_released
         shared = self._shared_blocks(request, None if parent in without else parent, self._slides(num_tokens, keeps))
         num_in_use = sum(self.pool.ref_count(block_id) > uses[block_id] for block_id in shared)
@@ -160,13 +170,8 @@ class BlockManager:
         alone = self._slides(num_tokens, keeps)
         if alone:
             self._alone.add(request_id)
-        if self.is_swapped(request_id):
-            host_table = self._host_tables.pop(request_id)
-            start = host_table.start
-            table = BlockTable.of(self.pool, self.pool.allocate(self._end(start, num_tokens) - start), start)
-            self._move(BlockMove.SWAP_IN, host_table, table, start * self.block_size, request.num_computed_tokens)
-            self.host_pool.free(host_table)
-            self._tables[request_id] = table
+        if self.is_swapped(request_id) or request_id in self._arriving:
+            self._bring_in(request, num_tokens)
             return request.num_computed_tokens
         table = self._shared_blocks(request, parent, alone)
         end = table.end
@@ -214,6 +219,7 @@ class BlockManager:
         if request_id in self._tables:
             self.pool.free(reversed(list(self._tables.pop(request_id))))
         self.host_pool.free(self._host_tables.pop(request_id, ()))
+        self._spend(self._arriving.pop(request_id, BlockTable()))
         self._names.pop(request_id, None)
         self._alone.discard(request_id)
 
@@ -241,12 +247,44 @@ class BlockManager:
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._host_tables
 
+    # --- from and to other replicas ---------------------------------------------------------------------------------
+
+    def arrive(self, request_id: str, transfer: Transfer) -> None:
+        """A request has come with blocks of a transfer pool; `admit` will take what they hold."""
+        if transfer.block_ids:
+            self._arriving[request_id] = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
+
+    def is_arriving(self, request_id: str) -> bool:
+        """Whether what it has come with is still to be taken."""
+        return request_id in self._arriving
+
+    def export(self, request_id: str, num_tokens: int) -> list[Move] | None:
+        """Copies the blocks that a request needs of its first tokens, once they are computed; None: there is no room.
+
+        Returns:
+            Moves for the step that computes the last of these tokens.
+        """
+        table = self._tables[request_id]
+        start = max(table.start, self.window.first_block(num_tokens, self.block_size))
+        end = self.num_blocks_for(num_tokens)
+        target = self.exports.take(request_id, start, end, num_tokens)
+        return None if target is None else self._moves_of(BlockMove.EXPORT, table, target, start, end, num_tokens)
+
+    def take_spent(self) -> list[TransferBlock]:
+        """Blocks of transfer pools that are free once the steps formed so far are done, since the last call."""
+        spent, self._spent = self._spent, []
+        return spent
+
     def lose_all(self) -> None:
-        """The content of both memories is gone: nobody has a table, nothing is found by name, nothing is moved."""
+        """The content of both memories is gone: nobody has a table, nothing is found by name, nothing is moved.
+
+        What other replicas have handed over, or have been handed, is in neither.
+        """
         for request_id in [*self._tables, *self._host_tables]:
             self.free(request_id)
         self.pool.forget()
         self._moves.clear()
+        self.exports.lose()
 
     def take_moves(self) -> list[Move]:
         """Those decided since the last call, in order."""
@@ -260,6 +298,8 @@ class BlockManager:
         self.pool.check_integrity(chain.from_iterable(self._tables.values()))
         self.host_pool.check_integrity(chain.from_iterable(self._host_tables.values()))
         assert not self._tables.keys() & self._host_tables.keys(), "a request is in both memories"
+        assert not self._tables.keys() & self._arriving.keys(), "a request has blocks and is still to come"
+        self.exports.check_integrity()
         most_held = max(map(len, self._tables.values()), default=0)
         assert most_held <= self.most_blocks, "a request holds more than the window and a step"
         shared = {self.pool.ref_count(each) for name in self._alone for each in self._tables[name]}
@@ -342,11 +382,37 @@ class BlockManager:
             names.append(block_hash(previous, request.known_token_ids(start, start + self.block_size)))
         return names[:count]
 
+    def _bring_in(self, request: Request, num_tokens: int) -> None:
+        """Gives a request whose tokens are outside of the cache a table, and moves them into it."""
+        request_id = request.request_id
+        kind, outside = BlockMove.SWAP_IN, self._host_tables.pop(request_id, None)
+        if outside is None:
+            kind, outside = BlockMove.IMPORT, self._arriving.pop(request_id)
+        start = outside.start
+        table = BlockTable.of(self.pool, self.pool.allocate(self._end(start, num_tokens) - start), start)
+        self._move(kind, outside, table, start * self.block_size, request.num_computed_tokens)
+        if kind is BlockMove.SWAP_IN:
+            self.host_pool.free(outside)
+        else:
+            self._spend(outside)
+        self._tables[request_id] = table
+
+    def _spend(self, table: BlockTable) -> None:
+        self._spent += zip(table.ids[table.start :], table.epochs[table.start :], strict=True)
+
     def _move(self, kind: BlockMove, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
         """Tokens [start, end) go from one table to the same place of another; a block begins at `start`."""
-        for index in range(start // self.block_size, self.num_blocks_for(end)):
+        self._moves += self._moves_of(kind, source, target, start // self.block_size, self.num_blocks_for(end), end)
+
+    def _moves_of(
+        self, kind: BlockMove, source: BlockTable, target: BlockTable, start: int, end: int, num_tokens: int
+    ) -> list[Move]:
+        """Blocks [start, end) of one table go to the same place of another; `num_tokens` of the first ones count."""
+        moves = []
+        for index in range(start, end):
             blocks = source.ids[index], target.ids[index], source.epochs[index], target.epochs[index]
-            self._moves.append(Move(int(kind), *blocks, min(end - index * self.block_size, self.block_size)))
+            moves.append(Move(int(kind), *blocks, min(num_tokens - index * self.block_size, self.block_size)))
+        return moves
 
     def _missing(self, request_id: str, num_tokens: int) -> int:
         table = self._tables[request_id]

@@ -17,13 +17,14 @@ class BlockPool:
     blocks are handed out first, the latest freed before the others; then named ones, the longest unused first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, last_epoch: int = 0) -> None:
+        """Epochs go on behind `last_epoch`."""
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """In the order in which they are handed out."""
         self._ref_counts = [0] * num_blocks
         self._epochs = [0] * num_blocks
-        self._num_allocations = 0
+        self._num_allocations = last_epoch % MAX_EPOCH
         self._names: list[bytes | None] = [None] * num_blocks
         self._blocks_by_name: dict[bytes, int] = {}
 

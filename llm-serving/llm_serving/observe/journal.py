@@ -135,8 +135,8 @@ class Life:
             request.first_scheduled_time,
         )
 
-    def end(self, time: float) -> None:
-        self._facts = self.facts._replace(status="finished")
+    def end(self, time: float, status: str = "finished") -> None:
+        self._facts = self.facts._replace(status=status)
         self._request = None
         self.ended_time = time
 
@@ -217,6 +217,18 @@ class Journal:
         if request.exchange is not None:
             request.exchange.unfinished.discard(request.request_id)
 
+    def departed(self, request: Request, now: float) -> None:
+        """Another replica goes on with it; what is kept here is how it came so far."""
+        if (life := self._lives.get(request.request_id)) is not None:
+            life.end(now, "moved")
+            self._keep(life)
+
+    def arrived(self, request: Request, request_class: RequestClass, since: float) -> None:
+        """Another replica has begun with it, until `since`."""
+        self.submitted(request, request_class)
+        if (life := self._lives.get(request.request_id)) is not None:
+            life.arrival_time = since
+
     def queued(self, request: Request, now: float) -> None:
         """The engine has taken it from its inbox; the scheduler knows it."""
         if (life := self._lives.get(request.request_id)) is not None:
@@ -296,6 +308,9 @@ class Journal:
         if (exchange := life.exchange) is not None:
             exchange.last_ended_time = max(exchange.last_ended_time, now)
             exchange.unfinished.discard(life.request_id)
+        self._keep(life)
+
+    def _keep(self, life: Life) -> None:
         self._ended.append(life.request_id)
         if len(self._ended) > self._num_requests:
             self._lives.pop(self._ended.popleft(), None)

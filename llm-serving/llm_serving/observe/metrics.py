@@ -17,6 +17,7 @@ from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
 from llm_serving.observe.class_metrics import ClassMetrics
 from llm_serving.observe.histogram import LATENCY_BUCKETS, LENGTH_BUCKETS, TOKEN_BUCKETS, Histogram
 from llm_serving.observe.http_metrics import HttpMetrics
+from llm_serving.observe.move_metrics import MoveMetrics
 from llm_serving.observe.swap_metrics import SwapMetrics
 
 
@@ -68,6 +69,7 @@ class Metrics(Collector):
         self._labels = {"model_name": model_name}
         self.classes = ClassMetrics(self._labels, classes)
         self.swaps = SwapMetrics(self._labels)
+        self.moves = MoveMetrics(self._labels)
         self.http = HttpMetrics(self._labels)
         self.replicas: Callable[[], ReplicaCounts] = lambda: ReplicaCounts(0, 0)
         """Asked when the numbers are read."""
@@ -306,6 +308,7 @@ class Metrics(Collector):
             yield histogram.family(name, _HISTOGRAMS[name][0], self._labels)
         yield from self.classes.collect()
         yield from self.swaps.collect()
+        yield from self.moves.collect()
         yield from self.http.collect()
 
 

@@ -9,8 +9,10 @@ from llm_serving import __version__
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import RequestClass
+from llm_serving.core.transfer import Transfer
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.block_table import BlockTable
+from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.log import get_logger
 from llm_serving.recording.records import (
     FORMAT,
@@ -20,9 +22,11 @@ from llm_serving.recording.records import (
     CacheLost,
     Chain,
     Decided,
+    Departed,
     Drafted,
     Ended,
     Event,
+    GivenBack,
     Header,
     Paused,
     Reloaded,
@@ -76,7 +80,7 @@ class DecisionEncoder:
 
     def encode(self, schedule: Schedule | None) -> bytes:
         if schedule is None:
-            return encode(Decided(None, [], [], [], []))
+            return encode(Decided(None, [], [], [], [], []))
         shown, tables = self._shown, self._blocks.tables
         rows: list[Row] = []
         for request, num_computed, query_len, samples, _ in schedule.rows:
@@ -92,7 +96,9 @@ class DecisionEncoder:
         if len(shown) > 2 * len(rows) + 256:  # most of them have ended
             self._shown = {row[0]: shown[row[0]] for row in rows}
         preempted = [request.sequence for request in schedule.preempted]
-        return encode(Decided(schedule.step, rows, schedule.block_moves, preempted, schedule.prompt_results))
+        return encode(
+            Decided(schedule.step, rows, schedule.block_moves, preempted, schedule.prompt_results, schedule.exports)
+        )
 
 
 class Recorder:
@@ -217,6 +223,10 @@ class RecordedScheduler(Scheduler):
                 request.arrival_time,
                 request.deadline,
                 request.last_scheduled_step,
+                request.moves,
+                request.transfer,
+                request.num_cached_tokens,
+                request.first_scheduled_time,
             )
         )
         super().add(request)
@@ -260,6 +270,14 @@ class RecordedScheduler(Scheduler):
         if not request.is_finished:
             self._record(Ended(request.sequence, reason.value))
         super().finish(request, reason, stop_reason)
+
+    def depart(self, request: Request) -> Transfer:
+        self._record(Departed(request.sequence))
+        return super().depart(request)
+
+    def give_back(self, blocks: Sequence[TransferBlock]) -> None:
+        self._record(GivenBack(list(blocks)))
+        super().give_back(blocks)
 
     def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
         self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))

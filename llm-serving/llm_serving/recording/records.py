@@ -15,11 +15,13 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import msgspec
 
 from llm_serving.core.step import Move
+from llm_serving.core.transfer import Transfer
 from llm_serving.errors import RecordingError
+from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 10
+FORMAT: Final = 11
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -63,6 +65,11 @@ class Added(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     arrival_time: float
     deadline: float | None
     last_scheduled_step: int
+    moves: bool
+    transfer: Transfer | None
+    """What it has come with from another replica."""
+    num_cached_tokens: int
+    first_scheduled_time: float | None
 
 
 class Drafted(msgspec.Struct, array_like=True, frozen=True, tag="draft"):
@@ -104,6 +111,18 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, tag="finish"):
     reason: str
 
 
+class Departed(msgspec.Struct, array_like=True, frozen=True, tag="depart"):
+    """`depart`: its last step here has been replied to."""
+
+    sequence: int
+
+
+class GivenBack(msgspec.Struct, array_like=True, frozen=True, tag="give_back"):
+    """`give_back`."""
+
+    blocks: list[TransferBlock]
+
+
 class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="reprioritise"):
     sequence: int
     priority: int
@@ -141,6 +160,7 @@ class Decided(msgspec.Struct, array_like=True, frozen=True, tag="decision"):
     block_moves: list[Move]
     preempted: list[int]
     prompt_results: list[PromptResults]
+    exports: list[Move]
 
 
 Event = (
@@ -152,6 +172,8 @@ Event = (
     | Resumed
     | Reprioritised
     | Ended
+    | Departed
+    | GivenBack
     | ServedElsewhere
     | Reloaded
     | CacheLost

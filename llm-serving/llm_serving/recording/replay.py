@@ -19,10 +19,12 @@ from llm_serving.recording.records import (
     CacheLost,
     Chain,
     Decided,
+    Departed,
     Drafted,
     Ended,
     Entry,
     Event,
+    GivenBack,
     Paused,
     Reader,
     Reloaded,
@@ -137,6 +139,10 @@ class Replay:
                 scheduler.draft(self._requests[sequence], token_ids)
             case Ended(sequence, reason):
                 scheduler.finish(self._requests.pop(sequence), FinishReason(reason))
+            case Departed(sequence):
+                scheduler.depart(self._requests.pop(sequence))
+            case GivenBack(blocks):
+                scheduler.give_back(blocks)
             case Paused(sequence):
                 scheduler.pause(self._requests[sequence])
             case Resumed(sequence, newest_token_id):
@@ -176,6 +182,8 @@ class Replay:
                 lines.append(_pair(f"row {index}", self._row(old), self._row(new)))
         if expected.block_moves != got.block_moves:
             lines.append(_pair("block moves", expected.block_moves, got.block_moves))
+        if expected.exports != got.exports:
+            lines.append(_pair("blocks handed over", expected.exports, got.exports))
         if expected.preempted != got.preempted:
             lines.append(_pair("preempted", self._names(expected.preempted), self._names(got.preempted)))
         if expected.prompt_results != got.prompt_results:
@@ -223,4 +231,8 @@ def _request(event: Added) -> Request:
         arrival_time=event.arrival_time,
         deadline=event.deadline,
         last_scheduled_step=event.last_scheduled_step,
+        moves=event.moves,
+        transfer=event.transfer,
+        num_cached_tokens=event.num_cached_tokens,
+        first_scheduled_time=event.first_scheduled_time,
     )

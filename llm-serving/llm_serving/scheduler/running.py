@@ -33,7 +33,7 @@ class Running:
                     continue
                 self.num_decoding += 1
                 if num_output < request.sampling.max_tokens and not (
-                    in_flight and (request.waits_for_reply or request.draft_token_ids)
+                    request.departs or (in_flight and (request.waits_for_reply or request.draft_token_ids))
                 ):
                     self.decoding.append(request)
             elif num_uncomputed > 0:

@@ -66,6 +66,10 @@ class Schedule:
     """Of the rows that tell something of a prompt, in their order."""
     has_drafts: bool = False
     """Whether rows compute guesses."""
+    departures: list[ScheduledRow] = field(default_factory=list)
+    """Rows whose requests leave for another replica when the reply has come, unless they end with it."""
+    exports: list[Move] = field(default_factory=list)
+    """Of their blocks, to be done when the rows are computed."""
     num_bound_violations: int = 0
     """Requests that have just waited longer than a bound allows; 0 unless the scheduler has a fault."""
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from llm_serving.core.request import FINISHED, RUNNING, FinishReason, Request, RequestStatus
 from llm_serving.core.request_class import RequestClass, class_of
+from llm_serving.core.step import Move
+from llm_serving.core.transfer import Transfer
 from llm_serving.kvcache import BlockManager
+from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.scheduler.bounds import class_bounds
 from llm_serving.scheduler.drafts import add_drafts, num_chosen
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
@@ -57,6 +61,8 @@ class Scheduler:
         """Requests that were given drafts since the step before."""
         self._num_telling = 0
         """Requests that tell something of their prompts."""
+        self._num_moving = 0
+        """Requests that other replicas are to go on with."""
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
         self._step = 0
@@ -118,7 +124,10 @@ class Scheduler:
         self.waits.take_over(waits, num_waited, self._requests.values())
 
     def add(self, request: Request) -> None:
-        """Queues a request that passed the checks at the door."""
+        """Queues a request that passed the checks at the door, or that another replica has begun with.
+
+        What that has computed of it is in the blocks it has come with: it is brought in when it gets a place.
+        """
         request.sequence = request.entered = self.waits.num_entered
         self.waits.num_entered += 1
         request.request_class = class_of(request.priority, self.classes)
@@ -128,6 +137,13 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
         self._num_telling += request.tells_of_its_prompt
+        self._num_moving += request.moves
+        if (transfer := request.transfer) is not None:
+            request.num_computed_tokens = transfer.num_tokens
+            request.num_preemptions = transfer.num_preemptions
+            self.blocks.arrive(request.request_id, transfer)
+            self.waits.wait(request, transfer.num_waited)
+            return
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
             self.waits.hold_back(request, parent)
@@ -140,7 +156,7 @@ class Scheduler:
         What a step has room for is computed beside that token, where no prompt and no other request's token is kept
         from it, and counts as far as it turns out to be what the model chooses. The step uses all guesses up.
         """
-        if request.status is RUNNING and not request.num_tokens_in_flight:
+        if request.status is RUNNING and not request.num_tokens_in_flight and not request.moves:
             request.draft_token_ids = token_ids
             self._num_drafts += 1
 
@@ -172,6 +188,7 @@ class Scheduler:
             add_drafts(draft, self.blocks)
         rows = draft.rows
         results = prompt_results_of(rows) if self._num_telling else []
+        departures, exports = self._export(rows) if self._num_moving else ([], [])
         started = self._advance(draft, running, now)
         violations = self._count_violations(draft, running, prompts_wait)
         self._step += 1
@@ -179,7 +196,17 @@ class Scheduler:
         preempted, preemptions = self._giving_way.take()
         moves = self.blocks.take_moves()
         return Schedule(
-            draft.number, rows, moves, started, preempted, preemptions, results, draft.has_drafts, violations
+            draft.number,
+            rows,
+            moves,
+            started,
+            preempted,
+            preemptions,
+            results,
+            draft.has_drafts,
+            departures,
+            exports,
+            violations,
         )
 
     def update(self, schedule: Schedule, token_ids: list[int]) -> list[Request]:
@@ -282,6 +309,24 @@ class Scheduler:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
             return
+        if request.departs:
+            self.blocks.exports.stay(request.request_id)
+        self._remove(request)
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self.order.ended(request)
+
+    def depart(self, request: Request) -> Transfer:
+        """The step that was to hand a request's blocks over is done: it is none of this scheduler's any more."""
+        transfer = self.blocks.exports.leave(request.request_id)
+        self._remove(request)
+        return replace(transfer, num_waited=request.num_steps_waited or 0, num_preemptions=request.num_preemptions)
+
+    def give_back(self, blocks: Sequence[TransferBlock]) -> None:
+        """Other replicas need no more what these held of requests that have departed."""
+        self.blocks.exports.give_back(blocks)
+
+    def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.places.leave(request)
         else:
@@ -291,11 +336,9 @@ class Scheduler:
         del self._requests[request.request_id]
         self._num_beams -= request.is_beam
         self._num_telling -= request.tells_of_its_prompt
+        self._num_moving -= request.moves
         self.waits.release_forks(request)
         request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        self.order.ended(request)
 
     def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
         """Tenants were served by other replicas: it counts as if it had been here.
@@ -318,12 +361,15 @@ class Scheduler:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
 
         It waits ahead of its class, as after a preemption, but its preemptions are not counted: the bound on them is a
-        promise about the scheduler.
+        promise about the scheduler. Of whoever waits with blocks from another replica nothing is lost.
         """
         self.blocks.lose_all()
         for request in self._requests.values():
-            request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
+            if not self.blocks.is_arriving(request.request_id):
+                request.num_computed_tokens = 0
+            request.num_confirmed_tokens = request.num_tokens_in_flight = 0
             request.draft_token_ids = []
+            request.departs = False
         for request in self.running:
             self.waits.wait_again(request)
         self.places.clear()
@@ -519,6 +565,21 @@ class Scheduler:
         return parent if parent is not None and parent.status is RequestStatus.RUNNING else None
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
+
+    def _export(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[Move]]:
+        """Whose blocks are handed over with this step: whoever gets a token, is to move and finds room for them."""
+        departures: list[ScheduledRow] = []
+        exports: list[Move] = []
+        for row in rows:
+            request = row.request
+            if not request.moves or row.samples != 1 or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+                continue
+            moves = self.blocks.export(request.request_id, row.end)
+            if moves is not None:
+                request.departs = True
+                departures.append(row)
+                exports += moves
+        return departures, exports
 
     def _advance(self, draft: StepDraft, running: Running, now: float) -> list[Request]:
         """The step is on its way; returns the requests that have never been scheduled before."""

@@ -213,6 +213,7 @@ async def start_generation(
                     beam_search=choices.beams,
                     constraint=constraint,
                     wants_vector=wants_vectors,
+                    has_siblings=len(of_prompt) > 1,
                     visitor=visitor,
                     admission=admission,
                     sharing=None if sharing is None else sharing._replace(key=keys[len(streams)]),

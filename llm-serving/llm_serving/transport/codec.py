@@ -90,11 +90,11 @@ def max_step_bytes(max_tokens: int, max_rows: int, max_model_len: int, block_siz
     with a result and a bit for each token that may be chosen, and each row with one more of each other kind.
 
     Block moves: one full batch out, another in, and a copied block a row are at most three for each entry of the block
-    tables. There is room for four, as pages of a buffer are taken when first written.
+    tables, and one more hands it over. There is room for five, as pages of a buffer are taken when first written.
     """
     max_row_blocks = -(-max_model_len // block_size)
     allowed_bytes = MAX_VOCAB_SIZE // 8 + 4
-    per_row = (2 * 4 + 4 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
+    per_row = (2 * 4 + 5 * _MOVE_BYTES) * max_row_blocks + 4 * max_model_len + 8 * 4096 + 64
     per_row += 2 * _WANTED_BYTES
     per_token = 4 + _WANTED_BYTES + 3 * 4 + allowed_bytes  # each may be a guess
     return per_token * max_tokens + max_rows * per_row + 64 * (_NUM_ARRAYS + _NUM_ALLOWED_ARRAYS)

@@ -23,7 +23,7 @@ import msgspec
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -81,6 +81,8 @@ class LoadModel(msgspec.Struct, tag="load_model", frozen=True):
     buffer_bytes: int
     step_timeout_s: float
     draft_model_path: str | None = None
+    num_transfer_blocks: int = 0
+    """Of the memory by which WorkAgents hand blocks over, all parts together."""
     num_ranks: int = 1
     """WorkAgents that compute the replica together."""
     rank: int = 0
@@ -97,6 +99,8 @@ class Loaded(msgspec.Struct, tag="loaded", frozen=True):
     notice: str
     """What the operator should know of the way this WorkAgent computes; usually empty."""
     computed_by: ComputedBy = NOT_KNOWN
+    block_bytes: int = 0
+    """Of a block, all layers; 0: not known."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
 from llm_serving.errors import WorkerError
+from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory
 from llm_serving.worker.model_inputs import first_seen_blocks
 
-_SWAP_OUT, _SWAP_IN = int(BlockMove.SWAP_OUT), int(BlockMove.SWAP_IN)  # compared with in a loop
 
-
-class _Tags(NamedTuple):
+class Tags(NamedTuple):
     """What is known of each block of a memory."""
 
     epochs: Int32Array
@@ -22,7 +21,7 @@ class _Tags(NamedTuple):
     num_written: Int32Array
 
     @classmethod
-    def of_empty(cls, num_blocks: int) -> _Tags:
+    def of_empty(cls, num_blocks: int) -> Tags:
         return cls(np.zeros(num_blocks, np.int32), np.zeros(num_blocks, np.int32))
 
 
@@ -36,24 +35,70 @@ class BlockGuard:
     quietly wrong.
     """
 
-    def __init__(self, num_blocks: int, num_swap_blocks: int, block_size: int, window: int | None = None) -> None:
-        """`window`: tokens that a token sees in any layer, its own included; None: all. What is behind is not read."""
+    def __init__(
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        window: int | None = None,
+        transfer: Tags | None = None,
+    ) -> None:
+        """Knows of nothing that was written.
+
+        Args:
+            num_blocks: Of the cache.
+            num_swap_blocks: Of the host pool.
+            block_size: Tokens of a block.
+            window: Tokens that a token sees in any layer, its own included; None: all. What is behind is not read.
+            transfer: Of the transfer pool, shared by all who hand blocks over by it; None: nobody does.
+        """
         self._block_size = block_size
         self._window = window
-        self._cache = _Tags.of_empty(num_blocks)
-        self._host = _Tags.of_empty(num_swap_blocks)
+        self._cache = Tags.of_empty(num_blocks)
+        self._memories = {
+            Memory.CACHE: self._cache,
+            Memory.HOST: Tags.of_empty(num_swap_blocks),
+            Memory.TRANSFER: Tags.of_empty(0) if transfer is None else transfer,
+        }
 
     def move(self, block_moves: Int32Array) -> None:
-        """Checks and follows moves that stay inside cache and host pool.
+        """Checks and follows moves that name blocks there are, before they are done.
 
         Raises:
             WorkerError: A move would take what is not its owner's.
         """
         for move in map(Move._make, block_moves.tolist()):
-            self._check_source(self._host if move.kind == _SWAP_IN else self._cache, move)
-            target = self._host if move.kind == _SWAP_OUT else self._cache
-            target.epochs[move.target] = move.target_epoch
-            target.num_written[move.target] = move.num_tokens
+            source, target = SOURCE_AND_TARGET[BlockMove(move.kind)]
+            self._check_source(self._memories[source], move)
+            self._memories[target].epochs[move.target] = move.target_epoch
+            self._memories[target].num_written[move.target] = move.num_tokens
+
+    def begin_exports(self, exports: Int32Array) -> None:
+        """Checks moves to the transfer pool before they are done; until `end_exports` nobody may read their targets.
+
+        Raises:
+            WorkerError: A move would take what is not its owner's.
+        """
+        num_written = self._memories[Memory.TRANSFER].num_written
+        for move in map(Move._make, exports.tolist()):
+            self._check_source(self._cache, move)
+            num_written[move.target] = 0
+
+    def end_exports(self, exports: Int32Array) -> None:
+        """The moves are done: others find whose these blocks are, and how much of them counts."""
+        tags = self._memories[Memory.TRANSFER]
+        for move in map(Move._make, exports.tolist()):
+            tags.epochs[move.target] = move.target_epoch
+            tags.num_written[move.target] = move.num_tokens
+
+    def check_imports(self, block_moves: Int32Array) -> None:
+        """Makes sure that nobody has written what has just been read from the transfer pool.
+
+        Raises:
+            WorkerError: Somebody has.
+        """
+        for move in map(Move._make, block_moves[block_moves[:, 0] == BlockMove.IMPORT].tolist()):
+            self._check_source(self._memories[Memory.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
         """Checks what the rows of a step are about to read and tags what they are about to write.
@@ -85,7 +130,7 @@ class BlockGuard:
         self._check_owners(read, owners, reads)  # nor may a row write what another one reads in this step
         self._cache.num_written[blocks] = np.minimum(num_after[writes], block_size)
 
-    def _check_source(self, source: _Tags, move: Move) -> None:
+    def _check_source(self, source: Tags, move: Move) -> None:
         block_id = move.source
         if source.num_written.item(block_id) < move.num_tokens:
             raise WorkerError(f"{BlockMove(move.kind).name} would take more of block {block_id} than was written")

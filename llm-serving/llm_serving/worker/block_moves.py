@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -10,8 +12,39 @@ from llm_serving.core.step import BlockMove, Int32Array, Move
 from llm_serving.errors import WorkerError
 
 
-def check_block_moves(block_moves: Int32Array, num_blocks: int, num_swap_blocks: int) -> None:
-    """Makes sure that every move stays inside cache and host pool.
+class Memory(enum.StrEnum):
+    """Where blocks lie."""
+
+    CACHE = "cache"
+    HOST = "host pool"
+    TRANSFER = "transfer pool"
+
+
+SOURCE_AND_TARGET: Final = {
+    BlockMove.COPY: (Memory.CACHE, Memory.CACHE),
+    BlockMove.SWAP_OUT: (Memory.CACHE, Memory.HOST),
+    BlockMove.SWAP_IN: (Memory.HOST, Memory.CACHE),
+    BlockMove.EXPORT: (Memory.CACHE, Memory.TRANSFER),
+    BlockMove.IMPORT: (Memory.TRANSFER, Memory.CACHE),
+}
+_SIZES: Final = {
+    Memory.CACHE: "num_blocks",
+    Memory.HOST: "num_swap_blocks",
+    Memory.TRANSFER: "num_transfer_blocks",
+}
+
+
+def check_block_moves(
+    block_moves: Int32Array,
+    num_blocks: int,
+    num_swap_blocks: int,
+    num_transfer_blocks: int = 0,
+    *,
+    exports: bool = False,
+) -> None:
+    """Makes sure that every move stays inside cache, host pool and transfer pool.
+
+    With `exports`, all must be of the kind EXPORT; otherwise none may be.
 
     Raises:
         WorkerError: One does not, or is of no known kind.
@@ -21,22 +54,21 @@ def check_block_moves(block_moves: Int32Array, num_blocks: int, num_swap_blocks:
     if not len(block_moves):
         return
     kinds = block_moves[:, 0]
-    if (unknown := ~np.isin(kinds, list(BlockMove))).any():
-        known = ", ".join(f"{kind.value} {kind.name}" for kind in BlockMove)
+    allowed = [kind for kind in BlockMove if (kind is BlockMove.EXPORT) == exports]
+    if (unknown := ~np.isin(kinds, allowed)).any():
+        known = ", ".join(f"{kind.value} {kind.name}" for kind in allowed)
         raise WorkerError(f"block_moves must be of the kinds {known}. Given: {kinds[unknown][0]}")
-    for column, end, host_kind in ((1, "from", BlockMove.SWAP_IN), (2, "to", BlockMove.SWAP_OUT)):
-        ids = block_moves[:, column]
-        in_host = kinds == host_kind
-        outside = (ids < 0) | (ids >= np.where(in_host, num_swap_blocks, num_blocks))
-        if outside.any():
-            kind, given = BlockMove(kinds[outside][0]).name, ids[outside][0]
-            if in_host[outside][0]:
-                place, size, field = "host pool", num_swap_blocks, "num_swap_blocks"
-            else:
-                place, size, field = "cache", num_blocks, "num_blocks"
-            raise WorkerError(
-                f"block_moves: {kind} {end} a block of the {place} must name one below `{field}` {size}. Given: {given}"
-            )
+    sizes = {Memory.CACHE: num_blocks, Memory.HOST: num_swap_blocks, Memory.TRANSFER: num_transfer_blocks}
+    for kind in sorted(set(map(BlockMove, kinds.tolist()))):
+        moves = block_moves[kinds == kind]
+        for column, end, memory in zip((1, 2), ("from", "to"), SOURCE_AND_TARGET[kind], strict=True):
+            ids, size = moves[:, column], sizes[memory]
+            outside = (ids < 0) | (ids >= size)
+            if outside.any():
+                raise WorkerError(
+                    f"block_moves: {kind.name} {end} a block of the {memory} must name one below `{_SIZES[memory]}` "
+                    f"{size}. Given: {ids[outside][0]}"
+                )
 
 
 def runs(block_moves: Int32Array) -> Iterator[tuple[BlockMove, Int32Array]]:

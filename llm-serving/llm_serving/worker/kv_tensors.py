@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mindspore as ms
 from mindspore.common.dtype import type_size_in_bytes
 
-from llm_serving.backends.base import Array, Backend
+from llm_serving.backends.base import Array, Backend, BlockMemory
 from llm_serving.backends.parameters import host_blocks
-from llm_serving.core.step import BlockMove, Int32Array
+from llm_serving.core.step import Int32Array
 from llm_serving.errors import ConfigError, WorkerError
 from llm_serving.models.memory import MAX_SLOTS
 from llm_serving.models.spec import ModelSpec
-from llm_serving.worker.block_moves import runs
+from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory, runs
+from llm_serving.worker.transfer_memory import TransferMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,17 @@ class KVTensors:
     num_blocks: int
     num_swap_blocks: int
     block_size: int
+    transfer: TransferMemory | None = None
+    """By which blocks are handed over; None: none are."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, all layers."""
+        return sum(cache.storage[0].nbytes for layer in self.layers for cache in layer)
+
+    @property
+    def num_transfer_blocks(self) -> int:
+        return 0 if self.transfer is None else self.transfer.num_blocks
 
     @classmethod
     def allocate(
@@ -76,11 +90,17 @@ class KVTensors:
             block_moves: [N, 6] as `StepInput.block_moves`, checked by `check_block_moves`: ids are not looked at again.
         """
         for kind, pairs in runs(block_moves):
-            for caches, hosts in zip(self.layers, self.host_layers, strict=True):
-                for cache, host in zip(caches, hosts, strict=True):
-                    source = host if kind is BlockMove.SWAP_IN else cache
-                    target = host if kind is BlockMove.SWAP_OUT else cache
-                    self.backend.copy_blocks(source, target, pairs)
+            sources, targets = map(self._layers_of, SOURCE_AND_TARGET[kind])
+            for source, target in zip(chain(*sources), chain(*targets), strict=True):
+                self.backend.copy_blocks(source, target, pairs)
+
+    def _layers_of(self, memory: Memory) -> Sequence[tuple[BlockMemory, BlockMemory]]:
+        if memory is Memory.CACHE:
+            return self.layers
+        if memory is Memory.HOST:
+            return self.host_layers
+        assert self.transfer is not None
+        return self.transfer.layers
 
 
 class CachesOfGraph(KVTensors):

@@ -43,7 +43,10 @@ TELL_S: Final = 5.0
 
 
 def load_runner(
-    settings: LoadModel, on_progress: Callable[[str], None], ranks_fd: int | None = None
+    settings: LoadModel,
+    on_progress: Callable[[str], None],
+    ranks_fd: int | None = None,
+    transfer_fd: int | None = None,
 ) -> tuple[ModelRunner, str]:
     """Selects the device, builds or finds the kernels, reads the weights and compiles the network.
 
@@ -51,6 +54,7 @@ def load_runner(
         settings: Of the master.
         on_progress: Is told what is being done.
         ranks_fd: Memory of those with whom this process computes; None: it computes alone.
+        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: none are.
 
     Returns:
         The runner, and what the operator should know of it; usually an empty text.
@@ -111,6 +115,8 @@ def load_runner(
         step_timeout_s=settings.step_timeout_s,
         coded_cache=_has_coded_cache(settings),
         on_weights=tell_now_and_then(on_progress, folder.name),
+        transfer_fd=transfer_fd,
+        num_transfer_blocks=settings.num_transfer_blocks,
     )
     runner.computed_by = _computed_by(backend, device, framework, settings.num_ranks)
     on_progress("compiling the network")

@@ -21,13 +21,14 @@ from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
-from llm_serving.worker.block_guard import BlockGuard
+from llm_serving.worker.block_guard import BlockGuard, Tags
 from llm_serving.worker.block_moves import check_block_moves
 from llm_serving.worker.kv_tensors import CachesOfGraph, KVTensors
 from llm_serving.worker.model_inputs import NO_TOKENS, ModelInputs, ModelLimits, build_model_inputs
 from llm_serving.worker.networks import Networks, compiled
 from llm_serving.worker.sampler import check_allowed, check_sampling, choose_tokens_for, sample
 from llm_serving.worker.scoring import check_scoring, score
+from llm_serving.worker.transfer_memory import TransferMemory
 
 _FIRST_TAG: Final = 1
 """Of the first step, among those that compute together; what comes before it has 0."""
@@ -58,6 +59,8 @@ class ModelRunner:
         ranks: Ranks | None = None,
         step_timeout_s: float = 0.0,
         on_weights: Callable[[int, int], None] | None = None,
+        transfer_fd: int | None = None,
+        num_transfer_blocks: int = 0,
     ) -> None:
         """Reads the weights and allocates the cache; `warm_up` compiles.
 
@@ -79,6 +82,8 @@ class ModelRunner:
             ranks: With whom this process computes what `spec` has a share of; None: alone.
             step_timeout_s: Seconds that they are waited for in a step.
             on_weights: Is told the bytes of weights read until now, and of all.
+            transfer_fd: Memory by which blocks are handed over; None: none are.
+            num_transfer_blocks: Of that memory.
 
         Raises:
             ModelError: The folder does not hold the weights of `spec`.
@@ -94,6 +99,9 @@ class ModelRunner:
         if networks is None:
             sizes = num_blocks, block_size, num_swap_blocks
             self.kv_tensors = KVTensors.allocate(spec, backend, *sizes, coded=coded_cache)
+            if transfer_fd is not None:
+                transfer = TransferMemory(transfer_fd, num_transfer_blocks, self.kv_tensors.layers)
+                self.kv_tensors = replace(self.kv_tensors, transfer=transfer)
         else:
             self.kv_tensors = CachesOfGraph.of(backend, num_blocks, block_size)
         room = Window.of(spec.window, 1, max_model_len).longest(block_size, num_blocks)
@@ -115,7 +123,9 @@ class ModelRunner:
             networks = compiled(lowered, spec.network.hidden, num_prompt_rows)
         self._network, self._states, self._head, self._of_prompts = networks
         self._choose_tokens = choose_tokens_for(backend.name)
-        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window)
+        shared = self.kv_tensors.transfer
+        tags = None if shared is None else Tags(shared.epochs, shared.num_written)
+        self._guard = BlockGuard(num_blocks, self.kv_tensors.num_swap_blocks, block_size, spec.window, tags)
         self._next_step = 0
         self._previous: Int32Array = NO_TOKENS
 
@@ -179,19 +189,32 @@ class ModelRunner:
         check_sampling(step.sampling, self._limits.vocab_size)
         check_scoring(step.scoring, self._limits.vocab_size)
         inputs = build_model_inputs(step, previous, self._limits)
-        check_block_moves(step.block_moves, self.kv_tensors.num_blocks, self.kv_tensors.num_swap_blocks)
+        tensors = self.kv_tensors
+        sizes = tensors.num_blocks, tensors.num_swap_blocks, tensors.num_transfer_blocks
+        check_block_moves(step.block_moves, *sizes)
+        check_block_moves(step.exports, *sizes, exports=True)
         self._guard.move(step.block_moves)
         self._guard.check(step)
-        self.kv_tensors.move_blocks(step.block_moves)
+        tensors.move_blocks(step.block_moves)
+        self._guard.check_imports(step.block_moves)
         if len(step.wanted) == step.sampling.num_samples:
             logits = self._forward(inputs)[: len(step.wanted)]
+            self._export(step.exports)
             step = self._allowing(step, await_allowed)
             output = sample(step.step, logits, step.sampling, previous, self._choose_tokens)
         else:
             states = self._states_of(inputs)
+            self._export(step.exports)
             output = self._results(self._allowing(step, await_allowed), states, previous)
         self._previous = output.token_ids
         return output
+
+    def _export(self, exports: Int32Array) -> None:
+        """Hands blocks over that are computed."""
+        if len(exports):
+            self._guard.begin_exports(exports)
+            self.kv_tensors.move_blocks(exports)
+            self._guard.end_exports(exports)
 
     def _allowing(self, step: StepInput, await_allowed: Callable[[], AllowedTokens] | None) -> StepInput:
         """The step with the tokens that follow."""

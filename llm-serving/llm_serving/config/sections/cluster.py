@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_serving.config.rules import choice, integer, option, path, text
-from llm_serving.core.choices import EngineName, SpreadName
+from llm_serving.config.rules import choice, choices, integer, option, path, text
+from llm_serving.core.choices import EngineName, RoleName, SpreadName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,16 @@ class ClusterConfig:
     tensor_parallel: int = option(1, integer(1, 16))
     """Processes that compute one replica together, each with its share of heads, of feed-forward columns and of the
     KV cache: on one machine, with `device_config.kernels: program` on a CPU."""
+
+    roles: tuple[str, ...] | None = option(None, choices(tuple(RoleName)))
+    """Of each replica in turn. `prefill`: requests begin there; once their prompt is computed they move, with keys and
+    values, to a replica that is not. `decode`: requests move there. `both`: those that begin there end there, and
+    others may move there. None: all are `both`."""
+
+    num_transfer_blocks: int | None = option(None, integer(1))
+    """Blocks of shared memory by which each `prefill` replica hands requests over. While there is no room a request
+    goes on where it is. None: as many as four requests of `model_config.max_generate_length` fill. Pages are taken when
+    they are first written."""
 
     cpus_per_replica: int | None = option(None, integer(1, 4096))
     """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:

@@ -11,7 +11,7 @@ from llm_serving.engine.receivers.beams import Beams
 from llm_serving.engine.receivers.desk import Desk
 from llm_serving.engine.receivers.sequence import OneSequence
 
-__all__ = ["RECEIVERS", "Desk", "receive"]
+__all__ = ["RECEIVERS", "Desk", "OneSequence", "receive"]
 
 
 class _Create(Protocol):

@@ -20,6 +20,10 @@ class OneSequence:
         self._desk.processor.start(self.request)
         self._desk.scheduler.add(self.request)
 
+    def resume(self) -> None:
+        """Begins with what another replica has begun; the processor knows how far that came."""
+        self._desk.scheduler.add(self.request)
+
     def take(self, request: Request, samples: range, output: StepOutput) -> None:
         desk = self._desk
         for sample in samples:

@@ -1,0 +1,64 @@
+"""A request on its way from the replica that has computed its prompt to the one that goes on with it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llm_serving.core.request import FinishReason, Request
+from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.transfer import Transfer
+from llm_serving.engine.audit import Answer
+from llm_serving.engine.output_processor import Produced
+
+
+class Departure(NamedTuple):
+    """What an engine lets go of and another one takes, or nobody, if it is not wanted any more."""
+
+    request: Request
+    """As it goes on; what the engine knew it by has ended."""
+    produced: Produced
+    """Its text so far."""
+    audited: Answer | None
+    """What its client was told, where that is to be compared."""
+    time: float
+    """When its last step at that engine was replied to."""
+
+    def last_piece(self, error: str) -> RequestOutput:
+        """What a client is told where nobody can go on with it."""
+        request = self.request
+        if request.exchange is not None:
+            request.exchange.unfinished.discard(request.request_id)
+        return RequestOutput(
+            request_id=request.request_id,
+            text="",
+            token_ids=(),
+            logprobs=(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=len(request.output_token_ids),
+            finish_reason=FinishReason.UNAVAILABLE,
+            error=error,
+        )
+
+
+def as_it_goes_on(request: Request, transfer: Transfer) -> Request:
+    """Another record of the same request, that no engine has yet."""
+    return Request(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        beginnings=request.beginnings,
+        waits_for_reply=request.waits_for_reply,
+        transfer=transfer,
+        constraint=request.constraint,
+        arrival_time=request.arrival_time,
+        deadline=request.deadline,
+        exchange=request.exchange,
+        output_token_ids=list(request.output_token_ids),
+        num_cached_tokens=request.num_cached_tokens,
+        first_scheduled_time=request.first_scheduled_time,
+    )
