@@ -1,5 +1,6 @@
 """What graphs of Cells refuse, and that a network is asked before it is built."""
 
+import numpy as np
 import pytest
 from families import models
 from llm_serving.config import load_config
@@ -7,6 +8,7 @@ from llm_serving.core.choices import QuantizationName
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
+from llm_serving.network.description import Expert, Network, Routing, Value, Weight
 from llm_serving.network.primitives import lacking, lacking_in_cells, lacking_of_codes
 
 
@@ -34,6 +36,42 @@ def test_what_each_graph_lacks(tmp_path, name, primitives, cells):
         have = "program has" if cells else have
         rule = f"must name a model without {lacks} with device_config.kernels: {kernels} ({have} it)"
         assert rule in str(error.value)
+
+
+def attention(**facts):
+    net = Network(64, 97)
+    q, k, v = net.split(net.linear(net.gather("table"), "qkv", 192), 64, 64, 64)
+    net.attend(q, net.store(k, v, 4), scale=0.25, **facts)
+    return net
+
+
+def experts(**routing):
+    net = Network(64, 97)
+    names = [Expert(f"{at}.gate", f"{at}.up", f"{at}.down") for at in range(4)]
+    net.experts(net.gather("table"), "router", Routing(top_k=2, **routing), names, 32)
+    return net
+
+
+CHOSEN = "experts chosen by anything but the largest of a softmax"
+SLOPES = Weight((), (4,), made=lambda num_positions: np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("network", "lacks"),
+    [
+        (attention(), None),
+        (attention(window=64), "attention with a window of 64 tokens"),
+        (attention(cap=30.0), "attention with a cap on its scores"),
+        (attention(slopes=SLOPES), "attention with slopes"),
+        (attention(q_turned=Value("turned", 64)), "attention to latent keys"),
+        (experts(), None),
+        (experts(score="sigmoid"), CHOSEN),
+        (experts(groups=2), CHOSEN),
+        (experts(correction="correction"), CHOSEN),
+    ],
+)
+def test_each_of_what_primitives_lack_is_named_where_nothing_else_is_lacking(network, lacks):
+    assert lacking(network, 4096) == lacks
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path):
