@@ -54,6 +54,7 @@ def test_where_time_is_short_some_are_not_played() -> None:
     load = create_load(*[0.001 * number for number in range(40)])
     advice = advise(configure(), load, create_profile(num_blocks=400), 0.0, budget_s=0.0)
     assert (advice.played, advice.not_played) == (0, 2)
+    assert list(told(to_builtins(advice)))[1].startswith("there was no time to play any")
 
 
 def test_too_few_requests_are_no_load() -> None:

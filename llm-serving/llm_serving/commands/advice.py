@@ -24,7 +24,7 @@ def add_to(commands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.commands.server_call import Refusal, opened
 
-    say("playing the last minutes; this takes up to two minutes")
+    say("playing the last minutes; this takes up to four minutes")
     path = f"/v1/scheduler/advice?minutes={arguments.minutes}"
     with opened(arguments.url, path, api_key_of(arguments)) as response:
         try:
@@ -50,5 +50,7 @@ def told(advice: Mapping[str, Any]) -> Iterable[str]:
             for sign, changes in (("+", each["better"]), ("-", each["worse"])):
                 for change in changes:
                     yield f"    {sign} {change['figure']} {change['was']} -> {change['would_be']}"
-    if not advice["advised"] and not advice["otherwise"]:
+    if not advice["played"]:
+        yield "there was no time to play any: ask again when the server has less to do, or of fewer --minutes"
+    elif not advice["advised"] and not advice["otherwise"]:
         yield "no neighbour would have been better"

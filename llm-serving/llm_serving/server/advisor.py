@@ -21,9 +21,9 @@ from llm_serving.log import get_logger
 logger = get_logger(__name__)
 
 COMMAND: Final = (sys.executable, "-m", "llm_serving.whatif.advising")
-BUDGET_S: Final = 60.0
-"""Seconds in which neighbours are played."""
-MOST_S: Final = 180.0
+BUDGET_S: Final = 120.0
+"""Seconds in which neighbours are played: beside a server under load a process of the lowest priority gets little."""
+MOST_S: Final = 240.0
 """Until it is ended, whatever it does."""
 RETRY_AFTER_S: Final = 30.0
 

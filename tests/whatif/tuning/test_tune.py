@@ -2,6 +2,7 @@ import pytest
 from llm_serving.cli import main
 from llm_serving.config import load_config
 from llm_serving.whatif.profile import write_profile
+from llm_serving.whatif.tuning.tuned_yaml import differences
 from whatif_loads import create_profile
 
 LOAD = """\
@@ -25,6 +26,15 @@ def arguments(tmp_path):
         "out": "out.yaml",
     }
     return ["tune", *(text for name, file in names.items() for text in (f"--{name}", str(tmp_path / file)))]
+
+
+def test_a_yaml_that_says_the_same_elsewhere_does_not_differ(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.yaml").write_text("model_config: {decode_batch_size: 2}\n")
+    one, other = (load_config(tmp_path / f"{name}.yaml") for name in ("one", "other"))
+    assert differences(one, other) == []
+    changed = load_config(tmp_path / "one.yaml", ["model_config.decode_batch_size=4"])
+    assert differences(one, changed) == ["model.decode_batch_size"]
 
 
 def test_tuning_wants_optuna(arguments, monkeypatch, capsys):

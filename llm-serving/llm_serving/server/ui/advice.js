@@ -14,7 +14,7 @@ export class AdvicePanel {
   async #ask() {
     this.button.disabled = true;
     this.list.replaceChildren();
-    say(this.message, "Playing; this takes up to two minutes. The server goes on meanwhile.");
+    say(this.message, "Playing; this takes up to four minutes. The server goes on meanwhile.");
     try {
       this.#draw(await askJson("v1/scheduler/advice?minutes=5"));
     } catch (error) {

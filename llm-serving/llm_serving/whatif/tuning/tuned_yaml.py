@@ -49,7 +49,7 @@ def differences(read: ServingConfig, wanted: ServingConfig) -> list[str]:
     """Keys in which a configuration that was written is not what it should be."""
     found = []
     for item in dataclasses.fields(ServingConfig):
-        if item.name in ("sources", "notices", "hub_model"):
+        if item.name in ("sources", "notices", "hub_model") or not item.compare:
             continue
         one, other = getattr(read, item.name), getattr(wanted, item.name)
         if one != other and dataclasses.is_dataclass(one):
