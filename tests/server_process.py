@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,22 @@ def free_ports(count: int) -> list[int]:
 def unwind_when_told_to_end() -> None:
     """A command that starts servers and is ended, by a limit of time for instance, stops them first."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """What is done inside is done to its end: a signal to end comes after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
@@ -95,10 +113,11 @@ class Server:
 
     def stop(self) -> None:
         port = ("--port", str(self.port))
-        if self.by_script:
-            result = run_script("stop.sh", *port)
-        else:
-            result = run_command("stop", "--run-dir", str(RUN_DIR), *port)
+        with undisturbed():
+            if self.by_script:
+                result = run_script("stop.sh", *port)
+            else:
+                result = run_command("stop", "--run-dir", str(RUN_DIR), *port)
         assert result.returncode == 0, result.stderr
 
 

@@ -14,7 +14,7 @@ from attacks import Row, Watch
 from fakes import FakeEngine
 from http_serving import connect, get, read_until, serving
 from plain_server import plain_server
-from server_process import unwind_when_told_to_end
+from server_process import undisturbed, unwind_when_told_to_end
 
 
 @pytest.fixture(scope="module")
@@ -99,5 +99,18 @@ def test_a_command_that_is_told_to_end_unwinds_so_that_its_servers_are_stopped()
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_stopping_a_server_is_not_broken_off():
+    before = signal.getsignal(signal.SIGTERM)
+    done = []
+    try:
+        unwind_when_told_to_end()
+        with pytest.raises(SystemExit), undisturbed():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("stopped")
+        assert done == ["stopped"]
     finally:
         signal.signal(signal.SIGTERM, before)
