@@ -154,7 +154,7 @@ def tell_now_and_then(
         nonlocal told
         if clock() - told >= TELL_S:
             told = clock()
-            on_progress(f"{num_read / 1e9:.1f} of {num_bytes / 1e9:.1f} GB read of {name}")
+            on_progress(f"{num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB read of {name}")
 
     return tell
 
