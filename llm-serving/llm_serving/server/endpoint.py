@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.log import get_logger
+from llm_serving.server.asked_beside import check_no_body, check_query
 from llm_serving.server.error_responses import kind_of, openai_error_response
 from llm_serving.server.note import note_of
 from llm_serving.server.parameters import IGNORED_HEADER, ignored_parameters
@@ -40,6 +41,10 @@ class Endpoint:
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameter of the query -> its JSON schema."""
     error_response: Callable[[LLMServingError], Response] = openai_error_response
+    takes_form: bool = False
+    """The body is a form, which the handler reads."""
+    is_probe: bool = False
+    """Asked again and again by machines, which may put something into the URL so that nobody answers from a cache."""
     needs_key: bool = True
     """Whether it is closed to requests without an API key, once `api_keys` has any."""
 
@@ -50,8 +55,11 @@ class Endpoint:
         try:
             if (quota := quota_of(request)) is not None:
                 quota.take_request()
+            in_url = [] if self.is_probe else check_query(request, self.query)
+            if self.method != "GET" and self.body is None and not self.takes_form:
+                await check_no_body(request, engine.config.serving)
             response = await self.handler(engine, request)
-            if ignored := ignored_parameters(request):
+            if ignored := ", ".join([*filter(None, [ignored_parameters(request)]), *in_url]):
                 response.headers[IGNORED_HEADER] = ignored
             return response
         except LLMServingError as error:

@@ -199,7 +199,7 @@ def _limited(http_request: Request, max_bytes: int) -> Receive:
 _FILE: Final = "/v1/files/{file_id}"
 _BATCH: Final = "/v1/batches/{batch_id}"
 ENDPOINTS: Final = (
-    Endpoint("POST", "/v1/files", create_file, "Keep a file of requests", answer=FileObject),
+    Endpoint("POST", "/v1/files", create_file, "Keep a file of requests", answer=FileObject, takes_form=True),
     Endpoint("GET", "/v1/files", list_files, "List files", answer=FileList, query=_FILES),
     Endpoint("GET", _FILE, show_file, "Show a file", answer=FileObject),
     Endpoint("GET", f"{_FILE}/content", show_content, "What is in a file"),

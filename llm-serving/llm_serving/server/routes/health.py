@@ -24,6 +24,22 @@ async def show_health(engine: AsyncEngine, http_request: Request) -> Response:
 
 
 ENDPOINTS: Final = (
-    Endpoint("GET", "/health", show_health, "Whether requests are served", answer=HealthResponse, needs_key=False),
-    Endpoint("GET", "/ping", show_health, "Whether requests are served", answer=HealthResponse, needs_key=False),
+    Endpoint(
+        "GET",
+        "/health",
+        show_health,
+        "Whether requests are served",
+        answer=HealthResponse,
+        is_probe=True,
+        needs_key=False,
+    ),
+    Endpoint(
+        "GET",
+        "/ping",
+        show_health,
+        "Whether requests are served",
+        answer=HealthResponse,
+        is_probe=True,
+        needs_key=False,
+    ),
 )

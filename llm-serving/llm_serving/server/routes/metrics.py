@@ -17,4 +17,4 @@ async def show_metrics(engine: AsyncEngine, http_request: Request) -> Response:
     return Response(content, headers={"content-type": content_type})
 
 
-ENDPOINTS: Final = (Endpoint("GET", "/metrics", show_metrics, "Metrics for Prometheus"),)
+ENDPOINTS: Final = (Endpoint("GET", "/metrics", show_metrics, "Metrics for Prometheus", is_probe=True),)

@@ -55,9 +55,9 @@ def _view(engine: AsyncEngine) -> Response:
 
 def _replica(http_request: Request) -> int:
     given = http_request.path_params["replica"]
-    if not (given.isascii() and given.isdecimal()):
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
         raise RequestError("replica", "must be the number of a replica", given)
-    return int(given[:9])
+    return int(given)
 
 
 ENDPOINTS: Final = (

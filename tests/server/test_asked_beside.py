@@ -1,0 +1,56 @@
+"""What stands in the URL, or in a body where none is read: refused by name, or ignored and named."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeEngine
+from server_client import error_of, request
+
+
+def ask(method, url, **content):
+    return request(FakeEngine(max_body_bytes=2**16), method, url, **content)
+
+
+@pytest.mark.parametrize(
+    ("url", "field"),
+    [
+        ("/v1/timeline?replica=0", "replica"),
+        ("/v1/responses/resp_1?stream=true", "stream"),
+        ("/v1/files?order=desc", "order"),
+        ("/v1/timeline?steps=1&steps=2", "steps"),
+        ("/v1/models?%00=1", "\0"),
+        ("/v1/models?" + "x" * 4000, "x" * 64),
+    ],
+)
+def test_what_a_url_asks_for_and_no_route_knows_is_refused_by_name(url, field):
+    answer = ask("GET", url)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == field
+
+
+def test_what_clients_of_other_servers_put_into_urls_is_ignored_and_named():
+    answer = ask("POST", "/v1/completions?api-version=1&beta=true", json={"prompt": "a", "metadata": {"a": "b"}})
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-parameters"] == "metadata, api-version, beta"
+
+
+def test_probes_may_have_anything_in_their_url():
+    assert ask("GET", "/health?t=123").status_code == 200
+    assert ask("GET", "/metrics?t=123").status_code == 200
+
+
+@pytest.mark.parametrize("url", ["/v1/reload", "/v1/replicas/0/drain", "/v1/requests/a/cancel"])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [(b'{"timeout_s": -1}', "timeout_s"), (b"[1]", "body"), (b"{", "body"), (b'{"a": null, "b": 0}', "b")],
+)
+def test_a_body_where_none_is_read_is_refused_by_name(url, body, field):
+    answer = ask("POST", url, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == field
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b" null ", b'{"a": null}'])
+def test_a_body_that_says_nothing_is_none(body):
+    answer = ask("POST", "/v1/requests/a/cancel", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200
