@@ -322,6 +322,7 @@ class FakeEngine:
         visitor: Visitor | None = None,
         admission: Admission | None = None,
         sharing: Sharing | None = None,
+        has_siblings: bool = False,
     ) -> FakeStream:
         if self.refusal is not None and len(self.submitted) >= self.refuse_from:
             raise self.refusal
