@@ -28,7 +28,7 @@ might change the answer, so it is refused too, with the name that may have been 
 and name it. null, an empty list and an empty object ask for nothing.
 
 The same holds beside the fields of a body. A parameter in the URL that a route does not know, or the same one twice, is
-refused by name; `api-version` and `beta`, which clients of other servers send with every request, are ignored and named;
+refused by name; `api-version` and `beta`, which clients of other servers send each time, are ignored and named;
 `/health`, `/ping` and `/metrics` may have anything there. Routes that read no body refuse one that says something.
 
 Real numbers are rounded to float32, in which tokens are chosen, and checked then: `top_p: 1e-46` is 0 and refused. What
