@@ -54,6 +54,18 @@ def test_the_figures_of_a_server_are_found(timings, seen):
     assert profile.notes["step_error_p95"] < 0.01
 
 
+def test_of_steps_that_are_all_long_a_profile_is_made(timings):
+    """Of which nobody can tell what the master does behind them: it waits until the next one is about to end."""
+    for step in timings.steps:
+        step.replied_s, step.before_s = 20 * step.replied_s, 20 * step.before_s
+        step.asked_s, step.goes_on_s = 20 * step.asked_s, 20 * step.replied_s
+        step.came_s = None if step.came_s is None else 20 * step.came_s
+    profile = calibrate(timings, name="n", source="s").profile
+    shape = StepShape(5, 5, 5, 99, 0, 0)
+    assert profile.take.seconds(shape) == 0.0
+    assert profile.step.seconds(shape) == pytest.approx(20 * STEP.seconds(shape), rel=0.01)
+
+
 def test_what_is_done_beside_steps_is_told_from_steps():
     """Requests come and tokens go out by chance; both take of the time of the step that is computed meanwhile."""
     true = CostModel((*STEP.pieces, Piece("sent", 0.00005), Piece("read", 0.001)))

@@ -45,3 +45,9 @@ def test_a_piece_that_nothing_reaches_is_left_out():
     found = fit([StepShape(1, 1, 1, 10, 0, 0)] * 20, [0.5] * 20, STEP_PIECES)
     assert {piece.of for piece in found.model.pieces} <= {"step", "tokens", "rows", "samples", "context"}
     assert all(piece.above < 1 for piece in found.model.pieces)
+
+
+def test_of_no_measurements_there_is_a_model_of_no_time():
+    found = fit([], [], STEP_PIECES)
+    assert found.model.seconds(StepShape(8, 300, 8, 4000, 0, 0)) == 0.0
+    assert (found.num_fitted, found.median_error, set(found.spread)) == (0, 0.0, {1.0})

@@ -64,6 +64,9 @@ def fit(
         candidates: Pieces of one second a unit.
         seed: Draws what is held out.
         held_out: Whether anything is.
+
+    Returns:
+        What was found; of no measurements a model of 0 s.
     """
     table = np.array(shapes, np.float64).reshape(-1, len(StepShape._fields))
     measured = np.array(seconds, np.float64)
@@ -74,6 +77,8 @@ def fit(
     reached = (matrix[~tests] > 0).sum(axis=0) >= MIN_PER_PIECE
     matrix, pieces = matrix[:, reached], [piece for piece, used in zip(candidates, reached, strict=True) if used]
     model = _merged(pieces, _solved(matrix[~tests], measured[~tests], _weights(table[~tests])))
+    if not len(measured):
+        return Fit(model, 0, 0, 0.0, 0.0, (1.0,) * SPREAD_QUANTILES)
     tested = tests if tests.any() else ~tests
     predicted = np.array([model.seconds(StepShape(*row)) for row in table[tested].tolist()])
     ratios = measured[tested] / np.maximum(predicted, 1e-9)
