@@ -231,6 +231,17 @@ def test_the_scheduler_says_why_it_left_a_request_waiting(reason, arguments):
     assert any(reason in detail for detail in details), details
 
 
+def test_who_lacks_a_slot_as_well_as_tokens_of_the_step_waits_for_the_slot():
+    harness = TimedHarness(max_num_seqs=1, max_prefill_seqs=1, max_num_batched_tokens=4, num_blocks=64)
+    harness.submit(20, request_id="running")
+    harness.engine.step()
+    harness.submit(4, request_id="waiting")
+    harness.run()
+    details = parts_of(harness, "waiting")["queued"]
+    assert "no free slot" in details
+    assert not any("the step has all" in each for each in details)
+
+
 @pytest.mark.parametrize(("num_swap_blocks", "way"), [(0, "recompute"), (16, "swap")])
 def test_a_preempted_request_is_told_by_whom_and_what_was_computed_again(num_swap_blocks, way):
     mode = PreemptionMode.SWAP if num_swap_blocks else PreemptionMode.RECOMPUTE

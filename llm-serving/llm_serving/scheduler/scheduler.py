@@ -655,10 +655,22 @@ class Scheduler:
         blocked = draft.blocked
         if blocked is not None and blocked.reason is WaitReason.BATCH:
             return blocked
+        if blocked is not None and blocked.reason in NO_ROOM:
+            blocked = self._or_slots(blocked)
         if draft.closed:
             closed = tuple(sorted(draft.closed))
             return (blocked or Blocked(None, None, WaitReason.SHARE))._replace(closed=closed)
         return blocked
+
+    def _or_slots(self, blocked: Blocked) -> Blocked:
+        """Who would not have been admitted by a step with room either, as no slot is free for it, waits for a slot."""
+        request = self._requests[blocked.request_id or ""]
+        own = request.request_class
+        if len(self.running) < self.limits.max_num_seqs or any(
+            each.request_class.rank > own.rank for each in self.running
+        ):
+            return blocked
+        return blocked._replace(reason=WaitReason.SLOTS, behind=self.places.other_holder(own))
 
     def _count_violations(self, draft: StepDraft, running: Running, prompts_wait: bool) -> int:
         """Bounds that this step breaks; `running` from before it."""
