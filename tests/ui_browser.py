@@ -282,6 +282,38 @@ def a_tenant_watches_its_own_and_counts_others(page: Browser, save: Callable[[st
         page.problems.clear()  # the key was missing at first
 
 
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[[str], None]) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PageServer(step_s=0.01, max_num_seqs=2, record_path=Path(folder)).serving() as server,
+    ):
+        threads = [
+            send(server.url, f"r-{n}", priority_class=("interactive", "batch")[n % 2], max_tokens=30) for n in range(40)
+        ]
+        for thread in threads:
+            thread.join()
+        start(page, server.url, "live")
+        page.wait_for("document.querySelector('#advice')")
+        page.click("#advice")
+        page.wait_for("document.querySelector('#advice').disabled")
+        assert "The server goes on meanwhile." in page.text(".more[role=status]")
+        page.wait_for("!document.querySelector('#advice').disabled", 200.0)
+        assert "40 requests, " in page.text(".more[role=status]"), page.text(".more[role=status]")
+        page.wait_for("document.querySelector('.advice tbody td.better')")
+        lines = page.run("[...document.querySelectorAll('.advice li > code')].map((each) => each.innerText)")
+        assert any("decode_batch_size: 3" in line or "decode_batch_size: 4" in line for line in lines), lines
+        page.run("document.querySelector('#advice').scrollIntoView()")
+        save("told")
+        page.look(width=390, height=900, dark=True)
+        page.run("document.querySelector('#advice').scrollIntoView()")
+        assert page.run("document.documentElement.scrollWidth") <= 390, "it is wider than the screen"
+        save("narrow-dark")
+
+
 # --- why did I wait -------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ BUDGET_S: Final = 120.0
 MOST_S: Final = 240.0
 """Until it is ended, whatever it does."""
 RETRY_AFTER_S: Final = 30.0
+MAX_SAID_CHARS: Final = 300
+"""Of what a process that failed said last."""
 
 
 class Advisor:
@@ -85,14 +87,15 @@ class Advisor:
             *self._command,
             stdin=pipe,
             stdout=pipe,
-            stderr=asyncio.subprocess.DEVNULL,
+            stderr=pipe,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
         try:
             async with asyncio.timeout(MOST_S):
-                written, _ = await process.communicate(encode(question))
+                written, said = await process.communicate(encode(question))
         except TimeoutError:
-            raise UnavailableError(f"advice was not worked out within {MOST_S:g} s") from None
+            rule = "it only gets the time that others leave"
+            raise UnavailableError(f"advice was not worked out within {MOST_S:g} s: {rule}") from None
         finally:
             if process.returncode is None:
                 process.kill()
@@ -100,7 +103,8 @@ class Advisor:
         try:
             told = json.loads(written)
         except ValueError:
-            logger.error("advice: the process ended with code %d", process.returncode)
+            last = said.decode(errors="replace").strip().rpartition("\n")[2]
+            logger.error("advice: the process ended with code %d: %s", process.returncode, last[:MAX_SAID_CHARS])
             raise UnavailableError("advice took more time or memory than it may") from None
         if "error" in told:
             raise RequestError("minutes", f"must be a time of which there is advice: {told['error']}", minutes)

@@ -14,7 +14,7 @@ export class AdvicePanel {
   async #ask() {
     this.button.disabled = true;
     this.list.replaceChildren();
-    say(this.message, "Playing; this takes up to four minutes. The server goes on meanwhile.");
+    say(this.message, "Playing; this takes up to two minutes. The server goes on meanwhile.");
     try {
       this.#draw(await askJson("v1/scheduler/advice?minutes=5"));
     } catch (error) {
@@ -25,13 +25,21 @@ export class AdvicePanel {
   }
 
   #draw(advice) {
-    const found = [...advice.advised, ...advice.otherwise];
     const played = `${plural(advice.requests, "request")}, ${count(advice.played)} other values played`;
-    say(this.message, found.length ? `${played}:` : `${played}: none would have been better.`);
-    this.list.replaceChildren(...found.map((each) => el("li", {},
-      el("code", {}, each.line), ` is ${each.was} (${each.source})${each.needs_restart ? "; takes a restart" : ""}`,
-      el("p", { class: "aside" }, [...each.better.map(changed("better")), ...each.worse.map(changed("worse"))].join("; ")))));
+    const { advised, otherwise } = advice;
+    const left = advice.not_played ? `; no time for ${count(advice.not_played)} more` : "";
+    say(this.message, `${played}${left}. ${advised.length ? "Better in something and worse in nothing would have been:" : "None would have been better in something and worse in nothing."}`);
+    const others = otherwise.length ? el("li", {}, el("details", {}, el("summary", {}, `${plural(otherwise.length, "value")} better in something and worse in something else`), el("ul", { class: "advice" }, otherwise.map(neighbour)))) : "";
+    this.list.replaceChildren(...advised.map(neighbour), others);
   }
 }
 
-const changed = (word) => ({ figure, was, would_be: would }) => `${word}: ${figure} ${was} → ${would}`;
+/** A key with another value: its line for the YAML, what it is now, and the figures that would have changed. */
+function neighbour(each) {
+  const file = each.source.split("/").at(-1);
+  return el("li", {},
+    el("code", {}, each.line), el("span", { class: "now", title: each.source }, ` in place of ${each.was} (${file})${each.needs_restart ? "; takes a restart" : ""}`),
+    el("table", {}, el("thead", {}, el("tr", {}, ["figure", "was", "would be", ""].map((name) => el("th", { scope: "col" }, name)))),
+      el("tbody", {}, ["better", "worse"].flatMap((word) => each[word].map(({ figure, was, would_be: would }) => el("tr", {},
+        el("th", { scope: "row" }, figure), el("td", {}, was), el("td", {}, would), el("td", { class: word }, word)))))));
+}
