@@ -44,7 +44,7 @@ def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
         "sources": {},
         "folder": "records",
         "since": 820.0,
-        "budget_s": 60.0,
+        "budget_s": 120.0,
     }
 
 
