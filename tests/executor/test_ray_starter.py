@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stand_in_ray_process
 from llm_serving.errors import ConfigError
-from llm_serving.executor import ray_starter
+from llm_serving.executor import ray_process, ray_starter
 from llm_serving.executor.ray_orders import RayPlaces
 from llm_serving.executor.ray_starter import RayAgent, RayStarter
 from stand_in_ray_process import HANGS, NOWHERE
@@ -91,3 +92,15 @@ def test_one_that_does_not_let_go_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_the_package_it_is_told_how_to_get_it() -> None:
     with pytest.raises(ConfigError, match=r"needs the package ray: pip install 'llm-serving\[ray\]'"):
         RayStarter(PLACES, "/the/secret")
+
+
+def test_work_agents_of_a_cluster_that_is_started_here_are_as_nice_as_the_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "")
+    monkeypatch.delenv("RAY_worker_niceness")
+    at_start: dict[str, str] = {}
+    ray = SimpleNamespace(init=lambda **_: at_start.update(os.environ), shutdown=lambda: None)
+    monkeypatch.setattr(ray_process, "import_ray", lambda: ray)
+    with ray_process.connected(None):
+        assert at_start["RAY_worker_niceness"] == "0"
