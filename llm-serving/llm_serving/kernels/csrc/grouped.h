@@ -35,6 +35,7 @@ struct GroupedProduct {
   float* totals;  // [count][rows][16]
   bool add_to_totals;
   size_t panel_bytes;  // from a panel to the next in memory
+  size_t groups;       // of a whole panel
   size_t after;        // inputs that panels have behind these
 
   const uint8_t* zero_of(size_t panel, size_t of_group) const {
@@ -58,6 +59,8 @@ struct GroupedProduct {
 // Inputs between whose codes and the prefetches nothing changes.
 constexpr size_t kPrefetchedInputs = 128;
 constexpr size_t kGroupedBytesAhead = 2048;
+// Groups between the scales that are used and those that are prefetched: each is a line of its own stream.
+constexpr size_t kScalesAhead = 2;
 
 template <class Op, size_t kRows, size_t kPanels, bool kPrefetches>
 void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
@@ -69,6 +72,7 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
   for (size_t p = 0; p < kPanels; p++) codes[p] = product.codes[panel + p];
   float* totals = product.totals + (panel * product.rows + row) * kPanelWidth;
   const size_t to_end = (product.inputs + product.after) * kInputBytes;
+  const size_t groups_to_end = (product.inputs + product.after + product.group - 1) / product.group;
   for (size_t first = 0, group = 0; first < product.inputs; group++) {
     const size_t last = product.inputs - first < product.group ? product.inputs : first + product.group;
     const int32_t* row_sums = product.row_sums_of(row, group);
@@ -76,6 +80,12 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
     typename Op::Sum sum[kRows][kPanels];
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) zero[p] = Op::zero_of(product.zero_of(panel + p, group));
+    if constexpr (kPrefetches) {
+      size_t ahead = group + kScalesAhead;
+      if (ahead >= groups_to_end) ahead += (kPanels - 1) * product.groups;
+#pragma GCC unroll 8
+      for (size_t p = 0; p < kPanels; p++) __builtin_prefetch(product.scale[panel + p] + ahead * kPanelWidth);
+    }
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
@@ -197,6 +207,7 @@ GroupedProduct<Op> grouped_product(const LinearArgs& args, const UnitPanels<Pack
   product.group = inputs_of_group(codes, panels.inputs);
   product.count = panels.count;
   product.totals = totals;
+  product.groups = codes.groups;
   product.panel_bytes = panel_bytes(codes.format, codes.bits, args.k);
   for (size_t p = 0; p < panels.count; p++) {
     const size_t at = panels.index[p] * codes.groups * kPanelWidth;
