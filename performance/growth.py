@@ -162,7 +162,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "llm-serving"
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(14, 4.6), layout="constrained", sharey=True)
     sides = (("running", "context", "running requests"), ("context", "running", "tokens of context, each"))
     for axis, (along, of, label) in zip(axes, sides, strict=True):
         for color, value in enumerate(sorted({getattr(point, of) for point in points})):
@@ -172,9 +172,11 @@ def plot(points: Sequence[Point], path: Path) -> None:
             axis.plot(places, [1e3 * point.seconds for point in line], "o-", color=f"C{color}", ms=3, label=name)
             axis.plot(places, [1e3 * point.least_s for point in line], "--", color=f"C{color}", lw=0.8)
         axis.set(xscale="log", yscale="log", xlabel=label)
-        axis.set_xscale("log", base=2)
+        measured = sorted({getattr(point, along) for point in points})
+        axis.set_xticks(measured, [f"{each:,}" for each in measured])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes[0].set(ylabel="a step, ms (dashed: limit)")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
