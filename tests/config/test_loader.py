@@ -180,7 +180,12 @@ def test_relative_path_counts_from_the_file_first(tmp_path, monkeypatch):
             "`serving_config.max_buffered_bytes` must be at least twice max_request_body_bytes 4194304",
         ),
         ("serving_config:\n    max_url_bytes: 40000\n", 2, "must be less than max_header_bytes 32768"),
-        ("serving_config:\n    idle_timeout_s: 0\n", 2, "must be a number of seconds above 0. Given: 0"),
+        (
+            "serving_config:\n    idle_timeout_s: 0\n",
+            2,
+            "must be a number of seconds above 0 and at most 1e+06. Given: 0",
+        ),
+        ("serving_config:\n    load_timeout_s: 1.0e+300\n", 2, "above 0 and at most 1e+06. Given: 1e+300"),
         ("model_config:\n    model_dtype: int4\n", 2, "must be one of bfloat16, float16, float32. Given: 'int4'"),
         ("model_config:\n    batch_waiting_time: .nan\n", 2, "must be a number of seconds between 0 and 3600"),
         ("model_config:\n    batch_waiting_time: -1\n", 2, "Given: -1"),

@@ -11,6 +11,8 @@ from llm_serving.errors import shorten
 from llm_serving.hub import is_revision
 
 MEMORY_UNITS: Final = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+LONGEST_S: Final = 10**6
+"""Timers of the system count milliseconds in 31 bits."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def seconds(maximum: float = 3600.0) -> Rule:
 
 def positive(unit: str) -> Rule:
     return number(f"must be a number of {unit} above 0", lambda value: value > 0)
+
+
+def patience() -> Rule:
+    """Seconds for which something is waited for."""
+    rule = f"must be a number of seconds above 0 and at most {LONGEST_S:g}"
+    return number(rule, lambda value: 0 < value <= LONGEST_S)
 
 
 def share() -> Rule:

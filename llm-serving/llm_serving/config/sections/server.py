@@ -14,6 +14,7 @@ from llm_serving.config.rules import (
     origins,
     path,
     path_or_dash,
+    patience,
     positive,
     row_name,
     seconds,
@@ -76,30 +77,30 @@ class ServerConfig:
     """Bytes that all connections together make the server hold: received and not read to the end, or written and not
     taken. Beyond, the connection that holds most is ended (503 where no answer has begun)."""
 
-    header_timeout_s: float = option(10.0, positive("seconds"))
+    header_timeout_s: float = option(10.0, patience())
     """Seconds from a connection, or the first byte of a request, to the end of its headers (408); and for TLS's
     handshake."""
 
-    body_timeout_s: float = option(60.0, positive("seconds"))
+    body_timeout_s: float = option(60.0, patience())
     """Seconds from the headers of a request to the end of its body (408)."""
 
-    idle_timeout_s: float = option(30.0, positive("seconds"))
+    idle_timeout_s: float = option(30.0, patience())
     """Seconds between two requests of a connection, then it is closed. An answer may take any time."""
 
-    write_timeout_s: float = option(60.0, positive("seconds"))
+    write_timeout_s: float = option(60.0, patience())
     """Seconds in which a client must take 16 KiB of what was written to it, or all of it; else its connection is cut,
     its request aborted."""
 
     shutdown_timeout_s: float = option(30.0, seconds())
     """Seconds that running requests get to finish when the server is told to stop."""
 
-    max_timeout_s: float = option(86400.0, positive("seconds"))
+    max_timeout_s: float = option(86400.0, patience())
     """Seconds. Most that a request may give itself (`timeout_s`) until it ends with an error."""
 
     step_timeout_s: float = option(300.0, seconds())
     """Seconds. A WorkAgent that takes longer for one step counts as dead and is started again."""
 
-    load_timeout_s: float = option(1800.0, positive("seconds"))
+    load_timeout_s: float = option(1800.0, patience())
     """Seconds in which a WorkAgent that loads must have got on: it tells when it begins with something else, and every
     few seconds what it has read of the weights. One that says nothing for so long is ended and started again. The
     whole may take any time."""
