@@ -13,7 +13,7 @@ import pytest
 import stand_in_ray_process
 from llm_serving.errors import ConfigError
 from llm_serving.executor import ray_process, ray_starter
-from llm_serving.executor.ray_orders import RayPlaces
+from llm_serving.executor.ray_orders import AgentEnded, KillAgent, RayPlaces, StartAgent
 from llm_serving.executor.ray_starter import RayAgent, RayStarter
 from stand_in_ray_process import HANGS, NOWHERE
 
@@ -104,3 +104,47 @@ def test_work_agents_of_a_cluster_that_is_started_here_are_as_nice_as_the_master
     monkeypatch.setattr(ray_process, "import_ray", lambda: ray)
     with ray_process.connected(None):
         assert at_start["RAY_worker_niceness"] == "0"
+
+
+def test_a_connection_by_which_nothing_runs_and_nothing_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RayError(Exception):
+        pass
+
+    class Remote:
+        """A class of actors, an actor and its method."""
+
+        fails = False
+
+        def options(self, **_: object) -> Remote:
+            return self
+
+        def remote(self, *_: object) -> Remote:
+            if self.fails:
+                raise RayError("WrongClusterID")
+            return self
+
+        @property
+        def run(self) -> Remote:
+            return self
+
+    remote, told = Remote(), list[object]()
+    ray = SimpleNamespace(
+        remote=lambda _: remote,
+        kill=lambda actor, no_restart: None,
+        exceptions=SimpleNamespace(RayError=RayError),
+        wait=lambda running, **_: ([], running),
+        util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
+        cluster_resources=dict,
+        nodes=list,
+    )
+    group = SimpleNamespace(wait=lambda seconds: True)
+    of_ray = SimpleNamespace(placement_group=lambda *_, **__: group, PlacementGroupSchedulingStrategy=SimpleNamespace)
+    monkeypatch.setattr(ray_process.importlib, "import_module", lambda name: of_ray)
+    monkeypatch.setattr(ray_process.Agents, "_watch", lambda agents: None)
+    agents = ray_process.Agents(ray, PLACES, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    assert agents.start(StartAgent(1, 0, ()))
+    remote.fails = True
+    assert agents.start(StartAgent(2, 1, ())), "another one runs"
+    agents.kill(KillAgent(1))
+    assert not agents.start(StartAgent(3, 0, ()))
+    assert told[1:] == [AgentEnded(number, "Ray cannot start it: WrongClusterID") for number in (2, 3)]

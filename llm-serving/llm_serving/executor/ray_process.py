@@ -49,7 +49,9 @@ def main(places: str, socket_fd: str) -> None:
             while True:
                 order = channel.receive()
                 if isinstance(order, StartAgent):
-                    agents.start(order)
+                    if not agents.start(order):
+                        channel.shutdown()  # the master opens another connection, however long this one takes to end
+                        return
                 else:
                     agents.kill(order)
     except ConfigError as error:
@@ -80,7 +82,9 @@ class Agents:
         self._tell(Connected(str(ray.util.get_node_ip_address()), _resources(ray)))
         threading.Thread(target=self._watch, name="actors", daemon=True).start()
 
-    def start(self, order: StartAgent) -> None:
+    def start(self, order: StartAgent) -> bool:
+        """False: it cannot be started, and nothing runs by this connection. It may be to a cluster that is no more,
+        in whose place another one answers."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         options: dict[str, Any] = {
             "max_restarts": 0,  # the supervisor starts WorkAgents again, whose connections are theirs alone
@@ -97,10 +101,12 @@ class Agents:
             running = actor.run.remote([*order.arguments])
         except self._ray.exceptions.RayError as error:
             self._tell(AgentEnded(order.number, f"Ray cannot start it: {error}"))
-            return
+            with self._lock:
+                return bool(self._actors)
         with self._lock:
             self._actors[order.number] = actor
             self._running[running] = order.number
+        return True
 
     def kill(self, order: KillAgent) -> None:
         """Ends the actor, and by that its WorkAgent: at once where Ray reaches its machine; where it does not, the
