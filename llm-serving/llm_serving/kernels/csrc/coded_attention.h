@@ -43,10 +43,16 @@ class CodedTile {
     const Floats factor = broadcast(code_factor(largest_bits(q, dim_), &q_scale_[row]));
     const bool is_finite = q_scale_[row] == q_scale_[row];
     int8_t* codes = q_ + row * dim_;
-    int32_t sum = 0;
+    NativeInt sums[kParts] = {};
     for (size_t i = 0; i < dim_; i += kLanes) {
-      store_codes(reinterpret_cast<uint8_t*>(codes + i), is_finite ? load(q + i) * factor : zeros(), 0);
-      for (size_t j = i; j < i + kLanes; j++) sum += codes[j];
+      const Floats value = is_finite ? load(q + i) * factor : zeros();
+      store_codes(reinterpret_cast<uint8_t*>(codes + i), value, 0);
+      // The code without its rounding to 8 bits: the low bits of a number above 1.5 * 2^23.
+      LLM_FOR_PARTS sums[i] += (NativeInt)(value.part[i] + 12582912.0f) - 0x4b400000;
+    }
+    int32_t sum = 0;
+    LLM_FOR_PARTS {
+      for (size_t j = 0; j < kNative; j++) sum += sums[i][j];
     }
     q_offset_[row] = Operand<KeyCode>::kOffset * sum;
   }

@@ -31,6 +31,9 @@ LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
       largest[p] = magnitude > largest[p] ? magnitude : largest[p];
     }
   }
+#if defined(__AVX512F__)
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)largest[0]));
+#else
   uint32_t result = 0;
   for (size_t p = 0; p < kParts; p++) {
     for (size_t j = 0; j < kNative; j++) {
@@ -39,6 +42,7 @@ LLM_INLINE uint32_t largest_bits(const Element* x, size_t count) {
     }
   }
   return result;
+#endif
 }
 
 // What a row is multiplied by to become codes; sets `scale` to what codes are multiplied by to become the row.
