@@ -96,6 +96,7 @@ MEASURE_IN_PROCESS = {
     "machine_limits.py",
     "random_agent.py",
     "rank_memory.py",
+    "roles_comparison.py",
     "routing_comparison.py",
     "sampler_benchmark.py",
     "scaling.py",

@@ -144,3 +144,9 @@ def test_leaving_out_predictions_that_decide_nothing_changes_nothing(replicas):
         for each in ("null", 1000000.0)
     )
     assert plain == predicting
+
+
+def test_requests_move_between_replicas_that_have_roles():
+    roles = {"cluster_config__replicas": 2, "cluster_config__roles": "[prefill, decode]"}
+    outcomes = simulate(create_load(0.0, 0.001, 0.002), **roles).outcomes
+    assert [each.finish for each in outcomes] == ["length"] * 3

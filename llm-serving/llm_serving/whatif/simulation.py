@@ -24,6 +24,7 @@ from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
@@ -256,7 +257,20 @@ class Simulation:
     # --- what replicas need -----------------------------------------------------------------------------------------
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
-        return self._master.replicas.drive(index, make, self._loop)
+        engine = self._master.replicas.drive(index, make, self._loop)
+        tell = engine.on_departures
+
+        def on_departures(departures: list[Departure]) -> None:
+            tell(departures)
+            self._loop.call_soon_threadsafe(self._wake, None)
+
+        engine.on_departures = on_departures
+        return engine
+
+    def _wake(self, _: None) -> None:
+        """Something may have come into any inbox."""
+        for replica in self._replicas:
+            replica.wake(self._timeline.now)
 
     def now_steps(self, clock: EngineClock) -> None:
         self._loop.clock = clock

@@ -44,7 +44,9 @@ def virtual_step(schedule: Schedule, number: int) -> Any:
         if num_samples:
             samples.append((request.sampling.seed or 0, num_computed + query_len))
     rows = len(schedule.rows)
-    shape = StepShape(rows, tokens, len(samples), context + tokens, pairs, len(schedule.block_moves))
+    shape = StepShape(
+        rows, tokens, len(samples), context + tokens, pairs, len(schedule.block_moves) + len(schedule.exports)
+    )
     return VirtualStep(number, shape, samples)
 
 
