@@ -22,6 +22,8 @@ TASKS = (
 )
 TIGHT = {"pa_config.num_blocks": 40, "model_config.decode_batch_size": 12}
 """Too few blocks and places for all: some requests lose theirs."""
+MOST_ROUNDS = 6
+"""Requests that a busy machine sends one after the other may all find room; then they are sent again."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "decode first, chunks of 16": {
         "scheduler_config.policy": "decode_first",
@@ -130,11 +132,15 @@ def alone() -> dict[bool, list[str]]:
 def test_answers_are_those_given_alone(name: str, alone: dict[bool, list[str]]) -> None:
     settings = CONFIGURATIONS[name]
     static = settings.get("model_config.batching_strategy") == "static"
+    is_tight = TIGHT.items() <= settings.items()
     server = start_server(*arguments(settings))
     try:
-        together, num_preemptions = all_at_once(server, static=static)
+        for _ in range(MOST_ROUNDS if is_tight else 1):
+            together, num_preemptions = all_at_once(server, static=static)
+            for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
+                assert given == expected, request
+            if num_preemptions:
+                break
     finally:
         server.stop()
-    for request, given, expected in zip(requests(static=static), together, alone[static], strict=True):
-        assert given == expected, request
-    assert (num_preemptions > 0) == (TIGHT.items() <= settings.items())
+    assert (num_preemptions > 0) == is_tight
