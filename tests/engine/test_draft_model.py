@@ -99,6 +99,13 @@ def test_wrong_proposals_end_it_for_a_while() -> None:
     assert harness.metrics._counts["vllm:spec_decode_num_accepted_tokens_total"] == 0
 
 
+def test_one_that_proposes_nothing_is_hardly_asked() -> None:
+    harness = proposing()
+    harness.fake._go_on = lambda asked: []
+    run(harness, [create_request(max_tokens=200, request_id="r")])
+    assert 0 < len(harness.fake.asked) <= 16
+
+
 def test_nobody_is_asked_while_a_prompt_waits_or_is_computed() -> None:
     harness = proposing(max_num_batched_tokens=16)
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))

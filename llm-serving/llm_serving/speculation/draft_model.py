@@ -63,7 +63,7 @@ class DraftModel:
             self._hits += ((index < num_right) - self._hits) / ALL_MEMORY
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> dict[Request, list[int]]:
-        """What may follow in requests, each by at most so many tokens.
+        """What may follow in requests, each by at most so many tokens; those that were not asked about are left out.
 
         Raises:
             WorkerError: The WorkAgent is gone.
@@ -82,7 +82,7 @@ class DraftModel:
             raise
         seconds = (self._clock() - began) / max(count for _, count in wanted)
         self.pass_s = seconds if not self.pass_s else self.pass_s + (seconds - self.pass_s) / PASS_MEMORY
-        return {request: token_ids for (request, _), token_ids in zip(wanted, proposed, strict=True) if token_ids}
+        return {request: token_ids for (request, _), token_ids in zip(wanted, proposed, strict=True)}
 
     def _room(self, request: Request) -> int:
         """Drafts that its last block and its answer have room for."""

@@ -177,13 +177,22 @@ class Drafter:
     def _proposed(self, asked: Mapping[Request, _State], num_running: int) -> dict[Request, list[int]]:
         if self._model is None or not asked:
             return {}
-        return self._model.propose(
+        proposed = self._model.propose(
             [
                 (request, self._reach(state.trust.hits, num_running, self._model.pass_s / len(asked)))
                 for request, state in asked.items()
                 if state.trust is not None and _is_ready(request)
             ]
         )
+        for request, token_ids in proposed.items():
+            if not token_ids:
+                self._proposed_in_vain(request, asked[request])
+        return proposed
+
+    def _proposed_in_vain(self, request: Request, state: _State) -> None:
+        """Nothing that can be checked came of it, which counts as wrong: else it would be asked at every step."""
+        assert self._model is not None and state.trust is not None
+        self._model.checked(state.trust, request, 1, 0)
 
     def _guess(self, request: Request, state: _State, num_running: int, proposed: list[int]) -> list[int]:
         guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
@@ -198,6 +207,8 @@ class Drafter:
         possible = request.walk.possible(request.output_token_ids, guesses, max(len(guesses), reach))
         while possible[: state.num_proposed] != guesses[: state.num_proposed]:
             state.num_proposed -= 1
+        if proposed and not state.num_proposed and state.proposer is Proposer.DRAFT_MODEL:
+            self._proposed_in_vain(request, state)
         return possible
 
     def _reach(self, hits: float, num_rows: int, proposing_s: float = 0.0) -> int:
