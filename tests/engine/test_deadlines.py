@@ -56,6 +56,14 @@ def test_requests_that_have_ended_are_forgotten():
     assert deadlines.take_passed(9.0) == []
 
 
+def test_a_request_may_come_back_as_another_object_with_the_same_id_and_deadline():
+    deadlines = Deadlines()
+    first, again = (create_timed(5.0, request_id="r") for _ in range(2))
+    for request in (create_timed(1.0), first, again, create_timed(5.0)):
+        deadlines.add(request)
+    assert len(deadlines.take_passed(9.0)) == 4
+
+
 def test_of_deadlines_of_one_request_the_newest_counts():
     deadlines = Deadlines()
     request, other = create_timed(3.0), create_timed(3.0)

@@ -180,6 +180,19 @@ def test_what_was_handed_over_is_there_when_its_replica_has_died() -> None:
     assert num_computed(pair.second.runner) == 2 * 7
 
 
+def test_where_nobody_else_decodes_a_request_goes_on_where_it_began_with_its_deadline() -> None:
+    pair = Pair()
+    timed = requests(6)
+    for request in timed:
+        request.deadline = 1e9
+    pair.submit(*timed)
+    pair.second = pair.first
+    pair.first.engine.on_spent = pair.first.engine.give_back
+    pair.run()
+    for index in range(6):
+        assert pair.first.token_ids(f"r{index}") == expected_output([index, *PROMPT], 8, 3)
+
+
 @pytest.mark.parametrize("moment", ["in the step", "on its way", "before it is taken", "in the step that takes it"])
 def test_whoever_leaves_while_it_moves_leaves_no_block_behind(moment: str) -> None:
     pair = Pair()
