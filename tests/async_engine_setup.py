@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from factories import create_scheduler
-from fake_runner import VOCAB_SIZE, FakeRunner
+from fake_runner import VOCAB_SIZE, FakeRunner, FakeTransferPool
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.api_key import ApiKey
+from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.config.sections.server import ServerConfig
@@ -23,15 +24,19 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.errors import WorkerDiedError
 from llm_serving.executor.executor import LocalExecutor
+from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
 from word_tokenizer import WordTokenizer
+
+TRANSFER_BLOCKS = 32
+"""Of each replica."""
 
 
 class GatedRunner(FakeRunner):
     """Computes only while its gate is open."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, transfer: FakeTransferPool | None = None) -> None:
+        super().__init__(num_blocks, block_size, transfer=transfer)
         self.gate = Event()
         self.gate.set()
         self.dead = False
@@ -55,6 +60,7 @@ class Setup:
         exit_without_work_agents: bool = False,
         clock: Clock = monotonic,
         routing: str = RoutingName.PREDICTED_TTFT,
+        roles: tuple[str, ...] | None = None,
         **scheduler: Any,
     ) -> None:
         self.runners: dict[int, GatedRunner] = {}
@@ -62,6 +68,7 @@ class Setup:
         self.may_load = Event()
         self.may_load.set()
         self.max_num_seqs = max_num_seqs
+        self.pool = FakeTransferPool(num_replicas * TRANSFER_BLOCKS)
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(
@@ -71,6 +78,7 @@ class Setup:
             ),
             scheduler=SchedulerConfig(max_waiting_queue=max_waiting_queue, **scheduler),
             api_keys=api_keys,
+            cluster=ClusterConfig(roles=roles),
         )
         spec: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=())
         tokenizer: Any = WordTokenizer()
@@ -83,8 +91,10 @@ class Setup:
         self.may_load.wait()
         if index in self.failures:
             raise WorkerDiedError(self.failures[index])
-        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True)
-        runner = self.runners[index] = GatedRunner(scheduler.blocks.pool.num_blocks, scheduler.blocks.block_size)
+        exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS)
+        scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True, exports=exports)
+        blocks = scheduler.blocks
+        runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pool)
         tokenizer: Any = WordTokenizer()
         yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
         scheduler.check_integrity()

@@ -408,6 +408,8 @@ class AsyncEngine:
         if opened is not None:
             request.deadline = opened.deadline
         for replica, engine in self._router.next_of():
+            if not engine.scheduler.blocks.can_ever_hold(request.max_num_tokens):
+                continue  # caches may differ in size; the one it comes from has room for it
             with contextlib.suppress(WorkerDiedError):
                 engine.take_over(departure)
                 if opened is None:  # its client has left
@@ -418,6 +420,8 @@ class AsyncEngine:
                     self._room.hand_over(request.request_id, replica)
                     self._router.move(request.request_id, replica)
                     self.control.ended_at(before)
+                    if opened.is_cancelled:
+                        engine.abort(request.request_id)
                 return
         self._forget(request.request_id)
         if opened is not None:

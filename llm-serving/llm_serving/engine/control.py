@@ -65,6 +65,7 @@ class Control:
         for each in found:
             shared = each.stream if isinstance(each.stream, SharedAnswer) else None
             if shared is None or not shared.cancel(client_ids(request_id)):
+                each.is_cancelled = True
                 each.engine.abort(each.request.request_id)
         return [each.request.request_id for each in found]
 

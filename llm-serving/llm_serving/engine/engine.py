@@ -182,8 +182,10 @@ class Engine:
         """Goes on with a request that another replica has begun.
 
         Raises:
-            WorkerDiedError: The engine has ended.
+            WorkerDiedError: The engine has ended, or has been told to.
         """
+        if self._stopping:
+            raise WorkerDiedError("the engine is about to end")
         self._post(lambda: self._arrive(departure))
 
     def give_back(self, blocks: list[TransferBlock]) -> None:

@@ -29,6 +29,8 @@ class OpenRequest:
     """Of its first token, as long as there is something to learn from it."""
     deadline: float | None = field(init=False)
     """As it was asked for last."""
+    is_cancelled: bool = field(default=False, init=False)
+    """Whoever has it is to end it, the replica that it moves to as well."""
 
     def __post_init__(self) -> None:
         self.deadline = self.request.deadline

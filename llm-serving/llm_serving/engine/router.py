@@ -111,16 +111,16 @@ class Router:
     def next_of(self) -> list[tuple[int, Engine]]:
         """Living replicas that may go on with a request whose prompt is computed, the best first.
 
-        Those that are to decode before those that are not, those whose WorkAgent is there before those where it is
-        away, those that get requests before drained ones; then those with the fewest requests.
+        Those that get requests before drained ones, those that are to decode before those that are not, those whose
+        WorkAgent is there before those where it is away; then those with the fewest requests.
         """
         engines = self._replicas.living().items()
         return sorted(
             engines,
             key=lambda each: (
+                self._replicas.is_drained(each[0]),
                 self.moves(each[0]),
                 each[1].away is not None,
-                self._replicas.is_drained(each[0]),
                 self._requests.num_of(each[1]),
                 each[0],
             ),
