@@ -96,28 +96,6 @@ def step_seconds(runner: ModelRunner, running: int, context: int, seconds: float
 def decode_step(number: int, running: int, context: int) -> StepInput:
     """Every request has blocks of its own."""
     num_blocks = _num_blocks(context)
-    zeros, ones = np.zeros(running, np.float32), np.ones(running, np.float32)
-    whole, offsets, nothing = np.zeros(running, np.int32), np.zeros(running + 1, np.int32), np.empty(0, np.int32)
-    sampling = SamplingInput(
-        temperature=zeros,
-        top_k=whole,
-        top_p=ones,
-        min_p=zeros,
-        repetition_penalty=ones,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        seed=np.zeros(running, np.uint64),
-        position=np.full(running, context, np.int32),
-        num_logprobs=np.full(running, -1, np.int32),
-        history_offsets=offsets,
-        history_token_ids=nothing,
-        history_prompt_lens=whole,
-        bias_offsets=offsets,
-        bias_token_ids=nothing,
-        bias_values=np.empty(0, np.float32),
-        allowed_offsets=offsets,
-        allowed_words=nothing,
-    )
     tables = np.arange(running * num_blocks, dtype=np.int32).reshape(running, num_blocks)
     return StepInput(
         step=number,
@@ -127,7 +105,7 @@ def decode_step(number: int, running: int, context: int) -> StepInput:
         block_tables=tables,
         block_epochs=np.zeros_like(tables),
         wanted=np.array([(row, 0, ResultKind.TOKEN) for row in range(running)], np.int32),
-        sampling=sampling,
+        sampling=SamplingInput.plain(running, position=np.full(running, context, np.int32)),
     )
 
 

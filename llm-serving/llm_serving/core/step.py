@@ -124,6 +124,44 @@ class SamplingInput:
     allowed_offsets: Int32Array  # [S + 1] into allowed_words; the two are an `AllowedTokens`
     allowed_words: Int32Array
 
+    @classmethod
+    def plain(
+        cls,
+        num_samples: int,
+        *,
+        temperature: Float32Array | None = None,
+        top_k: Int32Array | None = None,
+        top_p: Float32Array | None = None,
+        min_p: Float32Array | None = None,
+        seed: NDArray[np.uint64] | None = None,
+        position: Int32Array | None = None,
+        num_logprobs: Int32Array | None = None,
+    ) -> SamplingInput:
+        """Without penalties, biases and forbidden tokens; greedy, without log-probabilities, where nothing is given."""
+        zeros, ones = np.zeros(num_samples, np.float32), np.ones(num_samples, np.float32)
+        whole, offsets = np.zeros(num_samples, np.int32), np.zeros(num_samples + 1, np.int32)
+        nothing = np.empty(0, np.int32)
+        return cls(
+            temperature=zeros if temperature is None else temperature,
+            top_k=whole if top_k is None else top_k,
+            top_p=ones if top_p is None else top_p,
+            min_p=zeros if min_p is None else min_p,
+            repetition_penalty=ones,
+            presence_penalty=zeros,
+            frequency_penalty=zeros,
+            seed=np.zeros(num_samples, np.uint64) if seed is None else seed,
+            position=whole if position is None else position,
+            num_logprobs=np.full(num_samples, -1, np.int32) if num_logprobs is None else num_logprobs,
+            history_offsets=offsets,
+            history_token_ids=nothing,
+            history_prompt_lens=whole,
+            bias_offsets=offsets,
+            bias_token_ids=nothing,
+            bias_values=np.empty(0, np.float32),
+            allowed_offsets=offsets,
+            allowed_words=nothing,
+        )
+
     @property
     def num_samples(self) -> int:
         return len(self.temperature)

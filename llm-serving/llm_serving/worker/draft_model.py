@@ -139,25 +139,12 @@ class DraftModel:
 
 def _sampling(asked: Sequence[Continuation], positions: Sequence[int]) -> SamplingInput:
     """As the requests are sampled, but for penalties, biases and forbidden tokens."""
-    count = len(asked)
-    zeros, no_offsets, nothing = np.zeros(count, np.float32), np.zeros(count + 1, np.int32), np.empty(0, np.int32)
-    return SamplingInput(
+    return SamplingInput.plain(
+        len(asked),
         temperature=np.array([each.temperature for each in asked], np.float32),
         top_k=np.array([each.top_k for each in asked], np.int32),
         top_p=np.array([each.top_p for each in asked], np.float32),
         min_p=np.array([each.min_p for each in asked], np.float32),
-        repetition_penalty=np.ones(count, np.float32),
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
         seed=np.array([each.seed for each in asked], np.uint64),
         position=np.array(positions, np.int32),
-        num_logprobs=np.full(count, -1, np.int32),
-        history_offsets=no_offsets,
-        history_token_ids=nothing,
-        history_prompt_lens=np.zeros(count, np.int32),
-        bias_offsets=no_offsets,
-        bias_token_ids=nothing,
-        bias_values=np.empty(0, np.float32),
-        allowed_offsets=no_offsets,
-        allowed_words=nothing,
     )

@@ -60,7 +60,8 @@ def score(
     errors: dict[int, str] = {}
     for start, end in _pieces(count, vocab_size):
         logits = head(states[start:end])
-        choices = choose_tokens(logits, _greedy(scoring.num_logprobs[start:end]), NO_TOKENS)
+        sampling = SamplingInput.plain(end - start, num_logprobs=scoring.num_logprobs[start:end])
+        choices = choose_tokens(logits, sampling, NO_TOKENS)
         for index in np.flatnonzero(choices.failures != Failure.NONE).tolist():
             largest = choices.largest[index]
             errors[start + index] = f"the model's logits allow no log-probabilities: the largest is {largest}"
@@ -100,30 +101,3 @@ def _rank(logits: Float32Array, token_id: int) -> int:
     """Place of a token among those of one row of logits ([V]), from 1."""
     value = logits[token_id]
     return 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token_id] == value))
-
-
-def _greedy(num_logprobs: Int32Array) -> SamplingInput:
-    """How to choose the most likely token of each row and tell so many of the others."""
-    count = len(num_logprobs)
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    whole, offsets = np.zeros(count, np.int32), np.zeros(count + 1, np.int32)
-    return SamplingInput(
-        temperature=zeros,
-        top_k=whole,
-        top_p=ones,
-        min_p=zeros,
-        repetition_penalty=ones,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        seed=np.zeros(count, np.uint64),
-        position=whole,
-        num_logprobs=num_logprobs,
-        history_offsets=offsets,
-        history_token_ids=NO_TOKENS,
-        history_prompt_lens=whole,
-        bias_offsets=offsets,
-        bias_token_ids=NO_TOKENS,
-        bias_values=np.empty(0, np.float32),
-        allowed_offsets=offsets,
-        allowed_words=NO_TOKENS,
-    )
