@@ -111,6 +111,8 @@ def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
 def environment(folder: Path, packages: tuple[str, ...]) -> Path:
     """The interpreter of an environment that has these packages."""
     python, done = folder / "bin" / "python", folder / "done"
+    if python.exists() and not done.exists() and folder.is_symlink():
+        return python  # of somebody else: used as it is, neither emptied nor added to
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages], check=True)
