@@ -1,8 +1,9 @@
 """Both graphs of primitives of a family, exported to MINDIR, read again and run by the operator library.
 
-    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--quantization w8a8]
+    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--kinds bfloat16 ..] [--table FILE]
 
-Prints for each family whether what was read again gives the bits of the network it was made of. Some 10 s a family.
+Prints, as it goes, whether what was read again gives the bits of the network it was made of, then a table of all, and
+ends with 1 where one differs. Some 10 s for each kind of a family.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,14 @@ ROWS = {"states": None, "of_prompts": 4}
 """Requests of each graph, where they are fixed."""
 
 POSITIONS = NUM_BLOCKS * BLOCK_SIZE
+KINDS: Mapping[str, tuple[str, Quantization | None]] = {
+    "bfloat16": ("bfloat16", None),
+    "float16": ("float16", None),
+    "w8a8": ("bfloat16", Quantization(QuantizationName.W8A8)),
+}
+"""Name -> type of the model, and how its weights are kept."""
+
+SAME = "same bits"
 
 
 def networks_of(
@@ -116,28 +126,64 @@ def differences(spec: ModelSpec, networks: Lowered, folder: Path) -> list[str]:
     return different
 
 
-def check(name: str, folder: Path, quantization: Quantization | None = None) -> list[str]:
-    spec, networks = networks_of(name, folder, quantization=quantization)
+def check(name: str, folder: Path, dtype: str = "bfloat16", quantization: Quantization | None = None) -> list[str]:
+    spec, networks = networks_of(name, folder, dtype, quantization)
     export_all(spec, networks, folder)
     return differences(spec, networks, folder)
 
 
-def main() -> None:
+def found_of(name: str, kind: str) -> str:
+    """What came of a family: SAME, what the primitives lack, or which steps differ."""
+    dtype, quantization = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        models.write(name, Path(folder))
+        lacks = lacking(ModelSpec.from_folder(Path(folder)).network, POSITIONS) or lacking_of_codes(quantization)
+        if lacks:
+            return f"no {lacks}"
+        return "; ".join(check(name, Path(folder), dtype, quantization)) or SAME
+
+
+def table_of(found: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) -> str:
+    """Markdown, a line for each group of models of which the same was found."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, of_kinds in found.items():
+        groups.setdefault(tuple(of_kinds[kind] for kind in kinds), []).append(name)
+    lines = [f"| models | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in groups.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=models.names(), metavar="NAME")
-    parser.add_argument("--quantization", choices=[str(QuantizationName.W8A8)], help="how weights are kept")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="how weights are kept")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="where the table is written as well")
     arguments = parser.parse_args()
-    kept = arguments.quantization
-    quantization = None if kept is None else Quantization(QuantizationName(kept))
-    for name in arguments.names:
-        with tempfile.TemporaryDirectory() as folder:
-            models.write(name, Path(folder))
-            network = ModelSpec.from_folder(Path(folder)).network
-            lacks = lacking(network, POSITIONS) or lacking_of_codes(network, quantization)
-            found = [] if lacks else check(name, Path(folder), quantization)
-        sys.stdout.write(f"{name:24} {f'no {lacks}' if lacks else '; '.join(found) or 'same bits'}\n")
-        sys.stdout.flush()
+    found: dict[str, dict[str, str]] = {}
+    for number, name in enumerate(arguments.names, 1):
+        for kind in arguments.kinds:
+            begun = time.monotonic()
+            try:
+                told = found_of(name, kind)
+            except Exception as error:  # noqa: BLE001  the others are asked all the same
+                told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found.setdefault(name, {})[kind] = told
+            seconds = time.monotonic() - begun
+            sys.stdout.write(f"{number:3}/{len(arguments.names)} {name:24} {kind:9} {seconds:5.1f} s  {told}\n")
+            sys.stdout.flush()
+    table = table_of(found, arguments.kinds)
+    sys.stdout.write(f"\n{table}")
+    if arguments.table is not None:
+        arguments.table.write_text(table)
+    wrong = [name for name, told in found.items() if not all(is_expected(each) for each in told.values())]
+    sys.stdout.write(f"\n{len(found) - len(wrong)} of {len(found)} models as expected\n")
+    return 1 if wrong else 0
+
+
+def is_expected(told: str) -> bool:
+    """The same bits, or a refusal that names what is lacking."""
+    return told == SAME or told.startswith("no ")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

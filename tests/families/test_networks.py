@@ -80,9 +80,9 @@ def test_the_graph_of_ascend_has_the_bits_of_the_program(tmp_path, name):
     assert logits.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "qwen2"])
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2", "qwen2-moe"])
 def test_the_graph_of_ascend_in_8_bits_has_the_bits_of_the_program(tmp_path, name):
-    """A head that is the table of embeddings, and biases."""
+    """A head that is the table of embeddings, biases, experts."""
     logits = []
     for kernels in ("program", "primitives"):
         folder = tmp_path / kernels

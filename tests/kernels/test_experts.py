@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from instruction_sets import real_isas
-from kernel_calls import Array, Typed, call, empty, integers, linear, packed, scalar, status_of, typed, unpacked
+from kernel_calls import Array, Typed, call, coded, empty, integers, linear, packed, scalar, status_of, typed, unpacked
 from llm_serving.kernels import library, reference
 
 pytestmark = pytest.mark.skipif(not real_isas(), reason="needs a compiler")
@@ -31,7 +31,7 @@ def sorted_rows(x: Typed, chosen: Array, told: int = 2) -> tuple[Typed, Typed, T
 
 
 def grouped(x: Typed, weight: Typed, groups: Typed, by_counts: int = 1) -> tuple[Typed | None, ...]:
-    y = empty((x.array.shape[0], weight.array.shape[2]), x.dtype)
+    y = empty((x.array.shape[0], weight.array.shape[2]), "int32" if x.dtype == "int8" else x.dtype)
     ways = whole(3), whole(0), whole(by_counts), whole(0), None
     return x, weight, *(None,) * 6, groups, None, None, None, *ways, y
 
@@ -81,6 +81,29 @@ def test_rows_of_an_expert_have_the_bits_of_a_product_with_all_experts(isa: str,
         assert np.array_equal(y.bits, by_all[np.arange(len(of_rows)), of_rows])
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("size", [HIDDEN, 2311])
+def test_sums_of_codes_are_whole_numbers(isa: str, size: int, is_packed: bool) -> None:
+    """The longer ones are more than float32 tells apart."""
+    rng = np.random.default_rng(10)
+    codes = rng.integers(100, 128, (EXPERTS, INNER, size)).astype(np.int8)
+    counts = np.array([3, 0, 1, 9, 2, 0, 0])
+    x = Typed(rng.integers(100, 128, (counts.sum(), size)).astype(np.int8), "int8")
+    rows = codes.reshape(EXPERTS * INNER, size)
+    if is_packed:
+        shown = coded(rows, rng.random(len(rows)), "bfloat16").array.reshape(EXPERTS, size, INNER)
+    else:
+        shown = unpacked(Typed(np.ascontiguousarray(codes.transpose(0, 2, 1)), "int8")).array
+    parameters = grouped(x, Typed(shown, "int8"), integers(counts, "int64"))
+    call("GroupedMatmulV4", *parameters)
+    y = parameters[-1]
+    assert y is not None
+    of_rows = codes[np.repeat(np.arange(EXPERTS), counts)].astype(np.int32)
+    expected = np.einsum("rk,rnk->rn", x.array.astype(np.int32), of_rows)
+    assert np.array_equal(y.array, expected)
+    assert size == HIDDEN or (expected.astype(np.float32).astype(np.int32) != expected).any()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_come_back_as_sums_in_the_order_of_experts(isa: str, dtype: str) -> None:
     for rows in ROWS:
@@ -118,6 +141,16 @@ def test_what_is_not_computed_is_refused() -> None:
     ]
     for at, other, told in cases:
         assert status_of("GroupedMatmulV4", *given[:at], other, *given[at + 1 :]) == 1
+        assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {told}"
+    codes = Typed(np.ones((4, HIDDEN), np.int8), "int8")
+    of_codes = list(grouped(codes, unpacked(Typed(np.ones((EXPERTS, HIDDEN, INNER), np.int8), "int8")), given[8]))
+    cases = [
+        (1, weight, "x and the weight must be of one type"),
+        (3, typed(np.ones((EXPERTS, INNER)), "float32"), "parameter 3 must be None"),
+        (17, empty((4, INNER), "float32"), "x must be of floats and y of its type, or x int8 and y int32"),
+    ]
+    for at, other, told in cases:
+        assert status_of("GroupedMatmulV4", *of_codes[:at], other, *of_codes[at + 1 :]) == 1
         assert library.load().llm_last_error().decode() == f"GroupedMatmulV4: {told}"
     results = empty((4, HIDDEN), "bfloat16"), empty((4,), "int32"), empty((2,), "int32"), empty((2,), "int32")
     ways = whole(0), whole(0), whole(2), whole(0), whole(2), scalar(True, "bool")

@@ -118,12 +118,13 @@ def test_a_graph_that_is_read_again_gives_the_same_bits(exported):
 
 def test_a_graph_of_8_bits_is_of_what_a_device_has_and_gives_the_same_bits_again(tmp_path):
     kept = Quantization(QuantizationName.W8A8)
-    spec, networks = networks_of("llama3.1", tmp_path, quantization=kept, changes={"num_hidden_layers": 1})
+    spec, networks = networks_of("qwen3-moe", tmp_path, quantization=kept, changes={"num_hidden_layers": 1})
     written = export_all(spec, networks, tmp_path)
-    for graph, num_products in (("states", 4), ("head", 1)):
+    for graph, (products, of_experts, routers) in {"states": (2, 2, 1), "head": (1, 0, 0)}.items():
         found = [kind(node) for node in written[graph].graph.node]
-        assert found.count("DynamicQuantExt") == found.count("QuantBatchMatmul") == num_products
-        assert "MatMul" not in found
+        assert found.count("DynamicQuantExt") == products + of_experts
+        named = "QuantBatchMatmul", "GroupedMatmulV4", "MatMul"
+        assert [found.count(each) for each in named] == [products, of_experts, routers]
         types = {each.name.rsplit(".", 1)[-1]: each.data_type for each in written[graph].graph.parameter}
         assert (types["codes"], types["scales"]) == (TensorProto.INT8, TensorProto.FLOAT)
     assert differences(spec, networks, tmp_path) == []

@@ -83,6 +83,9 @@ class AscendBackend:
     def experts(self, num_experts: int) -> nn.Cell:
         return ascend_experts.Experts(num_experts, self.swiglu())
 
+    def quantized_experts(self, num_experts: int) -> nn.Cell:
+        return ascend_experts.QuantizedExperts(num_experts, self.swiglu(), self.activation_dtype)
+
     def split(self, widths: Sequence[int]) -> nn.Cell:
         return Split(widths)
 
@@ -128,9 +131,15 @@ class AscendBackend:
         raise ModelError(f"the operations of {self.name} run no programs, which such weights are for")
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
-        if weight.bits != 8 or weight.num_groups != 1 or weight.columns is not None:
-            raise ModelError(f"QuantBatchMatmul takes 8 bits in one group. Given: {weight.bits} bits, {name}")
+        _check_codes("QuantBatchMatmul", weight, name)
         return self._codes(weight, f"{name}.codes"), float32_parameter(weight.scales.reshape(-1), f"{name}.scales")
+
+    def quantized_expert_weights(
+        self, weight: QuantizedTensor, num_experts: int, name: str
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        _check_codes("GroupedMatmulV4", weight, name)
+        codes = self._codes_of_experts(weight, num_experts, f"{name}.codes")
+        return codes, float32_parameter(weight.scales.reshape(num_experts, -1), f"{name}.scales")
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:
         return self._copy(np.concatenate([to_model_dtype(array, self.dtype) for array in arrays]), name)
@@ -179,14 +188,27 @@ class AscendBackend:
         return ms.Tensor.from_numpy(blocks.view(numpy_bfloat16) if self.dtype == "bfloat16" else blocks)
 
     def _codes(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
-        memory = zeroed_bytes(weight.codes.size).view(np.int8).reshape(weight.shape)
-        memory[...] = weight.codes
-        return parameter_over(memory, "int8", name)
+        return _copy_of_codes(weight.codes, name)
+
+    def _codes_of_experts(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
+        of_experts = weight.codes.reshape(num_experts, -1, weight.shape[1])
+        return _copy_of_codes(of_experts.transpose(0, 2, 1), name)
 
     def _copy(self, array: Array, name: str | None) -> ms.Parameter:
         memory = zeroed_array(array.shape, self.dtype)
         memory[...] = to_model_dtype(array, self.dtype)
         return parameter_over(memory, self.dtype, name)
+
+
+def _check_codes(primitive: str, weight: QuantizedTensor, name: str) -> None:
+    if weight.bits != 8 or weight.num_groups != 1 or weight.columns is not None:
+        raise ModelError(f"{primitive} takes 8 bits in one group. Given: {weight.bits} bits, {name}")
+
+
+def _copy_of_codes(codes: Array, name: str) -> ms.Parameter:
+    memory = zeroed_bytes(codes.size).view(np.int8).reshape(codes.shape)
+    memory[...] = codes
+    return parameter_over(memory, "int8", name)
 
 
 def _index(block_ids: Int32Array) -> ms.Tensor:

@@ -104,6 +104,9 @@ class Backend(Protocol):
         gate_up and down are tuples of what `expert_weights` made.
         """
 
+    def quantized_experts(self, num_experts: int) -> nn.Cell:
+        """As `experts`, of what `quantized_expert_weights` made: each product as `quantized_linear`."""
+
     def split(self, widths: Sequence[int]) -> nn.Cell:
         """(x [T, sum of widths]) -> its columns, one range after another"""
 
@@ -202,6 +205,20 @@ class Backend(Protocol):
 
         Args:
             weight: Of 8 bits, with a scale for each row.
+            name: Of both, with an ending.
+
+        Raises:
+            ModelError: It has another form, or this backend has no products of codes.
+        """
+
+    def quantized_expert_weights(
+        self, weight: QuantizedTensor, num_experts: int, name: str
+    ) -> tuple[ms.Parameter, ms.Parameter]:
+        """Codes int8 [experts, K, N] and scales float32 [experts, N], copied; for Cells.
+
+        Args:
+            weight: [num_experts * N, K], of 8 bits, with a scale for each row.
+            num_experts: Of the layer.
             name: Of both, with an ending.
 
         Raises:

@@ -109,6 +109,11 @@ class CpuBackend(AscendBackend):
         return parameter
 
     def coded_weight(self, weight: QuantizedTensor, widened: bool, name: str | None = None) -> ms.Parameter:
+        return self._packed_codes(weight, widened, name)
+
+    def _packed_codes(
+        self, weight: QuantizedTensor, widened: bool, name: str | None, num_experts: int | None = None
+    ) -> ms.Parameter:
         _require_dispatch()
         kernels = library.load()
         (rows, columns), bits = weight.shape, weight.bits
@@ -128,12 +133,17 @@ class CpuBackend(AscendBackend):
                 rule = f"8 bits in one group or 4 in {rule}, at most 65536 inputs"
             told = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
             raise ModelError(f"products take weights of {rule}. Given: {told}")
-        parameter = parameter_over(memory[: shown[0] * shown[1]].view(np.int8).reshape(shown), "int8", name)
+        shape = shown if num_experts is None else (num_experts, shown[1], shown[0] // num_experts)
+        parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
         weakref.finalize(parameter, kernels.llm_release_weight, address)
         return parameter
 
     def _codes(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
         return self.coded_weight(weight, False, name)
+
+    def _codes_of_experts(self, weight: QuantizedTensor, num_experts: int, name: str) -> ms.Parameter:
+        """Packed as one, as `expert_weights`."""
+        return self._packed_codes(weight, False, name, num_experts)
 
     def kv_cache(
         self, num_blocks: int, block_size: int, shape: CacheShape, name: str = "cache"

@@ -76,6 +76,9 @@ class PlainBackend:
     def experts(self, num_experts: int) -> nn.Cell:
         return plain_experts.Experts(self.linear(), self.swiglu())
 
+    def quantized_experts(self, num_experts: int) -> nn.Cell:
+        raise self._no_codes()
+
     def split(self, widths: Sequence[int]) -> nn.Cell:
         return Split(widths)
 
@@ -119,6 +122,11 @@ class PlainBackend:
         raise self._no_codes()
 
     def quantized_weight(self, weight: QuantizedTensor, name: str) -> tuple[ms.Parameter, ms.Parameter]:
+        raise self._no_codes()
+
+    def quantized_expert_weights(
+        self, weight: QuantizedTensor, num_experts: int, name: str
+    ) -> tuple[ms.Parameter, ms.Parameter]:
         raise self._no_codes()
 
     def vector(self, *arrays: Array, name: str | None = None) -> ms.Parameter:

@@ -65,7 +65,7 @@ def check_device(values: Values, spec: ModelSpec | None, mindformers: MindFormer
         _check_memory(values, spec.of_rank(0, values["cluster_config.tensor_parallel"]))
         _check_primitives(values, spec)
     _check_exactness(values)
-    _check_quantization(values, spec)
+    _check_quantization(values)
     _check_kv_cache(values, spec)
     _notice_what_is_not_served(values)
 
@@ -145,19 +145,15 @@ def _quantization(values: Values) -> Quantization | None:
     return None if name is None else Quantization(QuantizationName(name), values[GROUP_SIZE])
 
 
-def _check_quantization(values: Values, spec: ModelSpec | None) -> None:
+def _check_quantization(values: Values) -> None:
     quantization = _quantization(values)
     if quantization is None or _runs_programs(values):
         return
     where = _where(values)
     if values[TARGET] == "CPU" and values[KERNELS] == "plain":
         raise values.error(QUANTIZATION, f"must be null {where}: program on a CPU has it", values[QUANTIZATION])
-    if quantization.name != QuantizationName.W8A8:
+    if lacking_of_codes(quantization) is not None:
         raise values.error(QUANTIZATION, f"must be w8a8 or null {where}: program on a CPU has it", values[QUANTIZATION])
-    lacks = None if spec is None else lacking_of_codes(spec.network, quantization)
-    if lacks is not None:
-        rule = f"must be null for this model {where}: there are no {lacks}; program on a CPU has them"
-        raise values.error(QUANTIZATION, rule, values[QUANTIZATION])
 
 
 def _check_kv_cache(values: Values, spec: ModelSpec | None) -> None:

@@ -73,7 +73,7 @@ def lower(
     network = spec.network
     program = program_of(network, backend.dtype)
     as_program = as_program and backend.program("f") is not None
-    lacks = None if as_program else lacking_of_codes(network, quantization)
+    lacks = None if as_program else lacking_of_codes(quantization)
     if lacks is not None:
         raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
     if any(_letter(cache) == "b" for pair in kv_caches for cache in pair):

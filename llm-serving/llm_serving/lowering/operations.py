@@ -279,7 +279,7 @@ class Experts(nn.Cell):
         super().__init__()
         self.gate_up = ms.ParameterTuple(gate_up)
         self.down = ms.ParameterTuple(down)
-        self.experts = backend.experts(num_experts)
+        self.experts = (backend.quantized_experts if is_quantized(gate_up) else backend.experts)(num_experts)
 
     def construct(self, read: Tensors, step: Tensors) -> Tensors:
         return (self.experts(read[0], read[1], read[2], self.gate_up, self.down),)

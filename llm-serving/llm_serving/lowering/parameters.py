@@ -61,8 +61,12 @@ def parameters_of(
         if quantization is not None and weight in coded:
             kept = coded[weight]
             codes = _codes(weight, reader, kept, quantization.group_size)
-            program = () if as_cells else (backend.coded_weight(codes, kept in WIDENED, name),)
-            made[weight] = list(program or backend.quantized_weight(codes, name))
+            if not as_cells:
+                made[weight] = [backend.coded_weight(codes, kept in WIDENED, name)]
+            elif weight in experts:
+                made[weight] = list(backend.quantized_expert_weights(codes, experts[weight], name))
+            else:
+                made[weight] = list(backend.quantized_weight(codes, name))
             continue
         values = parameter(weight, reader, max_positions)
         if weight in experts:

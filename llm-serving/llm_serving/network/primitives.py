@@ -21,14 +21,11 @@ def lacking_in_cells(network: Network) -> str | None:
     return None
 
 
-def lacking_of_codes(network: Network, quantization: Quantization | None) -> str | None:
+def lacking_of_codes(quantization: Quantization | None) -> str | None:
     """What weights that are kept so need and the primitives of Ascend do not have; None where they have everything."""
-    if quantization is None:
+    if quantization is None or quantization.name == QuantizationName.W8A8:
         return None
-    if quantization.name != QuantizationName.W8A8:
-        return f"products of {quantization.name} weights"
-    has_experts = any(each.kind == "experts" for each in network.operations)
-    return f"products of {quantization.name} experts" if has_experts else None
+    return f"products of {quantization.name} weights"
 
 
 def lacking_in_coded_cache(network: Network) -> str | None:

@@ -17,7 +17,7 @@ class QuantConfig:
     weights, times activations as they are. `w4a16`: weights of 4 bits with a scale for each output and `group_size`
     inputs, the head in 8 bits. `w4a8`: the same weights, times activations brought to 8 bits, and the head as of
     `w8a8`. Norms, biases and tables that are only looked up stay in `model_dtype`. On a CPU with
-    `kernels: program`; `w8a8` without experts also with `primitives` and on Ascend. None: in `model_dtype`."""
+    `kernels: program`; `w8a8` also with `primitives` and on Ascend. None: in `model_dtype`."""
 
     group_size: int = option(128, one_of((32, 64, 128)))
     """Inputs with one scale in weights of 4 bits; those whose rows it does not divide are kept in 8 bits."""

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "packed_weights.h"
-#include "parts.h"
 
 namespace llm {
 namespace {
@@ -33,6 +32,13 @@ struct Codes {
     data = packed.data();
   }
 };
+
+void sum(const int8_t* x, size_t m, WeightCodes codes, const void* data, size_t n, size_t k, int32_t* y) {
+  codes.scale = nullptr;
+  LinearArgs args = {x, data, y, DType::kFloat32, DType::kInt32, m, n, k};
+  args.codes = &codes;
+  multiply_counted(args);
+}
 
 int check(const Call& call, const CodesProduct& product) {
   const int x = product.x, weight = product.weight, y = product.y;
@@ -76,6 +82,15 @@ int multiply_codes(const Call& call, const CodesProduct& product) {
   args.x_scale = product.row_scale < 0 ? row_scale.data() : call.data<const float>(product.row_scale);
   multiply_counted(args);
   return 0;
+}
+
+void sum_codes(const int8_t* x, size_t m, const Weight& weight, int32_t* y) {
+  sum(x, m, *weight.codes(), weight.data(), weight.rows(), weight.columns(), y);
+}
+
+void sum_codes(const int8_t* x, size_t m, const uint8_t* rows, size_t n, size_t k, int32_t* y) {
+  const Codes codes(rows, n, k);
+  sum(x, m, codes.codes, codes.data, n, k, y);
 }
 
 }  // namespace llm

@@ -3,6 +3,7 @@
 
 #include "call.h"
 #include "kernels.h"
+#include "parts.h"
 
 namespace llm {
 
@@ -16,5 +17,10 @@ struct CodesProduct {
 // y = (sums of products of codes * scale of the column) * scale of the row, each rounded to float32. A status as
 // operators return it.
 int multiply_codes(const Call& call, const CodesProduct& product);
+
+// y int32 [m, n] = x int8 [m, k] times the transpose of codes [n, k], exact: of a packed weight kept as W8A8, or of
+// rows.
+void sum_codes(const int8_t* x, size_t m, const Weight& weight, int32_t* y);
+void sum_codes(const int8_t* x, size_t m, const uint8_t* rows, size_t n, size_t k, int32_t* y);
 
 }  // namespace llm

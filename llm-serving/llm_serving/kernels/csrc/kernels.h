@@ -25,7 +25,7 @@ enum class WeightFormat : uint8_t {
 // What products know of such a weight beside its codes.
 struct WeightCodes {
   WeightFormat format = WeightFormat::kMultiples;
-  const float* scale = nullptr;   // [panels][groups][16]; of multiples, units times 2^14
+  const float* scale = nullptr;   // [panels][groups][16]; of multiples, units times 2^14; kW8A8: null asks for sums
   const int32_t* sums = nullptr;  // kW8A8: of each column's codes
   float activation_norm = 0.0f;   // kMultiples: norm of a block of activations, in their units, up to which sums fit
   const uint8_t* zero = nullptr;  // of 4 bits: as scale; null: 8
@@ -42,7 +42,8 @@ struct WeightCodes {
 enum class Gate : uint8_t { kNone, kSilu, kGeluTanh };
 
 // y [m, n] = x [m, k] times the transpose of a packed weight [n, k] (packed_weights.h); y is of type `dtype` or
-// float32. What may follow, `bias` and `added`, rounds to the element type as an operator of its own would.
+// float32, or int32 of sums of products of codes. What may follow, `bias` and `added`, rounds to the element type as an
+// operator of its own would.
 struct LinearArgs {
   const void* x;
   const void* weight;
@@ -58,7 +59,7 @@ struct LinearArgs {
   Passes y_passes = {};                // how y lies
   size_t added_stride = 0;             // from a row to the next; 0: n
   float scale = 1.0f;
-  const float* x_scale = nullptr;  // kW8A8: x is codes already, int8 [m, k], with a scale for each row
+  const float* x_scale = nullptr;  // kW8A8: x is codes already, int8 [m, k], with a scale for each row or for sums
 };
 
 // y = x / sqrt(mean(x^2) + eps) * gamma; rstd [rows] may be null. With `added`, x + added takes the place of x, rounded

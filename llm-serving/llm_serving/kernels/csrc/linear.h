@@ -323,7 +323,8 @@ void linear_into(const LinearArgs& args, const Prepared& x) {
 
 template <class Element, class Prepared>
 void linear_with(const LinearArgs& args, const Prepared& x) {
-  if (args.y_dtype == DType::kFloat32) {
+  // Sums of codes pass through as they are: 32 bits, whatever they mean.
+  if (args.y_dtype == DType::kFloat32 || args.y_dtype == DType::kInt32) {
     linear_into<Element, float>(args, x);
   } else {
     linear_into<Element, Element>(args, x);

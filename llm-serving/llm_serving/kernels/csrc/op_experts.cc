@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "codes_product.h"
 #include "parts.h"
 #include "thread_pool.h"
 
@@ -82,16 +83,38 @@ LLM_OPERATOR(MoeInitRoutingV2) {
 namespace llm {
 namespace {
 
-// The weight [k, n] of an expert, in the order of products.
-std::vector<char> packed_weight(const char* source, DType dtype, size_t bytes, size_t n, size_t k) {
-  std::vector<char> rows(n * k * bytes), packed(n * k * bytes);
+// The weight [k, n] of an expert as [n, k].
+std::vector<char> transposed(const char* source, size_t bytes, size_t n, size_t k) {
+  std::vector<char> rows(n * k * bytes);
   for (size_t input = 0; input < k; input++) {
     for (size_t column = 0; column < n; column++) {
       std::memcpy(rows.data() + (column * k + input) * bytes, source + (input * n + column) * bytes, bytes);
     }
   }
-  pack_weight(rows.data(), packed.data(), dtype, n, k);
-  return packed;
+  return rows;
+}
+
+// The rows of an expert times its weight, packed or [k, n].
+void multiply_expert(const Weight& all, const char* weight, size_t expert, LinearArgs args) {
+  const size_t n = args.n, k = args.k, bytes = element_size(args.dtype, nullptr);
+  if (all.is_packed()) {
+    return multiply_counted(all.part(expert * n, n).product({args.m, k}, args.x, args.y));
+  }
+  const std::vector<char> rows = transposed(weight + expert * k * n * bytes, bytes, n, k);
+  std::vector<char> packed(rows.size());
+  pack_weight(rows.data(), packed.data(), args.dtype, n, k);
+  args.weight = packed.data();
+  kernels().linear(args);
+}
+
+// The same of codes, to int32.
+void sum_expert(const Weight& all, const char* weight, size_t expert, LinearArgs args) {
+  const size_t n = args.n, k = args.k;
+  const auto* x = static_cast<const int8_t*>(args.x);
+  auto* y = static_cast<int32_t*>(args.y);
+  if (all.is_packed()) return sum_codes(x, args.m, all.part(expert * n, n), y);
+  const std::vector<char> rows = transposed(weight + expert * k * n, 1, n, k);
+  sum_codes(x, args.m, reinterpret_cast<const uint8_t*>(rows.data()), n, k, y);
 }
 
 int check_grouped(const Call& call) {
@@ -106,8 +129,14 @@ int check_grouped(const Call& call) {
     return call.fail("x and the result must have two dimensions, the weight three");
   }
   const size_t experts = call.dim(1, 0), k = call.dim(1, 1), n = call.dim(1, 2);
-  if (!is_float(call.dtype(0)) || call.dtype(17) != call.dtype(0))
-    return call.fail("x must be of floats, y of its type");
+  const bool is_coded = call.dtype(0) == DType::kInt8;
+  const DType result = is_coded ? DType::kInt32 : call.dtype(0);
+  if ((!is_coded && !is_float(call.dtype(0))) || call.dtype(17) != result) {
+    return call.fail("x must be of floats and y of its type, or x int8 and y int32");
+  }
+  if (is_coded && k > kMostCodedInputs) {
+    return call.fail("at most %zu inputs can be added up, not %zu", kMostCodedInputs, k);
+  }
   if (call.dim(0, 1) != k || call.dim(17, 0) != call.dim(0, 0) || call.dim(17, 1) != n) {
     return call.fail("shapes [%zu, %zu] x [%zu, %zu] do not fit", call.dim(0, 0), call.dim(0, 1), k, n);
   }
@@ -122,16 +151,21 @@ int check_grouped(const Call& call) {
 
 // x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, activation_input,
 // activation_quant_scale, activation_quant_offset, split_item, group_type, group_list_type, act_type, output_dtype | y:
-// the rows of each expert, one expert after another, times its weight [k, n]
+// the rows of each expert, one expert after another, times its weight [k, n]; of codes without scales, sums in int32
 LLM_OPERATOR(GroupedMatmulV4) {
   using namespace llm;
   if (call.count() != 18) return call.fail("expects 18 parameters, got %d", call.count());
   if (const int status = check_grouped(call)) return status;
   const size_t experts = call.dim(1, 0), k = call.dim(1, 1), n = call.dim(1, 2), rows = call.dim(0, 0);
-  const size_t bytes = call.element_bytes(0);
   const DType dtype = call.dtype(0);
+  const bool is_coded = dtype == DType::kInt8;
   const Weight all(call.data<void>(1), call.dtype(1), experts * n, k);
-  if (all.dtype() != dtype) return call.fail("x and the weight must be of one type");
+  if (is_coded ? call.dtype(1) != dtype : all.dtype() != dtype) {
+    return call.fail("x and the weight must be of one type");
+  }
+  if (is_coded && all.is_packed() && all.codes()->format != WeightFormat::kW8A8) {
+    return call.fail("the weight is not kept as W8A8");
+  }
   if (all.is_packed() && n % kPanelWidth != 0) return call.fail("%zu columns must be a multiple of 16", n);
   if (all.is_packed() && !can_multiply(all.codes())) return call.fail("%s", kOtherKernels);
   size_t begin = 0;
@@ -142,16 +176,12 @@ LLM_OPERATOR(GroupedMatmulV4) {
       return call.fail("group_list[%zu] = %lld does not fit %zu rows", expert, static_cast<long long>(told), rows);
     }
     const size_t count = static_cast<size_t>(end) - begin;
-    const char* x = call.data<char>(0) + begin * k * bytes;
-    char* y = call.data<char>(17) + begin * n * bytes;
+    const char* x = call.data<char>(0) + begin * k * call.element_bytes(0);
+    char* y = call.data<char>(17) + begin * n * call.element_bytes(17);
     begin = static_cast<size_t>(end);
     if (count == 0) continue;
-    if (all.is_packed()) {
-      multiply_counted(all.part(expert * n, n).product({count, k}, x, y));
-      continue;
-    }
-    const std::vector<char> weight = packed_weight(call.data<char>(1) + expert * k * n * bytes, dtype, bytes, n, k);
-    kernels().linear({x, weight.data(), y, dtype, dtype, count, n, k});
+    const LinearArgs args = {x, nullptr, y, dtype, dtype, count, n, k};
+    (is_coded ? sum_expert : multiply_expert)(all, call.data<char>(1), expert, args);
   }
   return 0;
 }

@@ -43,6 +43,7 @@ class Weight {
   }
 
   bool is_packed() const { return is_packed_; }
+  const void* data() const { return data_; }
   // Of the rows it multiplies.
   DType dtype() const { return dtype_; }
   size_t rows() const { return n_; }

@@ -2,7 +2,7 @@
 //
 //   rows     coded_rows.h
 //   sums     of products of codes, in 32 bits: exact, so their order is free
-//   results  (sum * scale of the column) * scale of the row, each rounded to float32
+//   results  (sum * scale of the column) * scale of the row, each rounded to float32; without scales the sums, int32
 // The bits of a row are those of kernels/w8a8.py on every instruction set.
 //
 // Activations are kept as code + 128 (codes.h), and 128 times the sum of a column's codes is taken off the result.
@@ -21,7 +21,8 @@ inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size
                          const UnitPanels<Code8>& panels, float* sums) {
   add_products<Code8>(x, row, rows, panels, sums);
   for (size_t p = 0; p < panels.count; p++) {
-    const Floats scale = load(args.codes->scale + panels.index[p] * kPanelWidth);
+    const bool scales = args.codes->scale != nullptr;
+    const Floats scale = scales ? load(args.codes->scale + panels.index[p] * kPanelWidth) : zeros();
     NativeInt offset[kParts];
     __builtin_memcpy(offset, args.codes->sums + panels.index[p] * kPanelWidth, sizeof(offset));
     LLM_FOR_PARTS offset[i] *= kCodeOffset;
@@ -31,9 +32,10 @@ inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size
       LLM_FOR_PARTS {
         NativeInt sum;
         __builtin_memcpy(&sum, target + i * kNative, sizeof(sum));
-        value.part[i] = __builtin_convertvector(sum - offset[i], NativeFloat);
+        sum -= offset[i];
+        value.part[i] = scales ? __builtin_convertvector(sum, NativeFloat) : (NativeFloat)sum;
       }
-      store(target, value * scale * broadcast(x.scale[row + r]));
+      store(target, scales ? value * scale * broadcast(x.scale[row + r]) : value);
     }
   }
 }
@@ -57,7 +59,8 @@ inline void w8a8_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
     const ActivationForm<Code8> form(args.m, args.k);
-    if (args.x_scale != nullptr) return linear_with<Element>(args, moved_rows(args, form));
+    const bool is_coded = args.x_scale != nullptr || args.codes->scale == nullptr;
+    if (is_coded) return linear_with<Element>(args, moved_rows(args, form));
     linear_with<Element>(args, code_rows<Element>(args, form, [](size_t, const uint8_t*) {}));
   });
 }
