@@ -9,8 +9,9 @@ the other, and a difference ends the run.
     guessable N  N streams at once, of the same questions
     noise N      N streams at once, sampled at a temperature at which nothing can be guessed
 
-With `--set scheduler_config.draft_model_path=FOLDER --method draft_model` a small model guesses too. Ends with a table
-of ratios. Needs the package: run it with its interpreter.
+With `--set scheduler_config.draft_model_path=FOLDER --method draft_model` a small model guesses too. With
+`--method none` neither of the two guesses: how far the ratios are from 1 then is the error of the others. Ends with a
+table of ratios. Needs the package: run it with its interpreter.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER", help="or `demo`")
     parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model"))
+    parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "none"))
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
     return parser.parse_args(argv)
