@@ -21,14 +21,14 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.request_class import class_of
 from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.step import StepInput, StepOutput
-from llm_serving.core.transfer import Transfer
 from llm_serving.engine.audit import Auditor
 from llm_serving.engine.deadlines import Deadlines, timeout_of
-from llm_serving.engine.departure import Departure, as_it_goes_on
+from llm_serving.engine.departure import Departure
 from llm_serving.engine.ledger import Ledger
+from llm_serving.engine.moves import Moves
 from llm_serving.engine.output_processor import OutputProcessor
 from llm_serving.engine.prompt_replies import prompt_replies
-from llm_serving.engine.receivers import Desk, OneSequence, receive
+from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
@@ -104,10 +104,6 @@ class Engine:
         """Told of requests when a step is formed with them for the first time, before anything of it is published."""
         self.on_away: Callable[[], None] = lambda: None
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
-        self.on_departures: Callable[[list[Departure]], None] = lambda departures: None
-        """Told of requests that another replica is to go on with, after all that was told of them here."""
-        self.on_spent: Callable[[list[TransferBlock]], None] = lambda blocks: None
-        """Told of blocks of others that are not needed any more."""
         self.ledger = Ledger()
         """Shared with the other replicas."""
         self._executor = executor
@@ -120,6 +116,8 @@ class Engine:
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
+        self.moves = Moves(scheduler, self._processor, self._auditor, self._desk, self.journal, metrics)
+        """Tells of what goes on at other replicas."""
         self._index = index
         self._metrics = metrics
         self._publish = publish
@@ -131,12 +129,6 @@ class Engine:
         self._in_flight: deque[Schedule] = deque()
         self._num_tokens_in_flight: deque[int] = deque()
         """Of each of these, beyond one a row."""
-        self._spent: deque[list[TransferBlock]] = deque()
-        """What nobody needs any more when each of these is done."""
-        self._departing: list[tuple[Request, Transfer, float]] = []
-        """Whom the scheduler has let go of, with what, and when."""
-        self._arrived: dict[Request, float] = {}
-        """Requests of other replicas that no step has been formed with, and when these let go of them."""
         self._num_left = 0
         """Tokens of prompts that the newest of them begin and do not compute."""
         self._step_began = 0.0
@@ -341,10 +333,7 @@ class Engine:
         if service := self.ledger.take(self._index):
             self.scheduler.served_elsewhere(service)
         schedule = self.scheduler.schedule(now)
-        if schedule is not None:
-            self._spent.append([])
-        if spent := self.scheduler.blocks.take_spent():
-            self._spend_after_steps(spent)
+        self.moves.formed(schedule)
         self.ledger.served(self._index, self.scheduler.take_service())
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
@@ -360,8 +349,7 @@ class Engine:
             self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
             self._tell_under_way()
             self._allow()
-            if self._arrived:
-                self._tell_moves(schedule, now)
+            self.moves.submitted(schedule, now)
             if schedule.started:
                 self.on_started([request.asked.request_id for request in schedule.started])
         collects = bool(self._in_flight) and (schedule is None or len(self._in_flight) == self._max_steps_in_flight)
@@ -386,8 +374,7 @@ class Engine:
         output = self._executor.collect()
         self._replied = self._clock()
         schedule = self._in_flight.popleft()
-        if spent := self._spent.popleft():
-            self.on_spent(spent)
+        self.moves.step_done()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
         self._allow()
         now = self._clock()
@@ -397,9 +384,7 @@ class Engine:
         mean_s = self._step_s if self.mean_step_s is None else self.mean_step_s
         self.mean_step_s = mean_s + (self._step_s - mean_s) / STEP_MEMORY
         self._deliver(schedule, updated, output)
-        for row in schedule.departures:
-            if row.request.departs and not row.request.is_finished:
-                self._departing.append((row.request, self.scheduler.depart(row.request), now))
+        self.moves.delivered(schedule, now)
         right = right_guesses(schedule, updated) if schedule.has_drafts else NO_GUESSES
         self.journal.replied(now, right)
         self.num_steps += 1
@@ -505,7 +490,7 @@ class Engine:
         self._num_left = 0
         self._tell_under_way()
         culprits = self._recovery.culprits(error, list(lost))
-        self._spend_all()  # what was in flight is done, or its WorkAgent is gone
+        self.moves.lost()
         self.journal.recovered(self._clock())
         for request in culprits:
             _end(request, FinishReason.ERROR, str(error))
@@ -563,55 +548,19 @@ class Engine:
         self._auditor.started(request)
         if self._drafter is not None:
             request.waits_for_reply |= request.constraint is not None  # to get what its form forces, see `Drafter`
-            self._drafter.begin(request)
-        self._deadlines.add(request)
+        self._expect(request)
         receive(request, self._desk)
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: Departure) -> None:
-        request = departure.request
-        self._auditor.resume(request, departure.audited)
-        self._processor.resume(request, departure.produced)
+        self._expect(departure.request)
+        self.moves.arrive(departure)
+        self.journal.queued(departure.request, self._clock())
+
+    def _expect(self, request: Request) -> None:
         if self._drafter is not None:
             self._drafter.begin(request)
         self._deadlines.add(request)
-        self.journal.arrived(request, class_of(request.priority, self.scheduler.classes), departure.time)
-        receiver = request.receiver = OneSequence(request, self._desk)
-        receiver.resume()
-        self._arrived[request] = departure.time
-        self.journal.queued(request, self._clock())
-
-    def _tell_moves(self, schedule: Schedule, now: float) -> None:
-        seconds = [now - self._arrived.pop(row.request) for row in schedule.rows if row.request in self._arrived]
-        if seconds:
-            self._metrics.moves.arrived(seconds, schedule.block_moves)
-        self._arrived = {request: time for request, time in self._arrived.items() if not request.is_finished}
-
-    def _depart(self) -> None:
-        """Lets go of requests whose pieces have been published."""
-        departures = []
-        for request, transfer, time in self._departing:
-            if not self._processor.knows(request):  # it has ended since
-                self.scheduler.give_back(list(zip(transfer.block_ids, transfer.epochs, strict=True)))
-                continue
-            produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
-            request.receiver = None
-            self.journal.departed(request, time)
-            departures.append(Departure(as_it_goes_on(request, transfer), produced, audited, time))
-        self._departing = []
-        if departures:
-            self.on_departures(departures)
-
-    def _spend_all(self) -> None:
-        while self._spent:
-            self.on_spent(self._spent.popleft())
-
-    def _spend_after_steps(self, blocks: list[TransferBlock]) -> None:
-        """Nobody needs these blocks any more when the steps in flight are done."""
-        if self._spent:
-            self._spent[-1] += blocks
-        else:
-            self.on_spent(blocks)
 
     def _abort(self, request_id: str) -> None:
         request = self._processor.find(request_id)
@@ -623,8 +572,7 @@ class Engine:
             self.dead = reason
         self._take_inbox()
         self._end_all(reason, kind)
-        self._spend_after_steps(self.scheduler.blocks.take_spent())
-        self._spend_all()
+        self.moves.end()
         self._flush()
         self._record_load()
 
@@ -657,8 +605,7 @@ class Engine:
             outputs, self._outputs = self._outputs, []
             self._auditor.told(outputs)
             self._publish(outputs)
-        if self._departing:
-            self._depart()
+        self.moves.published()
 
     def _wait(self) -> None:
         """Sleeps until a message comes, the WorkAgent dies, a deadline passes or a batch has waited long enough."""

@@ -107,7 +107,7 @@ class Replicas:
     def watch(self, engine: Engine) -> None:
         """Has an engine tell what happens."""
         engine.on_started, engine.on_away = self._publish_started, self._publish_away
-        engine.on_departures, engine.on_spent = self._publish_departures, self.give_back
+        engine.moves.on_departures, engine.moves.on_spent = self._publish_departures, self.give_back
 
     async def stop(self) -> None:
         """Ends those that serve; unfinished requests end with an error. One that still loads ends later."""

@@ -258,13 +258,13 @@ class Simulation:
 
     def drive(self, index: int, make: Callable[[Publish], Engine]) -> Engine:
         engine = self._master.replicas.drive(index, make, self._loop)
-        tell = engine.on_departures
+        tell = engine.moves.on_departures
 
         def on_departures(departures: list[Departure]) -> None:
             tell(departures)
             self._loop.call_soon_threadsafe(self._wake, None)
 
-        engine.on_departures = on_departures
+        engine.moves.on_departures = on_departures
         return engine
 
     def _wake(self, _: None) -> None:
