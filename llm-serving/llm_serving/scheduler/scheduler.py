@@ -12,25 +12,17 @@ from llm_serving.core.step import Move
 from llm_serving.core.transfer import Transfer
 from llm_serving.kvcache import BlockManager
 from llm_serving.kvcache.exports import TransferBlock
-from llm_serving.scheduler.bounds import class_bounds
+from llm_serving.scheduler.deciders import Deciders
 from llm_serving.scheduler.drafts import add_drafts, num_chosen
 from llm_serving.scheduler.fair_share import OUTPUT_TOKEN_WEIGHT
-from llm_serving.scheduler.giving_way import GivingWay
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.orders import Arrival, Order
-from llm_serving.scheduler.places import Places
 from llm_serving.scheduler.policy import Load, Policy, Preference
 from llm_serving.scheduler.prompt_results import prompt_results_of
-from llm_serving.scheduler.queue_keys import QueueKeys
-from llm_serving.scheduler.reprioritise import Reprioritiser
 from llm_serving.scheduler.rules import Rules
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
-from llm_serving.scheduler.tenant_gate import TenantGate
-from llm_serving.scheduler.wait_monitor import WaitMonitor
 from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked, WaitReason
-from llm_serving.scheduler.waiting_queue import WaitingQueue
-from llm_serving.scheduler.waits import Waits
 
 
 class Scheduler:
@@ -54,7 +46,7 @@ class Scheduler:
     ) -> None:
         """Classes in ascending order of rank; the order within each is by arrival if none is given."""
         self.blocks = blocks
-        self._follow(Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching), num_running=0)
+        self._use(Deciders(Rules(limits, policy, classes, order or Arrival(), blocks.prefix_caching), blocks))
         self._num_admissions = 0
         self._num_beams = 0
         self._num_drafts = 0
@@ -75,23 +67,13 @@ class Scheduler:
         self.blocked: Blocked | None = None
         """Whom the newest call of `schedule` left waiting, and why; None when nobody waits."""
 
-    def _follow(self, rules: Rules, num_running: int) -> None:
-        """Makes anew all that decides by rules, with nobody in it."""
-        self.limits, self.policy, self.order = limits, policy, order = rules.limits, rules.policy, rules.order
-        self.classes = classes = tuple(rules.classes)
-        blocks = self.blocks
-        blocks.prefix_caching = rules.prefix_caching
-        self.waiting = WaitingQueue(classes, limits, order, blocks.pool.num_blocks)
-        self.places = Places(limits, blocks, classes)
-        self.bounds = class_bounds(
-            limits, classes, blocks.pool.num_blocks, blocks.block_size, policy, blocks.window, num_running
-        )
+    def _use(self, deciders: Deciders) -> None:
+        self._deciders = deciders
+        rules = deciders.rules
+        self.limits, self.policy, self.order, self.classes = rules.limits, rules.policy, rules.order, rules.classes
+        self.waiting, self.places, self.bounds = deciders.waiting, deciders.places, deciders.bounds
+        self.waits, self._giving_way = deciders.waits, deciders.giving_way
         self._max_prompt_gaps = {each.name: each.max_prompt_gap for each in self.bounds}
-        gate = TenantGate(limits, classes, self.waiting.clocks)
-        self.waits = Waits(self.waiting, gate, WaitMonitor(self.bounds), self.places)
-        self._keys = QueueKeys(policy, order, limits)
-        self._reprioritiser = Reprioritiser(classes, self._keys, self.places, self.waits)
-        self._giving_way = GivingWay(limits, classes, blocks, self.places, self.waits)
         self._closed: set[str] = set()
         """Classes that could not take part when admission was last considered."""
 
@@ -107,21 +89,7 @@ class Scheduler:
 
         What a request keeps when it has lost its place often, and what a window holds, must be as before.
         """
-        assert rules.limits.max_preemptions == self.limits.max_preemptions
-        if type(rules.order) is type(self.order):
-            rules = rules._replace(order=self.order)
-        running, waits, clocks, giving_way = self.running, self.waits, self.waiting.clocks, self._giving_way
-        num_waited = waits.num_waited()
-        self._follow(rules, num_running=len(running))
-        self._giving_way.take_over(giving_way)
-        for request in self._requests.values():
-            age = clocks[request.request_class.name] - request.arrival_clock
-            request.request_class = class_of(request.priority, self.classes)
-            request.arrival_clock = -age
-            request.queue_key = self._keys.of(request)
-            request.moved_at_step = self._step
-        self.places.take_over(running)
-        self.waits.take_over(waits, num_waited, self._requests.values())
+        self._use(self._deciders.followed_by(rules, self._requests.values(), self._step))
 
     def add(self, request: Request) -> None:
         """Queues a request that passed the checks at the door, or that another replica has begun with.
@@ -133,7 +101,7 @@ class Scheduler:
         request.request_class = class_of(request.priority, self.classes)
         request.entered_at_step = self._step
         request.arrival_clock = self.waiting.clocks[request.request_class.name]
-        request.queue_key = self._keys.of(request)
+        request.queue_key = self._deciders.keys.of(request)
         self._requests[request.request_id] = request
         self._num_beams += request.is_beam
         self._num_telling += request.tells_of_its_prompt
@@ -303,7 +271,7 @@ class Scheduler:
         """
         if request.is_finished:
             return False
-        return self._reprioritiser.move(request, priority, self._step)
+        return self._deciders.reprioritiser.move(request, priority, self._step)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
