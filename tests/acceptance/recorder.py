@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,9 +55,10 @@ def recording(host: str, port: int) -> Iterator[Recorder]:
                         self.send_header(name, value)
                 self.send_header("Connection", "close")
                 self.end_headers()
-                while piece := answer.read1(65536):
-                    self.wfile.write(piece)
-                    self.wfile.flush()
+                with suppress(BrokenPipeError, ConnectionResetError):  # a client that leaves early
+                    while piece := answer.read1(65536):
+                        self.wfile.write(piece)
+                        self.wfile.flush()
             finally:
                 connection.close()
                 self.close_connection = True
@@ -65,7 +66,10 @@ def recording(host: str, port: int) -> Iterator[Recorder]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True  # an answer that a client no longer waits for holds nobody up
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         recorder.url = f"http://127.0.0.1:{server.server_port}"

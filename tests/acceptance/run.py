@@ -12,19 +12,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import venv
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from recorder import recording
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from acceptance.recorder import recording
 
 HERE: Final = Path(__file__).parent
 GOLDEN: Final = HERE.parent / "server" / "golden"
+INSTALLATION_TIMEOUT_S: Final = 1200.0
+"""Of an environment; several of the clients bring hundreds of MB along."""
 TIMEOUT_S: Final = 900.0
+"""Of all that a client's file tries."""
+CONSTRAINTS: Final = ("torch==2.13.0",)
+"""Versions of packages that clients may bring along: later ones of torch come with several GB of CUDA's libraries."""
+LAST_LINES: Final = 3
 
 
 class Client(NamedTuple):
@@ -33,7 +45,7 @@ class Client(NamedTuple):
     name: str
     packages: tuple[str, ...]
     only_by_name: bool = False
-    """Whether it is left out where no clients are named."""
+    """Whether it is left out where no clients are named and it has no environment yet."""
 
 
 CLIENTS: Final = (
@@ -59,6 +71,8 @@ class Result(NamedTuple):
     version: str
     what: str
     error: str
+    excused: bool = False
+    """Whether the error is one that the client makes with every server."""
 
 
 def main() -> int:
@@ -74,50 +88,86 @@ def main() -> int:
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     results = []
     for client in CLIENTS:
-        if client.name in arguments.names or not (arguments.names or client.only_by_name):
+        is_there = not client.only_by_name or (arguments.envs / client.name).exists()
+        if client.name in arguments.names or (is_there and not arguments.names):
             print(f"{client.name} ...", file=sys.stderr, flush=True)
-            results += run(client, arguments)
+            try:
+                results += run(client, arguments)
+            except Exception as error:  # noqa: BLE001  whatever comes of one client, the others run
+                results.append(Result(client.name, "?", "all", f"{type(error).__name__}: {error}"))
     print(table(results))
-    return int(any(each.error for each in results))
+    return int(any(each.error and not each.excused for each in results))
 
 
 def run(client: Client, arguments: argparse.Namespace) -> list[Result]:
     """What came of all that a client's file tries."""
     try:
         python = environment(arguments.envs.resolve() / client.name, client.packages)
-    except subprocess.CalledProcessError as error:
-        return [Result(client.name, "?", "installation", f"pip ends with {error.returncode}")]
+    except (OSError, subprocess.SubprocessError) as error:
+        return [Result(client.name, "?", "installation", str(error))]
     address = urlsplit(arguments.url)
     with recording(address.hostname or "127.0.0.1", address.port or 80) as recorder:
         given = {"ACCEPTANCE_URL": recorder.url, "ACCEPTANCE_MODEL": arguments.model, "PATH": os.environ["PATH"]}
         given |= {"HOME": str(python.parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": "*"}
         given |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
         script = HERE / "clients" / f"use_{client.name}.py"
-        try:
-            done = subprocess.run([python, script], env=given, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return [Result(client.name, "?", "all", f"took longer than {TIMEOUT_S:.0f} s")]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        ended = call([str(python), str(script)], TIMEOUT_S, given)
+    told = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{") and line.endswith("}")]
     version = next((each["version"] for each in told if "version" in each), "?")
-    results = [Result(client.name, version, each["what"], each["error"]) for each in told if "what" in each]
-    if done.returncode or not results:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        results.append(Result(client.name, version, "its file", f"ends with {done.returncode}: {last}"))
+    results = [
+        Result(client.name, version, each["what"], each["error"], each["excused"]) for each in told if "what" in each
+    ]
+    if ended.error or not results:
+        results.append(Result(client.name, version, "its file", ended.error or "tries nothing"))
     if arguments.golden:
         keep(client.name, version, recorder.asked)
     return results
 
 
 def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The interpreter of an environment that has these packages."""
+    """The interpreter of an environment that has these packages; a failed installation is a `SubprocessError`."""
     python, done = folder / "bin" / "python", folder / "done"
     if python.exists() and not done.exists() and folder.is_symlink():
         return python  # of somebody else: used as it is, neither emptied nor added to
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages], check=True)
+        constraints = folder / "constraints.txt"
+        constraints.write_text("".join(f"{each}\n" for each in CONSTRAINTS))
+        pip = (str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(constraints))
+        ended = call([*pip, *packages], INSTALLATION_TIMEOUT_S)
+        if ended.error:
+            raise subprocess.SubprocessError(ended.error)
         done.touch()
     return python
+
+
+class Ended(NamedTuple):
+    """What a program wrote, and how it ended where it did not end well."""
+
+    out: str
+    error: str
+
+
+def call(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Ended:
+    """Runs a program; past `timeout_s` seconds it ends with all that it started."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=said, start_new_session=True)
+        how = ""
+        try:
+            if process.wait(timeout_s):
+                how = f"ends with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            how = f"took longer than {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = []
+        for file in (out, said):
+            file.seek(0)
+            texts.append(file.read())
+    last = " / ".join(line.strip() for line in texts[1].strip().splitlines()[-LAST_LINES:])
+    return Ended(texts[0], how and f"{how}: {last or 'no output'}")
 
 
 def keep(name: str, version: str, asked: list[dict[str, Any]]) -> None:
@@ -136,10 +186,11 @@ def table(results: list[Result]) -> str:
     """For people, in the form of documents."""
     lines = ["| client | version | what ran | result |", "| --- | --- | --- | --- |"]
     for each in results:
-        error = each.error.replace("|", "\\|")
+        error = ("the client's own fault: " if each.excused else "") + " ".join(each.error.split()).replace("|", "\\|")
         lines.append(f"| {each.client} | {each.version} | {each.what} | {error or 'ok'} |")
-    count = sum(not each.error for each in results)
-    return "\n".join([*lines, "", f"{count} of {len(results)} ran"])
+    count, excused = sum(not each.error for each in results), sum(each.excused for each in results)
+    at_fault = f", {excused} not, by the client's own fault" if excused else ""
+    return "\n".join([*lines, "", f"{count} of {len(results)} ran{at_fault}"])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -23,15 +24,27 @@ def package(name: str) -> None:
     print(json.dumps({"version": version(name)}), flush=True)
 
 
-def check(what: str) -> Callable[[Callable[[], object]], None]:
-    """Runs a function at once, and tells whether it went well and gave something."""
+def check(what: str, own_fault: str = "") -> Callable[[Callable[[], object]], None]:
+    """Runs a function at once, and tells whether it went well and gave something.
+
+    An error that begins with `own_fault` is one that the client makes with every server; it may also be mended there.
+    """
 
     def run(function: Callable[[], object]) -> None:
         try:
             result = function()
             error = "" if result else f"gave {result!r}"
         except Exception as caught:  # noqa: BLE001  whatever a client raises is what it comes to
-            error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"
-        print(json.dumps({"what": what, "error": error}), flush=True)
+            error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}{last_lines(caught)}"
+        excused = bool(own_fault) and error.startswith(own_fault)
+        print(json.dumps({"what": what, "error": error, "excused": excused}), flush=True)
 
     return run
+
+
+def last_lines(error: Exception) -> str:
+    """What a tool that failed wrote last, or nothing."""
+    if not isinstance(error, subprocess.CalledProcessError) or not error.stderr:
+        return ""
+    text = error.stderr if isinstance(error.stderr, str) else error.stderr.decode(errors="replace")
+    return f": {' / '.join(line.strip() for line in text.strip().splitlines()[-3:])[-600:]}"

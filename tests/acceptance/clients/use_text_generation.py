@@ -20,7 +20,8 @@ def _():
     return client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16).choices[0].message.content
 
 
-@check("chat, streamed")
+# It wants `role` and `tool_calls` in every piece, as the protocol does not, and then fails on its own error.
+@check("chat, streamed", own_fault="AttributeError: 'Response' object has no attribute 'status'")
 def _():
     pieces = client.chat([{"role": "user", "content": "Add 17 and 25."}], max_tokens=16, stream=True)
     return "".join(piece.choices[0].delta.content or "" for piece in pieces)

@@ -1,0 +1,154 @@
+"""scripts/acceptance.sh: what goes wrong with one client is told in the table, and the others still run."""
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from acceptance import run
+
+CHECKING = Path(run.__file__).parent / "clients" / "checking.py"
+LINES = "import sys; [print(line, file=sys.stderr) for line in ('first', 'one', 'two', 'three')]; sys.exit(2)"
+
+
+@pytest.fixture
+def clients(tmp_path, monkeypatch):
+    """Makes clients `one`, `two`, ... of these files, each with this interpreter's environment."""
+
+    def make(*files):
+        folder, envs = tmp_path / "clients", tmp_path / "envs"
+        folder.mkdir()
+        envs.mkdir()
+        (folder / "checking.py").write_text(CHECKING.read_text())
+        names = ("one", "two", "three")[: len(files)]
+        for name, file in zip(names, files, strict=True):
+            (folder / f"use_{name}.py").write_text(f"from checking import *\nimport subprocess, sys, time\n{file}\n")
+            (envs / name).symlink_to(sys.prefix)
+        monkeypatch.setattr(run, "HERE", tmp_path)
+        monkeypatch.setattr(run, "CLIENTS", tuple(run.Client(name, ()) for name in names))
+        monkeypatch.setattr(sys, "argv", ["run.py", "--envs", str(envs)])
+        return envs
+
+    return make
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """New environments whose interpreter is this shell script."""
+
+    def make(script):
+        def create(folder, **_):
+            (folder / "bin").mkdir(parents=True)
+            (folder / "bin" / "python").write_text(f"#!/bin/sh\n{script}\n")
+            (folder / "bin" / "python").chmod(0o700)
+
+        monkeypatch.setattr(venv, "create", create)
+
+    return make
+
+
+def check(name, result, own_fault=""):
+    return f"@check({name!r}, {own_fault!r})\ndef _():\n    {result}"
+
+
+def test_a_clients_own_fault_is_named_and_does_not_fail_the_run(clients, capsys):
+    clients(check("good", "return 1"), check("its stream", "int('[DONE]')", "ValueError: invalid"))
+    assert run.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| one | ? | good | ok |" in lines
+    assert any(
+        line.startswith("| two | ? | its stream | the client's own fault: ValueError: invalid") for line in lines
+    )
+    assert lines[-1] == "1 of 2 ran, 1 not, by the client's own fault"
+
+
+def test_another_error_in_its_place_fails_the_run(clients, capsys):
+    clients(check("its stream", "raise OSError('no route')", "ValueError"))
+    assert run.main() == 1
+    assert "| one | ? | its stream | OSError: no route |" in capsys.readouterr().out
+
+
+def test_a_mended_client_is_well(clients, capsys):
+    clients(check("its stream", "return 1", "ValueError"))
+    assert run.main() == 0
+    assert "| one | ? | its stream | ok |" in capsys.readouterr().out
+
+
+def test_the_last_lines_of_a_failed_tool_stand_in_the_table(clients, capsys):
+    tool = f"return subprocess.run([sys.executable, '-c', {LINES!r}], check=True, capture_output=True)"
+    clients(check("bench", tool), LINES)
+    assert run.main() == 1
+    out = capsys.readouterr().out
+    assert re.search(r"\| one \| \? \| bench \| CalledProcessError: .*: one / two / three \|", out)
+    assert "| two | ? | its file | ends with 2: one / two / three |" in out
+
+
+def test_what_ran_before_the_time_limit_is_told_and_the_next_client_runs(clients, capsys, monkeypatch):
+    waits = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    clients(check("first", "return 1") + "\n" + waits, check("other", "return 1"))
+    monkeypatch.setattr(run, "TIMEOUT_S", 5.0)
+    assert run.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "| one | ? | first | ok |" in lines
+    assert "| one | ? | its file | took longer than 5 s: no output |" in lines
+    assert "| two | ? | other | ok |" in lines
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo no such package >&2; exit 1", "ends with 1: no such package"),
+        ("sleep 600", "took longer than 1 s: no output"),
+    ],
+)
+def test_a_failed_installation_leaves_the_rest_running(clients, capsys, monkeypatch, pip, script, error):
+    envs = clients("", check("other", "return 1"))
+    (envs / "one").unlink()
+    pip(script)
+    monkeypatch.setattr(run, "INSTALLATION_TIMEOUT_S", 1.0 if "sleep" in script else 60.0)
+    assert run.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"| one | ? | installation | {error} |" in lines
+    assert "| two | ? | other | ok |" in lines
+    assert not (envs / "one" / "done").exists()
+
+
+def test_any_exception_leaves_the_rest_running(clients, capsys, monkeypatch):
+    envs = clients("", check("other", "return 1"))
+    (envs / "one").unlink()
+
+    def fail(*_, **__):
+        raise ValueError("odd")
+
+    monkeypatch.setattr(venv, "create", fail)
+    assert run.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "| one | ? | all | ValueError: odd |" in lines
+    assert "| two | ? | other | ok |" in lines
+
+
+def test_an_installation_keeps_to_the_constraints(clients, pip):
+    envs = clients("")
+    (envs / "one").unlink()
+    pip('echo "$@" > "$(dirname "$0")/../said"')
+    run.environment(envs / "one", ("guidellm",))
+    assert (envs / "one" / "said").read_text().split()[-3:] == ["-c", str(envs / "one" / "constraints.txt"), "guidellm"]
+    assert (envs / "one" / "constraints.txt").read_text().splitlines() == list(run.CONSTRAINTS)
+    assert (envs / "one" / "done").exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_client_of_several_gb_runs_unnamed_where_its_environment_is(clients, capsys, monkeypatch, is_there):
+    envs = clients(check("bench", "return 1"))
+    monkeypatch.setattr(run, "CLIENTS", (run.Client("one", (), only_by_name=True),))
+    if not is_there:
+        (envs / "one").unlink()
+    assert run.main() == 0
+    assert ("| one | ? | bench | ok |" in capsys.readouterr().out) == is_there
+
+
+def test_the_script_is_a_shell_script():
+    script = Path(run.__file__).parents[2] / "scripts" / "acceptance.sh"
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
