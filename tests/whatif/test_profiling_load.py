@@ -1,4 +1,4 @@
-from llm_serving.whatif.profiling_load import Limits, phases
+from llm_serving.whatif.profiling_load import Limits, larger_phases, phases
 
 
 def test_every_request_fits_the_server():
@@ -21,3 +21,22 @@ def test_the_same_seed_asks_for_the_same():
     limits = Limits(2, 64, 640, 50)
     first, again, other = (phases(limits, seed)[3].load.streams[0].requests[:9] for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_larger_steps_are_asked_for_up_to_the_largest():
+    limits = Limits(num_slots=256, max_len=1024, num_cached=16384, vocab_size=50)
+    found = larger_phases(limits, 4096, limits._replace(num_slots=128), 512)
+    names = [each.name for each in found[1:]]
+    prompts = [f"prompts, {size} tokens a step" for size in (1024, 2048, 4096)]
+    assert names == ["256 clients", "full cache", *prompts]
+    for phase, size in zip(found[3:], (1024, 2048, 4096), strict=True):
+        stream = phase.load.streams[0]
+        asked = sum(len(each.prompt_token_ids) for each in stream.requests[: stream.concurrency // 2])
+        assert size / 2 < asked < 2 * size
+    for phase in found:
+        for asked in phase.load.streams[0].requests:
+            assert 2 <= len(asked.prompt_token_ids) + asked.num_output_tokens <= 1024
+    assert [each.name for each in larger_phases(limits, 600, limits, 512)[1:]] == [
+        "full cache",
+        "prompts, 600 tokens a step",
+    ]

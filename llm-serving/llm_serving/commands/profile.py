@@ -6,7 +6,7 @@ import argparse
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,7 +21,7 @@ from llm_serving.errors import ConfigError
 if TYPE_CHECKING:
     from llm_serving.whatif.calibration import Calibration
     from llm_serving.whatif.http_player import Seen
-    from llm_serving.whatif.profiling_load import Limits
+    from llm_serving.whatif.profiling_load import Limits, Phase
 
 SEEN: Final = "clients.json"
 """What clients saw, beside the recordings of the same requests."""
@@ -107,7 +107,7 @@ def _measured(arguments: argparse.Namespace) -> Calibration:
 
     config = load_servable(arguments)
     with _folder(arguments.keep) as folder:
-        seen = _play(arguments, folder)
+        seen = _play_all(arguments, config, folder)
         (folder / SEEN).write_bytes(msgspec.json.encode(seen))
         timings = read_timings(recording_files(folder))
     notes = {
@@ -147,7 +147,45 @@ def _read_seen(path: Path) -> list[list[Seen]]:
         raise ConfigError(f"{path / SEEN}: {error}") from None
 
 
-def _play(arguments: argparse.Namespace, folder: Path) -> list[list[Seen]]:
+def _play_all(arguments: argparse.Namespace, config: ServingConfig, folder: Path) -> list[list[Seen]]:
+    """On the server of the configuration, and on one whose steps may be as large as those that `tune` may ask for."""
+    from llm_serving.launcher import StartError
+    from llm_serving.whatif.profiling_load import larger_phases, phases
+    from llm_serving.whatif.tuning.knobs import largest_steps
+
+    num_rows, num_tokens = largest_steps(config)
+    own_tokens = config.scheduler.max_prefill_tokens
+    settings = [
+        f"model_config.decode_batch_size={num_rows}",
+        f"scheduler_config.max_prefill_tokens={num_tokens}",
+        "model_config.prefill_batch_size=null",
+    ]
+
+    def usual(limits: Limits) -> list[Phase]:
+        return phases(limits, arguments.seed, arguments.effort)
+
+    def larger(limits: Limits) -> list[Phase]:
+        own = limits._replace(num_slots=config.model.decode_batch_size)
+        return larger_phases(limits, num_tokens, own, own_tokens, arguments.effort)
+
+    say("starting a server to measure")
+    seen = _play(arguments, [], folder, "profile", usual)
+    if num_tokens > own_tokens or num_rows > config.model.decode_batch_size:
+        say(f"starting one with steps of up to {num_rows} requests and {num_tokens} tokens")
+        try:
+            seen += _play(arguments, settings, folder, "larger", larger)
+        except (ConfigError, StartError) as error:
+            say(f"it does not start, so larger steps than those of {arguments.config} are not in the profile: {error}")
+    return seen
+
+
+def _play(
+    arguments: argparse.Namespace,
+    settings: list[str],
+    folder: Path,
+    name: str,
+    plan: Callable[[Limits], list[Phase]],
+) -> list[list[Seen]]:
     """Plays all phases; what clients saw of each, of one that was disturbed the last time it was played."""
     import uvloop
 
@@ -156,21 +194,19 @@ def _play(arguments: argparse.Namespace, folder: Path) -> list[list[Seen]]:
     from llm_serving.hub.progress import Progress
     from llm_serving.models.spec import ModelSpec
     from llm_serving.whatif.http_player import play
-    from llm_serving.whatif.profiling_load import phases
 
     seen: list[list[Seen]] = []
-    say("starting a server to measure")
-    with own_server(arguments.config, arguments.overrides, arguments.model, folder) as config:
+    with own_server(arguments.config, [*arguments.overrides, *settings], arguments.model, folder) as config:
         assert config.model.model_path is not None
         vocab_size = ModelSpec.from_folder(config.model.model_path).vocab_size
-        planned = phases(_limits(config, vocab_size), arguments.seed, arguments.effort)
+        planned = plan(_limits(config, vocab_size))
         with Progress(total=len(planned), unit="phase") as bar:
             for number, phase in enumerate(planned):
                 bar.set_postfix_str(phase.name)
                 for attempt in range(ATTEMPTS):
-                    watch, name = Disturbance(), f"profile-{number}-{attempt}"
+                    watch, prefix = Disturbance(), f"{name}-{number}-{attempt}"
                     url = config.serving.url
-                    found = uvloop.run(play(url, phase.load, config.request_classes, name, phase.seconds)).seen
+                    found = uvloop.run(play(url, phase.load, config.request_classes, prefix, phase.seconds)).seen
                     time.sleep(PAUSE_S)
                     share = watch.share()
                     if share <= MOST:

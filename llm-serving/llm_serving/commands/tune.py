@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.report import mark
     from llm_serving.whatif.tuning.ablation import effects, put_back
     from llm_serving.whatif.tuning.goal import read_goal
-    from llm_serving.whatif.tuning.knobs import classes_in, knobs_for, tenants_in
+    from llm_serving.whatif.tuning.knobs import classes_in, knobs_for, left_out, tenants_in
     from llm_serving.whatif.tuning.search import search
     from llm_serving.whatif.tuning.tpe import TreeParzen
     from llm_serving.whatif.tuning.trial import Trials
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     load, configure = read_load(arguments.load, arguments.load_seed), _Configure(arguments.config, arguments.model)
     config = configure({})
     goal.check_groups(classes_in(config, load), tenants_in(load))
-    knobs = knobs_for(config, load, goal, profile.num_blocks)
+    knobs = knobs_for(config, load, goal, profile.num_blocks, profile.reach)
+    for line in left_out(profile.reach):
+        say(line)
     sampler = TreeParzen(knobs, arguments.seed, arguments.trials)
     say(f"{goal}; {len(knobs)} knobs, {load.num_requests:,} requests, {mark(profile)}")
     trials = Trials(configure, load, profile, goal, arguments.seed)

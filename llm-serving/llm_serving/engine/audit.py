@@ -77,6 +77,10 @@ class Auditor:
         if self._num_seen % self._every == 0:
             self._watched[request.request_id] = Answer(request)
 
+    def watches(self, request_id: str) -> bool:
+        """Whether what its client is told is compared."""
+        return request_id in self._watched
+
     def leave(self, request_id: str) -> Answer | None:
         """Another replica goes on with a request: what its client was told, where that is to be compared."""
         return self._watched.pop(request_id, None)

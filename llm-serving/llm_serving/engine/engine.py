@@ -113,6 +113,8 @@ class Engine:
         self._builder = StepBuilder(scheduler.blocks)
         self.build_step: Callable[[Schedule, int], StepInput] = self._builder.build
         """Makes what the executor gets of what was decided; simulations need less of it."""
+        self.receive: Callable[[Request, Desk], object] = receive
+        """Gives a request who answers it; simulations count tokens only."""
         self._processor = OutputProcessor(tokenizer, metrics, self.journal, clock)
         self._desk = Desk(scheduler, self._processor, self._tell, self._note_length)
         self._auditor = Auditor(audit_every, scheduler, tokenizer, metrics, clock)
@@ -210,6 +212,10 @@ class Engine:
             return False
         self.journal.moved(request, class_of(priority, self.scheduler.classes))
         return True
+
+    def audits(self, request: Request) -> bool:
+        """Whether what the request's client is told is compared. To be called by the engine's thread."""
+        return self._auditor.watches(request.request_id)
 
     def put_off(self, request_id: str, deadline: float | None) -> None:
         """Gives a request until a later deadline, or for ever with None. To be called by the engine's thread."""
@@ -549,7 +555,7 @@ class Engine:
         if self._drafter is not None:
             request.waits_for_reply |= request.constraint is not None  # to get what its form forces, see `Drafter`
         self._expect(request)
-        receive(request, self._desk)
+        self.receive(request, self._desk)
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: Departure) -> None:

@@ -465,6 +465,29 @@ class Scheduler:
             capped.append(request)
         draft.add(request, min(num_tokens, share), prefill=True)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but tokens is computed for those it has, and no window, batch or tenant's limit counts."""
+        special = self._num_beams or self._num_telling or self._num_moving or self._num_drafts or self._closed
+        return not (special or self.blocks.window.slides or self.limits.static_batching or self.waits.gate.full())
+
+    def pass_alike(self, now: float, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
+        """Counts a step that decodes all requests and nothing else, whose rows `SteadySteps` has seen to.
+
+        Args:
+            now: As `schedule` is told.
+            charges: Served by it, by class and tenant.
+            tokens: The same by class.
+        """
+        self._now = now
+        for (name, tenant), num_tokens in charges.items():
+            self._charge(name, tenant, num_tokens)
+        self.waiting.turns.charge(self.held, tokens, self.places.blocks_held, (), ())
+        self._prefill_gap = 0
+        self.waits.tick((), ())
+        self._step += 1
+        self.blocked = None
+
     def _num_computable(self, request: Request) -> int:
         """Tokens left to compute that its table has room for: all of them where nothing slides."""
         room = self.blocks.num_tokens_with_room(request.request_id) - request.num_computed_tokens

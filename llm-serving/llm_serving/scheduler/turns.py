@@ -144,30 +144,35 @@ class Turns:
             backlogged: Classes with somebody who waits, or with a prompt to compute.
             unserved: Classes with a prompt for which the step had too few tokens.
         """
-        for name in self._names:
+        paid: dict[str, tuple[int, ...]] = {}
+        for name in self.contenders:
             scale = SCALE // self._weights[name]
-            services = (
-                WHOLE * held[name] // self._num_places,
-                WHOLE * num_tokens.get(name, 0) // self._budget,
-                WHOLE * blocks[name] // self._num_blocks,
-            )
-            paid = [before + service * scale for before, service in zip(self._paid[name], services, strict=True)]
+            places, tokens, stored = self._paid[name]
+            places += WHOLE * held[name] // self._num_places * scale
+            tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
+            stored += WHOLE * blocks[name] // self._num_blocks * scale
             # What it did not need of the one may not be had for nothing much later.
-            least = max(paid) - self._turn_steps * WHOLE * scale
-            self._paid[name] = tuple([max(each, least) for each in paid])
+            least = max(places, tokens, stored) - self._turn_steps * WHOLE * scale
+            paid[name] = max(places, least), max(tokens, least), max(stored, least)
         # Who has all it wants, or does not contend, saves up no turns either.
         contenders = [name for name in self.contenders if name in backlogged] or self.contenders
-        least = min([self._pass(name) for name in contenders], default=0)
+        least = min([max(paid[name]) for name in contenders], default=0)
+        for name in self._names:
+            if (before := paid.get(name)) is None:
+                self._paid[name] = _NOTHING
+            else:
+                common = min(least, max(before))
+                self._paid[name] = before[0] - common, before[1] - common, before[2] - common
         # Likewise in tokens: who wanted no more is as far as the one that got least, or further, but never behind.
-        for name, tokens in num_tokens.items():
-            self._computed[name] += WHOLE * tokens // self._budget * (SCALE // self._weights[name])
-        wanting = [self._computed[name] for name in self.contenders if name in unserved]
-        fewest = min(wanting, default=max(self._computed.values()))
+        wanting = [name for name in self.contenders if name in unserved]
+        if not wanting:
+            self._computed = dict.fromkeys(self._names, 0)
+            return
+        for name, count in num_tokens.items():
+            self._computed[name] += WHOLE * count // self._budget * (SCALE // self._weights[name])
+        fewest = min([self._computed[name] for name in wanting])
         for name, computed in self._computed.items():
             self._computed[name] = max(0, computed - fewest)
-        for name, before in self._paid.items():
-            common = min(least, max(before))
-            self._paid[name] = tuple([each - common for each in before]) if name in self.contenders else _NOTHING
 
     def _pass(self, name: str) -> int:
         return max(self._paid[name])

@@ -102,7 +102,7 @@ def advise(configure: Configure, load: Load, profile: Profile, step_error: float
     ends = time.monotonic() + budget_s
     config = configure(())
     load, own, took_s = _played(config, load, profile, SHARE_OF_OWN * budget_s)
-    tried = list(neighbours(config, load, profile.num_blocks))
+    tried = list(neighbours(config, load, profile))
     found: list[tuple[float, Neighbour]] = []
     num_played = 0
     for knob, value in tried:
@@ -140,10 +140,10 @@ def newest(load: Load, share: float) -> Load:
     return replace(load, streams=moved)
 
 
-def neighbours(config: ServingConfig, load: Load, num_blocks: int | None) -> Iterator[tuple[Knob, object]]:
+def neighbours(config: ServingConfig, load: Load, profile: Profile) -> Iterator[tuple[Knob, object]]:
     """Each key of `tune` with the values beside its own, or with any other where they have no order."""
     goal = Goal(Figure("", "goodput_per_s"), most=True)
-    knobs = knobs_for(config, load, goal, num_blocks)
+    knobs = knobs_for(config, load, goal, profile.num_blocks)
     ranks = {key: place for place, key in enumerate(FIRST)}
     for knob in sorted(knobs, key=lambda each: ranks.get(each.key, len(ranks))):
         beside = (knob.own + 1, knob.own - 1) if knob.ordered else range(len(knob.values))

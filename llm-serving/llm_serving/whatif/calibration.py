@@ -16,6 +16,7 @@ from llm_serving.whatif.fitting import MASTER_PIECES, STEP_PIECES, Fit, fit
 from llm_serving.whatif.http_player import Seen
 from llm_serving.whatif.measured_steps import LONG_STEP_S, MeasuredStep, Timings
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import reach_of
 
 MIN_STEPS: Final = 50
 LOOP: Final = LoopCosts(0.001, 0.00005, 0.0005)
@@ -91,6 +92,7 @@ def calibrate(
         client_s=float(f"{loop.client_s:.3g}"),
         spread=step.spread,
         num_blocks=timings.num_blocks,
+        measured_to=reach_of([each.shape for each in fitted]),
         notes={**(notes or {}), **_told(step, take), "disturbed": round(spells.mean - 1, 3)},
     )
     return Calibration(profile, step, take, len(idle))

@@ -33,6 +33,7 @@ OF_ALL: Final = (
     "block_use_peak",
     "busy_share",
     "steps",
+    "steps_beyond",
     "tokens_per_step",
 )
 """Of the server."""
@@ -40,7 +41,8 @@ LESS_IS_BETTER: Final = frozenset(
     name
     for name in (*OF_GROUP, *OF_ALL)
     if name.endswith("_ms")
-    or name in ("refused", "failed", "retries", "duration_s", "preemptions", "bound_violations", "steps")
+    or name
+    in ("refused", "failed", "retries", "duration_s", "preemptions", "bound_violations", "steps", "steps_beyond")
     or name.startswith("block_use")
 )
 
@@ -74,6 +76,7 @@ def figures_of(result: Result) -> Figures:
         "block_use_peak": max(use, default=math.nan),
         "busy_share": result.busy_share,
         "steps": result.num_steps,
+        "steps_beyond": result.num_steps_beyond,
         "tokens_per_step": result.num_tokens / max(1, result.num_steps),
     }
     return figures

@@ -22,7 +22,7 @@ def what_would_keep(trials: Trials) -> Iterator[str]:
         return
     num_played = 0
     yield "one key at a time:"
-    for knob, other in neighbours(trials.configure({}), trials.load, trials.profile.num_blocks):
+    for knob, other in neighbours(trials.configure({}), trials.load, trials.profile):
         num_played += 1
         trial = trials.of({knob.key: other})
         if trial.feasible and trial.result is not None and trial.result.complete:

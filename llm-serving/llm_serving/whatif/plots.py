@@ -37,7 +37,8 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    marks = "; ".join(dict.fromkeys(mark(result.profile) for result, _ in results))
+    beyond = [f"BEYOND WHAT WAS MEASURED: {result.name}" for result, _ in results if result.num_steps_beyond]
+    marks = "; ".join(dict.fromkeys([*(mark(result.profile) for result, _ in results), *beyond]))
     figure.suptitle(f"load {results[0][0].load}; {marks}", fontsize=8)
     try:
         figure.savefig(path, metadata={"Date": None})

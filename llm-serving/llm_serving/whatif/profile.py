@@ -16,6 +16,8 @@ from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.cost_model import QUANTITIES, CostModel, Piece
 from llm_serving.whatif.document import Mapping, flag, number, one_of, text, whole
+from llm_serving.whatif.reach import QUANTITIES as WATCHED
+from llm_serving.whatif.reach import Reach
 
 FORMAT: Final = 1
 
@@ -55,8 +57,14 @@ class Profile:
     """Quantiles, evenly spaced from 0 to 1, of measured over predicted seconds of a step; empty: there is no spread."""
     num_blocks: int | None = None
     """Of the KV cache, where the configuration leaves that to the WorkAgent."""
+    measured_to: AnyMapping[str, float] = field(default_factory=dict)
+    """Of rows, tokens, context and pairs of a step the largest that was measured; what is missing has no end."""
     notes: AnyMapping[str, Any] = field(default_factory=dict)
     """For people: machine, errors on held-out steps and the like."""
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.measured_to)
 
     def __str__(self) -> str:
         mark = "" if self.measured else "NOT MEASURED HERE: "
@@ -98,6 +106,7 @@ def read_profile(path: Path) -> Profile:
         client_s=seconds("client_s"),
         spread=document.take("spread", _spread, "must be ascending factors > 0", ()),
         num_blocks=document.take("num_blocks", whole(1), "must be an integer >= 1", 0) or None,
+        measured_to=_measured_to(document),
         notes=document.take("notes", dict, "must be a mapping", {}),
     )
     if not profile.step.pieces:
@@ -124,6 +133,16 @@ def write_profile(profile: Profile, path: Path) -> None:
 def _plain(piece: Piece) -> dict[str, Any]:
     values = {"of": piece.of, "seconds": piece.seconds, "above": piece.above, "to": piece.to}
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _measured_to(document: Mapping) -> dict[str, float]:
+    found = {}
+    for name, located in document.rows("measured_to"):
+        one = Mapping(Located({name: located}, located.where), "measured_to")
+        if name not in WATCHED:
+            raise ConfigError(f"{located.where}: `measured_to.{name}` must be one of {', '.join(WATCHED)}")
+        found[name] = one.take(name, number(), "must be a number >= 0")
+    return found
 
 
 def _model(document: Mapping, key: str) -> CostModel:

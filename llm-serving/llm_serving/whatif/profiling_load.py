@@ -19,6 +19,8 @@ SECONDS_PER_CONCURRENCY: Final = 2.5
 ALONE_PER_S: Final = 5.0
 """Requests with pauses between them."""
 LONGEST_ANSWER: Final = 128
+LARGER_S: Final = 4.0
+"""Of each phase of larger steps."""
 
 
 class Phase(NamedTuple):
@@ -55,6 +57,37 @@ def phases(limits: Limits, seed: int = 1, scale: float = 1.0) -> list[Phase]:
     found = [_clients(rng, limits, 4, (16, 64), (8, 16), scale, "warming up")]
     for _ in range(ROUNDS):
         found += _round(rng, limits, scale)
+    return found
+
+
+def larger_phases(limits: Limits, num_tokens: int, own: Limits, own_tokens: int, scale: float = 1.0) -> list[Phase]:
+    """What makes steps larger than those of `phases`, on a server that allows them.
+
+    Args:
+        limits: Of that server.
+        num_tokens: Of its steps, at most.
+        own: Of the server that `phases` were played on.
+        own_tokens: Of the steps there.
+        scale: Of the seconds.
+    """
+    rng, most, seconds = random.Random(own_tokens), max(4, limits.max_len - 2), LARGER_S * scale
+    low, high = max(2, most // 4), max(3, most // 2)
+    found = [_clients(rng, limits, 4, (16, 64), (8, 16), scale, "warming up for larger steps")]
+    if limits.num_slots > own.num_slots:
+        room = max(8, min(most, limits.num_cached // limits.num_slots))
+        prompt = 4, max(5, room // 2)
+        count = limits.num_slots
+        found.append(_clients(rng, limits, count, prompt, (2, max(3, room // 3)), seconds, f"{count} clients"))
+    longest = most * 3 // 4
+    few = max(1, min(limits.num_slots, limits.num_cached // limits.max_len))
+    found.append(_clients(rng, limits, few, (most // 2, longest), (16, max(17, most // 8)), seconds, "full cache"))
+    size = 2 * own_tokens
+    while size < 2 * num_tokens:
+        size = min(size, num_tokens)
+        # Half of the clients are answered by a step while the others wait for the next.
+        count = max(2, min(2 * limits.num_slots, round(2 * size / ((low + high) / 2))))
+        found.append(_clients(rng, limits, count, (low, high), (1, 2), seconds, f"prompts, {size} tokens a step"))
+        size *= 2
     return found
 
 

@@ -12,7 +12,17 @@ from llm_serving.whatif.figures import OF_ALL, OF_GROUP, Figures
 from llm_serving.whatif.profile import Profile
 from llm_serving.whatif.simulation import Result
 
-_WHOLE: Final = ("requests", "answered", "refused", "failed", "retries", "preemptions", "bound_violations", "steps")
+_WHOLE: Final = (
+    "requests",
+    "answered",
+    "refused",
+    "failed",
+    "retries",
+    "preemptions",
+    "bound_violations",
+    "steps",
+    "steps_beyond",
+)
 _SHARES: Final = ("goodput_share", "block_use_mean", "block_use_peak", "busy_share", "fairness")
 _OF_CLASS: Final = (
     "requests",

@@ -21,17 +21,18 @@ import numpy as np
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import class_of
-from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.departure import Departure
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
+from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock, Timeline, VirtualLoop
 from llm_serving.whatif.virtual_agent import END_TOKEN, Beside
@@ -54,6 +55,8 @@ class Result:
     num_steps: int = 0
     num_tokens: int = 0
     """Computed by all steps, prompts included."""
+    num_steps_beyond: int = 0
+    """Steps larger than any that the profile was made of."""
     busy_share: float = 0.0
     """Of the time, in which WorkAgents computed."""
     master_share: float = 0.0
@@ -84,12 +87,23 @@ class Simulation:
         profile: What takes how long.
         seed: Of what the profile leaves to chance.
         name: Of the configuration, in what is printed.
+        looks_alike: Whether steps that are like the one before are decided at once for all requests, which changes
+            nothing but the time that it takes.
 
     Raises:
         ConfigError: The load names a class that the configuration has not, or nothing tells how many blocks there are.
     """
 
-    def __init__(self, config: ServingConfig, load: Load, profile: Profile, seed: int = 1, name: str = "") -> None:
+    def __init__(
+        self,
+        config: ServingConfig,
+        load: Load,
+        profile: Profile,
+        seed: int = 1,
+        name: str = "",
+        *,
+        looks_alike: bool = True,
+    ) -> None:
         notices, window = tuple(_notices(config)), _window(config)
         self._config = config = _simulated(config)
         self._load, self._profile, self._seed = load, profile, seed
@@ -106,7 +120,7 @@ class Simulation:
         _check_classes(config, requests)
         lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
         self._numbers = {id(request): number for number, request in enumerate(requests)}
-        self._tally = Tally(config, self._timeline)
+        self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
         spec: Any = SimpleNamespace(vocab_size=load.vocab_size, eos_token_ids=(END_TOKEN,))
         self._master = AsyncEngine(config, spec, NO_TOKENIZER, self._tally, _never_opened, clock=self._timeline)
         self._result = Result(name, load.name, profile, [], notices=notices)
@@ -120,6 +134,8 @@ class Simulation:
             seed,
             self._tally,
             self._interpreter,
+            self._beyond,
+            looks_alike,
             predicts,
         )
         self._replicas = [VirtualReplica(self, parts, index) for index in range(config.num_replicas)]
@@ -156,10 +172,11 @@ class Simulation:
 
     def _next(self) -> VirtualReplica | None:
         """The replica that is farthest behind of those with something to do."""
+        timeline, alone = self._timeline, self._replicas[0] if len(self._replicas) == 1 else None
         while True:
-            replica = min(self._replicas, key=lambda each: each.wakes)
-            if self._timeline.next <= replica.wakes and self._timeline.next < math.inf:
-                self._timeline.run_until(self._timeline.next)
+            replica = alone or min(self._replicas, key=lambda each: each.wakes)
+            if (time := timeline.next) <= replica.wakes and time < math.inf:
+                timeline.run_until(time)
                 continue
             if replica.wakes == math.inf:
                 return None
@@ -207,6 +224,8 @@ class Simulation:
 
     def _ask(self, request: Asked, outcome: Outcome, done: Callable[[float], None]) -> None:
         now, number = self._timeline.now, self._numbers[id(request)]
+        for replica in self._replicas:
+            replica.settle()
         sampling = SamplingParams(
             max_tokens=request.max_tokens, seed=number, ignore_eos=request.ignore_eos, detokenize=False
         )
@@ -239,13 +258,17 @@ class Simulation:
         self._loop_free_s = self._interpreter.take(max(self._loop_free_s, self._timeline.now), seconds)
         return self._loop_free_s
 
-    def _deliver(self, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
+    def _deliver(self, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         """On the event loop: pieces go to their clients, one after the other."""
-        publish(pieces)
+        if told := [piece for piece in pieces if not isinstance(piece, CountedAnswer)]:
+            publish(told)
         self._num_sent[index] += len(pieces)
         for piece in pieces:
-            outcome, done = self._open[piece.request_id]
             arrives = self._take_loop(self._profile.token_s) + self._profile.client_s
+            if isinstance(piece, CountedAnswer):
+                piece.outcome.token_times_s.append(arrives)
+                continue
+            outcome, done = self._open[piece.request_id]
             outcome.token_times_s += [arrives] * len(piece.token_ids)
             outcome.num_cached_tokens = piece.num_cached_tokens
             if piece.finish_reason is not None:
@@ -272,18 +295,22 @@ class Simulation:
         for replica in self._replicas:
             replica.wake(self._timeline.now)
 
+    def outcome_of(self, request_id: str) -> Outcome:
+        return self._open[request_id][0]
+
     def now_steps(self, clock: EngineClock) -> None:
         self._loop.clock = clock
 
     def beside(self, index: int) -> Beside:
         return Beside(self._num_sent[index], self._num_read / len(self._num_sent))
 
-    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
+    def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         self._timeline.at(time, lambda: self._deliver(pieces, publish, index))
 
     def let_happen(self, time: float, clock: EngineClock) -> None:
-        others = (each.wakes for each in self._replicas if each.clock is not clock)
-        self._timeline.run_until(min([time, *others]))
+        if len(self._replicas) > 1:
+            time = min([time, *(each.wakes for each in self._replicas if each.clock is not clock)])
+        self._timeline.run_until(time)
         self._loop.clock = clock
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -298,6 +325,8 @@ class Simulation:
         span = max((each.end_s for each in result.outcomes), default=0.0)
         result.num_steps = sum(each.engine.num_steps for each in replicas)
         result.num_tokens, result.block_use = tally.num_tokens, tally.block_use
+        result.num_steps_beyond = self._beyond.num_steps
+        result.notices += tuple(self._beyond.told(result.num_steps))
         spans = [part for each in replicas for part in each.agent.spans if part[0] < span]
         result.master_share = self._interpreter.taken_s / max(span, 1e-9)
         result.busy_share = min(1.0, sum(seconds for _, seconds in spans) / max(span * len(replicas), 1e-9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llm_serving.core.continuation import Continuation
-from llm_serving.core.step import AllowedTokens, Int32Array, StepOutput, no_top_tokens
+from llm_serving.core.request import Request
+from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepOutput, TopTokens, no_top_tokens
 from llm_serving.executor.executor import Unsupervised
 from llm_serving.scheduler import Schedule
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import Beyond
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.timeline import EngineClock
 
@@ -50,6 +53,12 @@ def virtual_step(schedule: Schedule, number: int) -> Any:
     return VirtualStep(number, shape, samples)
 
 
+@functools.lru_cache(maxsize=4096)
+def _nothing_more(count: int) -> tuple[Float32Array, TopTokens]:
+    """What a reply has beside its tokens."""
+    return np.zeros(count, np.float32), no_top_tokens(count)
+
+
 class Beside(NamedTuple):
     """What the master has done until a moment."""
 
@@ -82,6 +91,7 @@ class VirtualAgent(Unsupervised):
         lengths: [requests, 2], tokens of each request's prompt, and after how many of output the model ends it.
         vocab_size: Of the model.
         rng: Draws how far from what is predicted each step is.
+        beyond: Looks at the steps.
     """
 
     max_steps_in_flight = 2
@@ -96,6 +106,7 @@ class VirtualAgent(Unsupervised):
         lengths: Int32Array,
         vocab_size: int,
         rng: random.Random,
+        beyond: Beyond,
     ) -> None:
         self.next_step = 0
         self.spans: list[tuple[float, float]] = []
@@ -103,7 +114,7 @@ class VirtualAgent(Unsupervised):
         self._profile, self._clock, self._wait_until = profile, clock, wait_until
         self._lengths: list[tuple[int, int]] = [(prompt, output) for prompt, output in lengths.tolist()]
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
-        self._beside = beside
+        self._beside, self._beyond = beside, beyond
         self._in_flight: deque[_Submitted] = deque()
         self._free = 0.0
         """When the oldest step in flight could begin."""
@@ -113,6 +124,7 @@ class VirtualAgent(Unsupervised):
     def submit(self, step: Any, announce_ending: bool = False) -> None:
         """`step`: of `virtual_step`."""
         profile, clock = self._profile, self._clock
+        self._beyond.look(step.shape)
         clock.spend(profile.form.seconds(step.shape))
         came = clock.now + profile.latency_s
         if not self._in_flight:
@@ -130,6 +142,12 @@ class VirtualAgent(Unsupervised):
             self._await_end(self._in_flight[0], self._profile.lead_s)
 
     def collect(self) -> StepOutput:
+        step = self.finish_oldest()
+        tokens = np.array([self._token(*each) for each in step.samples], np.int32)
+        return StepOutput(step.number, tokens, *_nothing_more(len(tokens)))
+
+    def finish_oldest(self) -> VirtualStep:
+        """Lets the time pass until the reply to the oldest step has been taken."""
         submitted = self._in_flight[0]
         step, began = submitted.step, max(submitted.came, self._free)
         ends = self._await_end(submitted)
@@ -138,16 +156,23 @@ class VirtualAgent(Unsupervised):
         self._free, self._before = ends, self._beside()
         self._wait(ends + self._profile.latency_s)
         self._clock.spend(self._profile.take.seconds(step.shape))
-        count = len(step.samples)
-        tokens = np.array([self._token(*each) for each in step.samples], np.int32)
-        return StepOutput(step.number, tokens, np.zeros(count, np.float32), no_top_tokens(count))
+        return step
+
+    def token_of(self, request: Request, place: int) -> int:
+        """What is chosen for a place among a request's tokens."""
+        return self._token(request.sampling.seed or 0, place)
+
+    def num_output(self, request: Request) -> int:
+        """Tokens that its answer has in the end, if nothing ends it before."""
+        return min(self._lengths[request.sampling.seed or 0][1], request.sampling.max_tokens)
 
     def _await_end(self, submitted: _Submitted, lead_s: float = 0.0) -> float:
         """Waits until so long before the end of the oldest step, which moves off with what is done beside it."""
-        began, shape, ends = max(submitted.came, self._free), submitted.step.shape, -1.0
+        began, ends = max(submitted.came, self._free), -1.0
+        of_step = submitted.step.shape
         while True:
             sent, read = self._beside()
-            shape = shape._replace(sent=sent - self._before.sent, read=read - self._before.read)
+            shape = of_step.beside(sent - self._before.sent, read - self._before.read)
             before, ends = ends, began + submitted.factor * self._profile.step.seconds(shape)
             if ends <= before:
                 return ends

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from llm_serving.admission.load_estimator import LoadEstimator
 from llm_serving.admission.slots import Slots
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.request_output import RequestOutput
+from llm_serving.core.request import Request
 from llm_serving.core.step import Int32Array
 from llm_serving.engine.engine import Engine, Publish
+from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.replica import build_engine
 from llm_serving.errors import ConfigError
+from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.wait_reason import Blocked
+from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.interpreter import Cores, Interpreter
+from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import Beyond
+from llm_serving.whatif.steady_engine import SteadyEngine
 from llm_serving.whatif.tally import Tally
 from llm_serving.whatif.timeline import EngineClock
 from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, virtual_step
@@ -43,6 +49,10 @@ class Parts:
     tally: Tally
     master: Interpreter | Cores
     """What the master's threads compute by."""
+    beyond: Beyond
+    """Looks at the steps of all."""
+    looks_alike: bool = True
+    """Whether steps that are alike are taken for that; otherwise each is decided request by request."""
     predicts: bool = True
     """Whether anything is decided by when a first token is expected, which takes long to tell where many wait."""
 
@@ -62,7 +72,10 @@ class World(Protocol):
     def beside(self, index: int) -> Beside:
         """What has been done until now beside the steps of a replica."""
 
-    def publish_at(self, time: float, pieces: list[RequestOutput], publish: Publish, index: int) -> None:
+    def outcome_of(self, request_id: str) -> Outcome:
+        """What becomes of a request that has come to a replica."""
+
+    def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         """Has the event loop pass pieces of a replica on at a time."""
 
 
@@ -85,6 +98,7 @@ class VirtualReplica:
             parts.lengths,
             parts.vocab_size,
             random.Random(f"{parts.seed} {index}"),
+            parts.beyond,
         )
         num_blocks = config.pa.num_blocks or profile.num_blocks
         if num_blocks is None:
@@ -105,7 +119,11 @@ class VirtualReplica:
             )
 
         self.engine = world.drive(index, make)
-        self.engine.build_step = virtual_step
+        self.engine.build_step, self.engine.receive = self._build, self._receive
+        self._predicts, self._looks_alike = parts.predicts, parts.looks_alike
+        self._newest: Schedule | None = None
+        """The newest step that was formed request by request."""
+        self._steady: SteadyEngine | None = None
         if not parts.predicts:
             self.engine.load = _PredictsNothing(self.engine.scheduler.limits)
         self._num_since_check = 0
@@ -124,7 +142,7 @@ class VirtualReplica:
         """
         self.clock.reach(self.wakes)
         self._world.now_steps(self.clock)
-        if self.engine.step():
+        if self._step():
             self.wakes, self._sleeps = self.clock.now, False
             self._num_since_check += 1
             if self._num_since_check == CHECK_EVERY:
@@ -135,8 +153,37 @@ class VirtualReplica:
         self._sleeps = True
         self.wakes = math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S)
 
+    def settle(self) -> None:
+        """Whoever looks at requests finds them as they would be."""
+        if self._steady is not None:
+            self._steady.settle()
+
+    def _step(self) -> bool:
+        """As `Engine.step`; steps that are like the one before take less time here."""
+        if self._steady is None and self._newest is not None and self._looks_alike:
+            self._steady = SteadyEngine.of(self.engine, self.agent, self._newest, self._predicts)
+        self._newest = None
+        if self._steady is not None:
+            if self._steady.step():
+                return True
+            self._steady = None
+        return self.engine.step()
+
+    def _build(self, schedule: Schedule, number: int) -> Any:
+        self._newest = schedule
+        return virtual_step(schedule, number)
+
+    def _receive(self, request: Request, desk: Desk) -> None:
+        """Who is told only that there is another token, unless more is to be known of it."""
+        if request.moves or self.engine.audits(request):
+            receive(request, desk)
+            return
+        request.receiver = answer = CountedAnswer(request, desk, self._world.outcome_of(request.request_id))
+        answer.begin()
+
     def check(self) -> None:
         """Raises AssertionError when a block or a request is where it cannot be."""
+        self.settle()
         self._num_since_check = 0
         self.engine.scheduler.check_integrity()
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.load import Load
+from llm_serving.whatif.reach import Reach
 from llm_serving.whatif.tuning.goal import Goal
 
 Changes = Mapping[str, Any]
@@ -47,6 +48,12 @@ OF_TENANTS: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Where there are several."""
 NUM_BLOCKS: Final = "pa_config.num_blocks"
+REACHES: Final = {
+    "model_config.decode_batch_size": "rows",
+    "scheduler_config.max_prefill_tokens": "tokens",
+}
+"""What of a step each allows."""
+EVERYTHING: Final = Reach({})
 BLOCK_FACTORS: Final = (0.25, 0.5, 0.75, 1.0)
 """Of the most blocks that the goal allows."""
 
@@ -69,14 +76,19 @@ class Knob:
         return self.ordered and value in (self.values[0], self.values[-1])
 
 
-def knobs_for(config: ServingConfig, load: Load, goal: Goal, num_blocks: int | None = None) -> tuple[Knob, ...]:
+def knobs_for(
+    config: ServingConfig, load: Load, goal: Goal, num_blocks: int | None = None, reach: Reach = EVERYTHING
+) -> tuple[Knob, ...]:
     """The knobs that may matter to this load, those left out that the goal fixes.
+
+    Values that allow larger steps than were measured are left out, but for that of the configuration.
 
     Args:
         config: To begin with.
         load: What comes.
         goal: Names keys that stay.
         num_blocks: Of the cache where the configuration does not say.
+        reach: Of the profile.
 
     Raises:
         ConfigError: The goal fixes a key that is no knob.
@@ -86,10 +98,31 @@ def knobs_for(config: ServingConfig, load: Load, goal: Goal, num_blocks: int | N
         if key not in (*SERVER, *REFUSING, *OF_TENANTS, NUM_BLOCKS) and not key.startswith("request_classes."):
             raise ConfigError(f"the goal: `fixed` must have keys that are tuned: {', '.join(SERVER)}. Given: {key}")
     return tuple(
-        _knob(key, values, num_blocks if key == NUM_BLOCKS and value_of(config, key) is None else value_of(config, key))
+        _knob(key, within(key, values, reach), _own(config, key, num_blocks))
         for key, values in table.items()
         if key not in goal.fixed
     )
+
+
+def largest_steps(config: ServingConfig) -> tuple[int, int]:
+    """Most requests and most tokens of a step that a search may allow, or the configuration does."""
+    rows, tokens = (max(value_of(config, key), *SERVER[key]) for key in REACHES)
+    return rows, tokens
+
+
+def left_out(reach: Reach) -> Iterator[str]:
+    """In lines: the values of keys that are not tried, as nobody has measured the steps that they allow."""
+    for key, quantity in REACHES.items():
+        values = [str(each) for each in SERVER[key] if not reach.allows(quantity, each)]
+        if values:
+            most = f"steps of at most {reach.most[quantity]:,.0f} {quantity}"
+            yield f"{key}: {', '.join(values)} are not tried: the profile has {most}"
+
+
+def within(key: str, values: tuple[Any, ...], reach: Reach) -> tuple[Any, ...]:
+    """Those that allow no larger steps than were measured."""
+    quantity = REACHES.get(key)
+    return values if quantity is None else tuple(each for each in values if reach.allows(quantity, each))
 
 
 def _table(
@@ -137,6 +170,11 @@ def _knob(key: str, values: Sequence[Any], own: Any) -> Knob:
         if ordered:
             values.sort(key=lambda each: float("-inf") if each is None else each)
     return Knob(key, tuple(values), list(values).index(own), ordered)
+
+
+def _own(config: ServingConfig, key: str, num_blocks: int | None) -> Any:
+    own = value_of(config, key)
+    return num_blocks if key == NUM_BLOCKS and own is None else own
 
 
 def as_overrides(changes: Changes) -> list[str]:

@@ -1,0 +1,119 @@
+"""What an engine does at a step that is like the one before, without a look at each of its requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from llm_serving.admission.load_estimator import UnderWay
+from llm_serving.admission.slots import Slots
+from llm_serving.core.request import Request
+from llm_serving.engine.engine import SHORT_STEP_S, STEP_MEMORY, Engine
+from llm_serving.scheduler.schedule import Schedule
+from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
+from llm_serving.whatif.counted_answer import CountedAnswer
+from llm_serving.whatif.step_shape import StepShape
+from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep
+
+LEAST_STEPS: Final = 3
+"""Below so many it costs more to begin than it saves."""
+
+
+class SteadyEngine:
+    """Steps an engine whose next step is like the newest one; `Engine.step` does the same, request by request.
+
+    Args:
+        engine: That of a simulation, with no step formed since its requests were looked at.
+        agent: Its executor.
+        steps: What its scheduler decides.
+        predicts: Whether its engine tells what it measures to those who predict.
+    """
+
+    def __init__(self, engine: Engine, agent: VirtualAgent, steps: SteadySteps, predicts: bool) -> None:
+        self._engine, self._agent, self._steps, self._predicts = engine, agent, steps, predicts
+        self._told: list[CountedAnswer] = [each.receiver for each in steps.rows]  # type: ignore[misc]
+        self._num_in_flight = len(engine._in_flight)
+        self._newest: VirtualStep | None = None
+        self._running = tuple(steps.rows)
+
+    @classmethod
+    def of(cls, engine: Engine, agent: VirtualAgent, newest: Schedule, predicts: bool) -> SteadyEngine | None:
+        """None: the next step may be unlike the newest that was formed, or it ends somebody soon."""
+        num_in_flight = len(engine._in_flight)
+        if num_in_flight != engine._max_steps_in_flight - 1:
+            return None
+        scheduler = engine.scheduler
+        if engine._inbox or not SteadySteps.are_alike(scheduler, newest, num_in_flight):
+            return None
+        running = scheduler.running
+        if not all(type(each.receiver) is CountedAnswer and each.output_token_ids for each in running):
+            return None
+        num_steps = num_steps_alike(running, agent.num_output)
+        if num_steps < LEAST_STEPS:
+            return None
+        return cls(engine, agent, SteadySteps(scheduler, num_in_flight, num_steps, agent.token_of), predicts)
+
+    def step(self) -> bool:
+        """As `Engine.step`; False: the next step is another, nothing was done and the engine is as it would be."""
+        engine, agent, steps, clock = self._engine, self._agent, self._steps, self._engine._clock
+        agent.await_ending()
+        if engine._inbox or self._is_late(clock()):
+            return self._leave()
+        now = clock()
+        if service := engine.ledger.take(engine._index):
+            engine.scheduler.served_elsewhere(service)
+        num_keys, num_rows = steps.num_keys, len(steps.rows)
+        if not steps.form(now):
+            return self._leave()
+        engine.ledger.served(engine._index, engine.scheduler.take_service())
+        if self._predicts:
+            engine.load.placed(Slots(self._running, engine._lengths))
+        forms_late = engine._max_steps_in_flight > 1 and engine._step_s > SHORT_STEP_S
+        shape = StepShape(num_rows, num_rows, num_rows, num_keys, 0, 0)
+        self._newest = VirtualStep(agent.next_step, shape, [])
+        agent.submit(self._newest, forms_late)
+        engine._host_s = engine._settle_s + clock() - now
+        if not self._num_in_flight:
+            engine._step_began = now
+        self._tell_under_way(self._num_in_flight + 1)
+        agent.finish_oldest()
+        replied = clock()
+        steps.reply()
+        engine._step_s, engine._step_began = replied - engine._step_began, replied
+        self._tell_under_way(self._num_in_flight)
+        mean_s = engine._step_s if engine.mean_step_s is None else engine.mean_step_s
+        engine.mean_step_s = mean_s + (engine._step_s - mean_s) / STEP_MEMORY
+        engine.num_steps += 1
+        engine._metrics.step(*engine._load(), num_rows, replica=engine._index)
+        if self._predicts:
+            engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._step_s, num_ended=0)
+        engine._publish(self._told)  # type: ignore[arg-type]
+        engine._settle_s = clock() - replied
+        return True
+
+    def settle(self) -> None:
+        """All requests are as they would be; it may go on."""
+        self._steps.settle()
+
+    def _leave(self) -> bool:
+        self.settle()
+        if self._newest is not None and self._num_in_flight:
+            engine = self._engine
+            engine._in_flight = deque(self._steps.in_flight())
+            self._newest.samples.extend([_sample(each) for each in self._steps.rows])
+        return False
+
+    def _is_late(self, now: float) -> bool:
+        """Whether the engine would look for requests that are too late, and perhaps end some."""
+        engine = self._engine
+        deadline = engine._deadlines.next
+        return deadline is not None and (now >= deadline or now >= engine._look_again)
+
+    def _tell_under_way(self, num_steps: int) -> None:
+        if self._predicts:
+            self._engine.load.under_way = UnderWay((0,) * num_steps, 0, self._engine._step_began)
+
+
+def _sample(request: Request) -> tuple[int, int]:
+    """As `virtual_step` has it, of the request's newest row."""
+    return request.sampling.seed or 0, request.num_computed_tokens
