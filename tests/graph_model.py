@@ -11,6 +11,7 @@ import numpy as np
 from llm_serving.backends import Backend, create_backend
 from llm_serving.backends.cpu import load_plugin
 from llm_serving.config.sections.device import DeviceConfig
+from llm_serving.core.choices import ImplementationName
 from llm_serving.lowering.lower import lower
 from llm_serving.lowering.step import arguments_of_rows
 from llm_serving.models.spec import ModelSpec
@@ -35,6 +36,11 @@ def backend(name: str, dtype: str) -> Backend:
     return create_backend(name, dtype)
 
 
+def implementation_of(kernels: str) -> ImplementationName:
+    """Whose network a column of a table names: one of MindFormers, or the native one by some kernels."""
+    return ImplementationName(kernels) if kernels in tuple(ImplementationName) else ImplementationName.NATIVE
+
+
 def poison(kv_tensors: KVTensors, block_ids: Iterable[int]) -> None:
     """Leaves NaN in these blocks of every layer."""
     for cache in (cache for layer in kv_tensors.layers for cache in layer):
@@ -53,14 +59,14 @@ class GraphModel:
         num_swap_blocks: int = 0,
         as_program: bool = True,
         quantization: Quantization | None = None,
-        by_mindformers: bool = False,
+        implementation: ImplementationName = ImplementationName.NATIVE,
     ) -> None:
         kv_tensors = KVTensors.allocate(spec, backend, num_blocks, BLOCK_SIZE, num_swap_blocks)
         self.kv_tensors = kv_tensors
         poison(kv_tensors, range(num_blocks))
         max_positions = min(spec.max_position_embeddings, num_blocks * BLOCK_SIZE)
         weights = WeightReader(folder, spec.scheme)
-        ways = {"as_program": as_program, "quantization": quantization, "by_mindformers": by_mindformers}
+        ways = {"as_program": as_program, "quantization": quantization, "implementation": implementation}
         lowered = lower(spec, backend, weights, kv_tensors.layers, max_positions, **ways)
         self._network = None if lowered.logits is None else CompiledNetwork(lowered.logits)
         self._states = CompiledNetwork(lowered.states)

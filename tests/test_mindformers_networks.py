@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families.exactness import MINDFORMERS, Served, differing
+from families.exactness import Served, differing
 from families.precision import served
 from graph_model import GraphModel, backend
 from llm_serving.config import load_config
+from llm_serving.core.choices import ImplementationName
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.kernels import library
 from llm_serving.offline import LLM
@@ -24,6 +25,8 @@ pytestmark = [
     ),
 ]
 
+NATIVE, MINDFORMERS = ImplementationName.NATIVE, ImplementationName.MINDFORMERS
+LEGACY = ImplementationName.MINDFORMERS_LEGACY
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = [
     "Add 17 and 25.",
@@ -35,23 +38,41 @@ LARGEST_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.004}
 """Of a logit, as a share of the largest: MindFormers rounds a gate before it multiplies by it."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama3.1", "float16"), ("qwen3", "bfloat16"), ("glm4", "bfloat16")])
-def test_an_answer_depends_on_the_request_alone(tmp_path: Path, name: str, dtype: str) -> None:
-    assert not differing(Served(name, tmp_path, MINDFORMERS, dtype))
+@pytest.mark.parametrize(
+    ("name", "dtype", "implementation"),
+    [
+        ("llama3.1", "float16", MINDFORMERS),
+        ("qwen3", "bfloat16", MINDFORMERS),
+        ("glm4", "bfloat16", MINDFORMERS),
+        ("llama3.1", "bfloat16", LEGACY),
+    ],
+)
+def test_an_answer_depends_on_the_request_alone(
+    tmp_path: Path, name: str, dtype: str, implementation: ImplementationName
+) -> None:
+    assert not differing(Served(name, tmp_path, implementation, dtype))
 
 
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "implementation"),
+    [
+        ("LlamaForCausalLM", MINDFORMERS),
+        ("LlamaForCausalLM", LEGACY),
+        ("Qwen2ForCausalLM", MINDFORMERS),
+        ("Qwen3ForCausalLM", MINDFORMERS),
+    ],
+)
 def test_logits_are_those_of_the_native_network_but_for_roundings(
-    tmp_path: Path, architecture: str, dtype: str
+    tmp_path: Path, architecture: str, implementation: ImplementationName, dtype: str
 ) -> None:
     tied = architecture == "Qwen3ForCausalLM"
     spec = tiny_spec(architectures=[architecture], tie_word_embeddings=tied, rope_theta=1e6)
     write_safetensors(tmp_path / "model.safetensors", random_weights(spec))
     step = (list(range(40)), 0, [5, 2, 7])
     theirs, native = (
-        GraphModel(spec, tmp_path, backend("cpu", dtype), as_program=not by_mindformers, by_mindformers=by_mindformers)
-        for by_mindformers in (True, False)
+        GraphModel(spec, tmp_path, backend("cpu", dtype), as_program=whose == NATIVE, implementation=whose)
+        for whose in (implementation, NATIVE)
     )
     logits, expected = theirs.logits(step), native.logits(step)
     assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
@@ -67,11 +88,12 @@ def test_heads_of_which_a_half_turns_give_the_logits_of_the_native_network(tmp_p
     assert np.abs(logits[0] - logits[1]).max() < LARGEST_DIFFERENCE[dtype] * np.abs(logits[1]).max()
 
 
+@pytest.mark.parametrize("implementation", [MINDFORMERS, LEGACY])
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
-def test_the_shipped_model_gives_the_native_tokens_in_one_graph(dtype: str) -> None:
+def test_the_shipped_model_gives_the_native_tokens_in_one_graph(dtype: str, implementation: ImplementationName) -> None:
     settings = [*CHUNKS, f"model_config.model_dtype={dtype}"]
     native = LLM(load_config(None, settings, Path("demo"))).generate(PROMPTS, GREEDY)
-    model = LLM(load_config(None, [*settings, "model_config.implementation=mindformers"], Path("demo")))
+    model = LLM(load_config(None, [*settings, f"model_config.implementation={implementation}"], Path("demo")))
     with library.profiling():
         outputs = model.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in native]

@@ -1,18 +1,22 @@
 """`model_config.implementation: mindformers`: what it asks of the rest of the configuration."""
 
+import json
+
 import pytest
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 
 GIVEN = "model_config.implementation=mindformers"
+LEGACY = "model_config.implementation=mindformers-legacy"
 
 
 def test_native_is_the_default():
     assert load_config(None, []).model.implementation == "native"
 
 
-def test_kernels_become_the_primitives():
-    assert load_config(None, [GIVEN]).device.kernels == "primitives"
+@pytest.mark.parametrize("given", [GIVEN, LEGACY])
+def test_kernels_become_the_primitives(given):
+    assert load_config(None, [given]).device.kernels == "primitives"
     assert load_config(None, []).device.kernels == "auto"
 
 
@@ -49,7 +53,7 @@ def test_kernels_become_the_primitives():
         ),
         (
             "model_config.implementation=torch",
-            "`model_config.implementation` must be one of native, mindformers",
+            "`model_config.implementation` must be one of native, mindformers, mindformers-legacy",
         ),
     ],
 )
@@ -69,3 +73,20 @@ def test_a_model_without_a_class_is_refused(tmp_path):
         match="must be native for this model: MistralForCausalLM has",
     ):
         load_config(None, [GIVEN], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM is none of MindFormers' classes before 2"),
+        ({"head_dim": 32}, "MindFormers' LlamaForCausalLM has heads that together are as wide as a row, 32"),
+        ({"mlp_bias": True}, "MindFormers' LlamaForCausalLM has no place for model.layers.0.mlp.gate_proj.bias"),
+    ],
+)
+def test_what_the_class_before_2_does_not_compute_is_refused(tmp_path, changes, message):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], **sizes, "num_attention_heads": 2, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [LEGACY], tmp_path)
+    assert f"must be native for this model: {message}" in str(error.value)

@@ -23,7 +23,8 @@ from typing import Any, Final
 from engine_harness import bytes_of
 from families import models
 from fragile_harness import FragileHarness
-from graph_model import backend, poison
+from graph_model import backend, implementation_of, poison
+from llm_serving.core.choices import ImplementationName
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput
@@ -35,8 +36,8 @@ from without_library import cell_of, is_without_library
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 16, 32, 12
 NEW_TOKENS = 10
 KERNELS: Final = ("program", "primitives", "plain")
-MINDFORMERS: Final = "mindformers"
-"""The network of MindFormers, where that is installed."""
+MINDFORMERS: Final = (ImplementationName.MINDFORMERS, ImplementationName.MINDFORMERS_LEGACY)
+"""Networks of MindFormers, where that is installed."""
 CODED_CACHE: Final = "kv8"
 """A program over keys and values in 8 bits."""
 
@@ -61,7 +62,7 @@ class Served:
             longest,
             num_swap_blocks=NUM_SWAP_BLOCKS,
             as_program=kernels in ("program", CODED_CACHE),
-            by_mindformers=kernels == MINDFORMERS,
+            implementation=implementation_of(kernels),
             coded_cache=kernels == CODED_CACHE,
         )
         long, short = (golden.prompts[length].token_ids.tolist() for length in (max(golden.prompts), 5))
@@ -216,7 +217,7 @@ def cell(name: str, kernels: str, dtype: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, MINDFORMERS, CODED_CACHE))
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, *MINDFORMERS, CODED_CACHE))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     sys.stdout.write(f"| model | {' | '.join(arguments.kernels)} |\n| --- |{' --- |' * len(arguments.kernels)}\n")

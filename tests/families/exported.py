@@ -3,13 +3,15 @@
     PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--kinds bfloat16 ..] [--table FILE]
 
 Prints, as it goes, whether what was read again gives the bits of the network it was made of, then a table of all, and
-ends with 1 where one differs. Some 10 s for each kind of a family.
+ends with 1 where one differs. Some 10 s for each kind of a family; a family whose graph differs from that of another
+in nothing but the numbers in its weights and tables is not asked again, unless `--every` says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ from llm_serving.lowering.step import arguments_of_rows, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
+from llm_serving.network.description import Network
 from llm_serving.network.primitives import lacking, lacking_of_codes
 from llm_serving.worker.compiled_network import CompiledNetwork
 from llm_serving.worker.kv_tensors import KVTensors
@@ -132,15 +135,38 @@ def check(name: str, folder: Path, dtype: str = "bfloat16", quantization: Quanti
     return differences(spec, networks, folder)
 
 
-def found_of(name: str, kind: str) -> str:
-    """What came of a family: SAME, what the primitives lack, or which steps differ."""
+def graph_of(network: Network) -> str:
+    """What two networks have in common whose graphs differ in the numbers of their weights and tables alone."""
+    told = [
+        (
+            operation.kind,
+            sorted((name, str(value)) for name, value in operation.attributes.items()),
+            sorted((role, weight.shape, weight.kind) for role, weight in operation.weights.items()),
+            sorted((role, value.width, value.start) for role, value in operation.inputs.items()),
+        )
+        for operation in network.operations
+    ]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def found_of(name: str, kind: str, asked: dict[tuple[str, str], str]) -> str:
+    """What came of a family: SAME, what the primitives lack, or which steps differ.
+
+    Args:
+        name: Of a model.
+        kind: One of KINDS.
+        asked: (graph, kind) -> what came of a model that was asked before, to which this one is added.
+    """
     dtype, quantization = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder:
         models.write(name, Path(folder))
-        lacks = lacking(ModelSpec.from_folder(Path(folder)).network, POSITIONS) or lacking_of_codes(quantization)
-        if lacks:
+        network = ModelSpec.from_folder(Path(folder)).network
+        if lacks := lacking(network, POSITIONS) or lacking_of_codes(quantization):
             return f"no {lacks}"
-        return "; ".join(check(name, Path(folder), dtype, quantization)) or SAME
+        key = graph_of(network), kind
+        if key not in asked:
+            asked[key] = "; ".join(check(name, Path(folder), dtype, quantization)) or SAME
+        return asked[key]
 
 
 def table_of(found: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) -> str:
@@ -158,13 +184,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=models.names(), metavar="NAME")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="how weights are kept")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where the table is written as well")
+    parser.add_argument("--every", action="store_true", help="ask those of a graph that was asked before, too")
     arguments = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
+    asked: dict[tuple[str, str], str] = {}
     for number, name in enumerate(arguments.names, 1):
         for kind in arguments.kinds:
             begun = time.monotonic()
             try:
-                told = found_of(name, kind)
+                told = found_of(name, kind, {} if arguments.every else asked)
             except Exception as error:  # noqa: BLE001  the others are asked all the same
                 told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             found.setdefault(name, {})[kind] = told

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from families import models
-from graph_model import BLOCK_SIZE, GraphModel, backend
+from graph_model import BLOCK_SIZE, GraphModel, backend, implementation_of
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.coded import Quantization
@@ -44,7 +44,7 @@ def served(
     spec = dataclasses.replace(ModelSpec.from_folder(folder), max_position_embeddings=longest)
     made = backend("plain" if kernels == "plain" else "cpu", dtype)
     num_blocks = -(-longest // BLOCK_SIZE)
-    ways = {"as_program": kernels == "program", "by_mindformers": kernels == "mindformers"}
+    ways = {"as_program": kernels == "program", "implementation": implementation_of(kernels)}
     model = GraphModel(spec, folder, made, num_blocks=num_blocks, quantization=quantization, **ways)
     return model, golden, longest
 

@@ -105,6 +105,13 @@ def test_rotary_is_the_reference_up_to_rounding(
     assert_close(rotated(x, *tables), expected, 3 * FLOAT32_UNIT * (np.abs(magnitude) + np.abs(x.values).max()))
 
 
+def test_rows_of_rotary_may_lie_within_another_axis() -> None:
+    x = typed(normal(1, 7, 3 * 16), "bfloat16")
+    angles = np.tile(normal(2, 7, 8), 2)
+    tables = typed(np.cos(angles), "bfloat16"), typed(np.sin(angles), "bfloat16")
+    assert np.array_equal(rotated(Typed(x.array[None], x.dtype), *tables).bits[0], rotated(x, *tables).bits)
+
+
 def test_rotary_positions_follow_from_lengths() -> None:
     q, k = typed(normal(1, 5, 64), "bfloat16"), typed(normal(2, 5, 32), "bfloat16")
     angles = np.tile(normal(3, 9, 8), 2)

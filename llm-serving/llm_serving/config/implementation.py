@@ -1,4 +1,4 @@
-"""What `model_config.implementation: mindformers` asks of the model and of the rest of the configuration."""
+"""What MindFormers' networks (`model_config.implementation`) ask of the model and of other keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from llm_serving.config.values import Values
 from llm_serving.core.choices import ExactnessName, ImplementationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.models.mindformers_classes import lacking_in_mindformers
+from llm_serving.models.mindformers_llama import lacking_in_llama
 from llm_serving.models.spec import ModelSpec
 
 IMPLEMENTATION: Final = "model_config.implementation"
@@ -32,14 +33,16 @@ def check_implementation(values: Values, spec: ModelSpec | None) -> None:
     Raises:
         ConfigError: A combination that cannot be served.
     """
-    if values[IMPLEMENTATION] != ImplementationName.MINDFORMERS:
+    implementation = values[IMPLEMENTATION]
+    if implementation == ImplementationName.NATIVE:
         return
     for name, allowed, why in _NEEDED:
         if values[name] not in allowed:
             told = " or ".join("null" if value is None else str(value) for value in allowed)
-            raise values.error(name, f"must be {told} with {IMPLEMENTATION}: mindformers: {why}", values[name])
+            raise values.error(name, f"must be {told} with {IMPLEMENTATION}: {implementation}: {why}", values[name])
     if spec is not None:
-        lacks = lacking_in_mindformers(spec.architecture, spec.network, values["model_config.max_generate_length"])
+        ask = lacking_in_mindformers if implementation == ImplementationName.MINDFORMERS else lacking_in_llama
+        lacks = ask(spec.architecture, spec.network, values["model_config.max_generate_length"])
         if lacks is not None:
-            raise values.error(IMPLEMENTATION, f"must be native for this model: {lacks}", values[IMPLEMENTATION])
+            raise values.error(IMPLEMENTATION, f"must be native for this model: {lacks}", implementation)
     values.set(KERNELS, "primitives", values.source(KERNELS))

@@ -84,6 +84,7 @@ class ImplementationName(enum.StrEnum):
 
     NATIVE = "native"
     MINDFORMERS = "mindformers"
+    MINDFORMERS_LEGACY = "mindformers-legacy"
 
 
 class JsonWhitespaceName(enum.StrEnum):

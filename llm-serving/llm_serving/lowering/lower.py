@@ -8,12 +8,15 @@ import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
+from llm_serving.core.choices import ImplementationName
 from llm_serving.errors import ModelError
 from llm_serving.lowering.cells import HeadOfCells, NetworkOfCells
 from llm_serving.lowering.mindformers import NetworkOfMindFormers
+from llm_serving.lowering.mindformers_llama import NetworkOfMindFormersLlama
 from llm_serving.lowering.parameters import Parameters, parameters_of
 from llm_serving.lowering.program import NetworkOfProgram
 from llm_serving.lowering.step import KVCaches, dynamic_inputs
+from llm_serving.models.mindformers_llama import unstacked
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
@@ -50,7 +53,7 @@ def lower(
     as_program: bool = True,
     whole_prompts: bool = False,
     quantization: Quantization | None = None,
-    by_mindformers: bool = False,
+    implementation: ImplementationName = ImplementationName.NATIVE,
 ) -> Lowered:
     """Builds the network of a model and takes every weight it needs.
 
@@ -63,7 +66,8 @@ def lower(
         as_program: One operator runs it, where the backend has that; otherwise it is a graph of Cells.
         whole_prompts: Steps of whole prompts have a graph of Cells of their own.
         quantization: How weights are kept. None: in the model dtype.
-        by_mindformers: MindFormers' own network computes the states; not with `as_program` or `whole_prompts`.
+        implementation: Whose network computes the states; others than the native one not with `as_program` or
+            `whole_prompts`.
 
     Raises:
         KernelError: MindFormers' network is asked for and cannot be had.
@@ -81,12 +85,16 @@ def lower(
             raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
         if (lacks := lacking_in_coded_cache(network)) is not None:
             raise ModelError(f"a cache of 8 bits has no {lacks}")
-    parameters = parameters_of(
-        network, backend, reader, max_positions, as_cells=not as_program, quantization=quantization
-    )
+    is_legacy = implementation == ImplementationName.MINDFORMERS_LEGACY
+    read = unstacked(network) if is_legacy else network
+    parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)
     if not as_program:
-        if by_mindformers:
-            built = NetworkOfMindFormers(spec, backend, parameters, kv_caches, max_positions)
+        if implementation != ImplementationName.NATIVE:
+            built: nn.Cell = (
+                NetworkOfMindFormersLlama(spec, read, backend, parameters, kv_caches, max_positions)
+                if is_legacy
+                else NetworkOfMindFormers(spec, backend, parameters, kv_caches, max_positions)
+            )
             return Lowered(None, built, HeadOfCells(network, backend, parameters))
         settings = network, backend, parameters, kv_caches, max_positions
         states = NetworkOfCells(*settings, of_states=True)

@@ -8,39 +8,22 @@ and on a CPU it does not round its sums.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-import os
-import tempfile
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import mindspore as ms
 from mindspore import nn
 
 from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
+from llm_serving.lowering.mindformers_package import module_of_mindformers, put
 from llm_serving.lowering.parameters import Parameters
-from llm_serving.lowering.stand_ins import stand_ins
 from llm_serving.lowering.step import KVCaches
 from llm_serving.models.facts import Facts
 from llm_serving.models.mindformers_classes import CLASSES, lacking_in_mindformers, place_of
 from llm_serving.models.parts import heads_of
 from llm_serving.models.spec import CONFIG_NAME, ModelSpec
 from llm_serving.network.description import Network
-
-INSTALL: Final = "scripts/install_mindformers.sh"
-_PACKAGE: Final = "mindformers"
-
-
-def mindformers_version() -> str:
-    """Of the package that is installed.
-
-    Raises:
-        KernelError: It cannot be imported.
-    """
-    return str(_import(_PACKAGE).__version__)
 
 
 class NetworkOfMindFormers(nn.Cell):
@@ -102,8 +85,8 @@ class NetworkOfMindFormers(nn.Cell):
 def _built(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     """The `GPTModel` of MindFormers' class, with Parameters of its own."""
     classes = CLASSES[spec.architecture]
-    make_config = getattr(_import(classes.config_module), classes.config)
-    make_network = getattr(_import(classes.module), classes.network)
+    make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
+    make_network = getattr(module_of_mindformers(classes.module), classes.network)
     network = make_network(make_config(**_facts(spec, backend.dtype, max_positions)))
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention, whatever the step
     model: nn.Cell = network.model
@@ -154,47 +137,18 @@ def _place(model: nn.Cell, network: Network, parameters: Parameters) -> None:
                 continue
             place = place_of(weight)
             assert place is not None  # `lacking_in_mindformers` has looked
-            *path, attribute = place.split(".")
-            cell: Any = model
-            for name in path:
-                cell = cell[int(name)] if name.isdecimal() else getattr(cell, name)
-            setattr(cell, attribute, parameter)
+            put(model, place, parameter)
     (model.output_layer.weight,) = parameters[network.head.weights["weight"]]
-    ours = {id(each) for made in parameters.values() for each in made}
-    others = [each.name for each in model.get_parameters() if id(each) not in ours]
-    if others:
-        raise ModelError(f"MindFormers' network has weights that the model has not: {', '.join(others[:4])}")
+    check_no_others(model, [each for made in parameters.values() for each in made])
 
 
-@functools.cache
-def _import(module: str) -> Any:
-    """A module of MindFormers.
+def check_no_others(model: nn.Cell, ours: Iterable[ms.Parameter]) -> None:
+    """Refuses a network of MindFormers that computes with Parameters of its own.
 
     Raises:
-        KernelError: It, or a package that it needs, is not installed.
+        ModelError: It has some.
     """
-    try:
-        with stand_ins():
-            if module != _PACKAGE:
-                _import(_PACKAGE)
-                return importlib.import_module(module)
-            with tempfile.TemporaryDirectory(prefix="mindformers_log_") as folder:
-                os.environ.setdefault("RUN_MODE", "predict")
-                os.environ.setdefault("LOG_MF_PATH", folder)
-                package = importlib.import_module(module)
-                _quieten(importlib.import_module("mindformers.tools.logger").get_logger())
-            return package
-    except ImportError as error:
-        raise KernelError(
-            f"model_config.implementation: mindformers needs MindFormers 2.1 and what it imports, and {INSTALL} "
-            f"installs them: {error}"
-        ) from None
-
-
-def _quieten(mindformers_logger: logging.Logger) -> None:
-    """It writes files of its own, and every layer that it builds, to the standard output."""
-    mindformers_logger.setLevel(logging.WARNING)
-    for handler in list(mindformers_logger.handlers):
-        if isinstance(handler, logging.FileHandler):
-            mindformers_logger.removeHandler(handler)
-            handler.close()
+    known = {id(each) for each in ours}
+    others = [each.name for each in model.get_parameters() if id(each) not in known]
+    if others:
+        raise ModelError(f"MindFormers' network has weights that the model has not: {', '.join(others[:4])}")

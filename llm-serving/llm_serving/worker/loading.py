@@ -22,7 +22,7 @@ from llm_serving.errors import ConfigError, KernelError
 from llm_serving.kernels import library
 from llm_serving.kernels.ranks import Ranks
 from llm_serving.log import get_logger
-from llm_serving.lowering.mindformers import mindformers_version
+from llm_serving.lowering.mindformers_package import mindformers_version
 from llm_serving.lowering.mindir import check_facts, facts_of
 from llm_serving.models.contents import check_folder
 from llm_serving.models.memory import SHARE_OF_FREE_MEMORY, bytes_for_cache, draft_model_bytes
@@ -78,7 +78,8 @@ def load_runner(
     )
     if settings.mindir_path is not None:
         return _of_files(settings, Path(settings.mindir_path), on_progress), ""
-    by_mindformers = settings.implementation == ImplementationName.MINDFORMERS
+    implementation = ImplementationName(settings.implementation)
+    by_mindformers = implementation != ImplementationName.NATIVE
     configure_device(device, settings.device_id)
     on_progress("preparing the kernels")
     if device.device_target == "CPU" and device.kernels != "plain":
@@ -108,7 +109,7 @@ def load_runner(
         settings.max_model_len,
         num_swap_blocks=settings.num_swap_blocks,
         as_program=device.kernels != "primitives",
-        by_mindformers=by_mindformers,
+        implementation=implementation,
         num_prompt_rows=settings.max_num_seqs if device.exactness == ExactnessName.FAST else 0,
         quantization=_quantization(settings),
         ranks=ranks,

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from llm_serving.backends.base import Backend
+from llm_serving.core.choices import ImplementationName
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continues
 from llm_serving.core.step import AllowedTokens, Float32Array, Int32Array, StepInput, StepOutput
@@ -54,7 +55,7 @@ class ModelRunner:
         num_prompt_rows: int = 0,
         quantization: Quantization | None = None,
         coded_cache: bool = False,
-        by_mindformers: bool = False,
+        implementation: ImplementationName = ImplementationName.NATIVE,
         networks: Networks | None = None,
         ranks: Ranks | None = None,
         step_timeout_s: float = 0.0,
@@ -77,7 +78,7 @@ class ModelRunner:
                 have none.
             quantization: How weights are kept; None: in the model dtype.
             coded_cache: Keys and values are kept in 8 bits.
-            by_mindformers: MindFormers' own network computes the model; without `as_program`.
+            implementation: Whose network computes the model; others than the native one without `as_program`.
             networks: That have weights and caches in them; None: they are made of the folder.
             ranks: With whom this process computes what `spec` has a share of; None: alone.
             step_timeout_s: Seconds that they are waited for in a step.
@@ -118,7 +119,7 @@ class ModelRunner:
                 as_program=as_program,
                 whole_prompts=num_prompt_rows > 0,
                 quantization=quantization,
-                by_mindformers=by_mindformers,
+                implementation=implementation,
             )
             networks = compiled(lowered, spec.network.hidden, num_prompt_rows)
         self._network, self._states, self._head, self._of_prompts = networks

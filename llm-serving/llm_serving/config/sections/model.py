@@ -113,8 +113,9 @@ class ModelConfig:
 
     implementation: str = option("native", choice(tuple(ImplementationName)))
     """Whose network computes the model. `native`: that of this project. `mindformers`: MindFormers' own class, for
-    Llama, Qwen2 and Qwen3, with the cache, batches and weights of this server; it must be installed
-    (`scripts/install_mindformers.sh`). On a CPU with `kernels: primitives`, which `auto` then is."""
+    Llama, Qwen2, Qwen3 and GLM-4, with the cache, batches and weights of this server; it must be installed
+    (`scripts/install_mindformers.sh`). `mindformers-legacy`: its `LlamaForCausalLM` of releases before 2, likewise. On
+    a CPU with `kernels: primitives`, which `auto` then is."""
 
     @property
     def max_input_len(self) -> int:

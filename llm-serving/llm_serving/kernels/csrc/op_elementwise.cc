@@ -65,6 +65,9 @@ namespace {
 
 constexpr int64_t kRotateHalf = 2;
 
+// Of a tensor whose last axis is all heads of a row.
+size_t rows_of(const Call& call, int x) { return call.dim(x, -1) == 0 ? 0 : call.elements(x) / call.dim(x, -1); }
+
 // Rotates tensor `x` into `y`; null positions mean that row t uses row t of the tables.
 int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* positions) {
   const DType dtype = call.dtype(x);
@@ -74,8 +77,8 @@ int rotate(const Call& call, int x, int cos, int sin, int y, const int64_t* posi
     return call.fail("cos and sin must be of the type of x, or float32");
   }
   if (head_dim == 0 || head_dim % 2 != 0) return call.fail("head_dim must be even, is %zu", head_dim);
-  const size_t rows = call.dim(x, 0);
-  if (call.elements(x) % (rows * head_dim + (rows == 0)) != 0) {
+  const size_t rows = rows_of(call, x);
+  if (call.dim(x, -1) % head_dim != 0) {
     return call.fail("rows of x are not whole heads of %zu elements", head_dim);
   }
   const size_t heads = rows == 0 ? 0 : call.elements(x) / rows / head_dim;
@@ -93,10 +96,10 @@ LLM_OPERATOR(ApplyRotaryPosEmb) {
   using namespace llm;
   if (call.count() < 8) return call.fail("expects 8 parameters, got %d", call.count());
   if (call.integer(5) != kRotateHalf) return call.fail("cos_format must be 2 (rotate half)");
-  const size_t rows = call.dim(0, 0);
+  const size_t rows = rows_of(call, 0);
   const size_t table_rows = call.elements(2) / (call.dim(2, -1) + (call.dim(2, -1) == 0));
   if (call.elements(3) != call.elements(2)) return call.fail("cos and sin must have one shape");
-  if (call.dim(1, 0) != rows) return call.fail("q and k must have the same number of rows");
+  if (rows_of(call, 1) != rows) return call.fail("q and k must have the same number of rows");
   std::vector<int64_t> positions;
   if (table_rows != rows) {
     for (size_t i = 0; i < call.elements(4); i++) {
