@@ -11,7 +11,7 @@ from llm_serving.core.request import FinishReason, Request
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.departure import Departure
-from llm_serving.errors import WorkerDiedError
+from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.executor import StepFailedError
 from llm_serving.kvcache.exports import Exports
 
@@ -238,6 +238,28 @@ def test_a_block_of_an_earlier_owner_is_never_used() -> None:
     assert failed[0] == "WorkerError: IMPORT would take block 0, which somebody else has written"
     check_answers(pair, 1)
     assert num_computed(pair.second.runner) >= 11 + 7
+
+
+def test_blocks_of_a_replaced_engine_fail_one_step_however_many_wait_with_some() -> None:
+    """Each would fail a step of its own, and end whoever decodes meanwhile as the likely cause."""
+    pair = Pair(max_prefill_seqs=1)
+    pair.submit(*requests(6))
+    pair.first.run()
+    pair.pool.tags.epochs[:NUM_BLOCKS] += 1  # another engine has the same part of the pool
+    pair.second.engine.submit(Request("decodes", PROMPT, SamplingParams(max_tokens=8, seed=3)))
+    for _ in range(3):
+        pair.second.engine.step()
+    recover, failed = pair.second.engine._recover, []
+
+    def noted(error: LLMServingError) -> None:
+        failed.append(str(error))
+        recover(error)
+
+    pair.second.engine._recover = noted  # type: ignore[method-assign]
+    pair.run()
+    assert len(failed) == 1, failed
+    check_answers(pair, 6)
+    assert pair.second.token_ids("decodes") == expected_output(PROMPT, 8, 3)
 
 
 def test_who_waits_at_the_second_replica_was_promised_something_from_its_arrival_at_the_first() -> None:

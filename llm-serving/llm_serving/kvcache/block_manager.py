@@ -254,10 +254,6 @@ class BlockManager:
         if transfer.block_ids:
             self._arriving[request_id] = BlockTable(transfer.block_ids, transfer.epochs, transfer.start)
 
-    def is_arriving(self, request_id: str) -> bool:
-        """Whether what it has come with is still to be taken."""
-        return request_id in self._arriving
-
     def export(self, request_id: str, num_tokens: int) -> list[Move] | None:
         """Copies the blocks that a request needs of its first tokens, once they are computed; None: there is no room.
 
@@ -278,9 +274,10 @@ class BlockManager:
     def lose_all(self) -> None:
         """The content of both memories is gone: nobody has a table, nothing is found by name, nothing is moved.
 
-        What other replicas have handed over, or have been handed, is in neither.
+        What other replicas have been handed is in neither. What they have handed over is not either, but may be what
+        cannot be read, for each request that waits with some: it is not needed any more, as with those that ran.
         """
-        for request_id in [*self._tables, *self._host_tables]:
+        for request_id in [*self._tables, *self._host_tables, *self._arriving]:
             self.free(request_id)
         self.pool.forget()
         self._moves.clear()

@@ -329,13 +329,11 @@ class Scheduler:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
 
         It waits ahead of its class, as after a preemption, but its preemptions are not counted: the bound on them is a
-        promise about the scheduler. Of whoever waits with blocks from another replica nothing is lost.
+        promise about the scheduler. Whoever waits with blocks from another replica does without them.
         """
         self.blocks.lose_all()
         for request in self._requests.values():
-            if not self.blocks.is_arriving(request.request_id):
-                request.num_computed_tokens = 0
-            request.num_confirmed_tokens = request.num_tokens_in_flight = 0
+            request.num_computed_tokens = request.num_confirmed_tokens = request.num_tokens_in_flight = 0
             request.draft_token_ids = []
             request.departs = False
         for request in self.running:
