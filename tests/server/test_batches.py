@@ -17,6 +17,7 @@ from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import batches as module
+from llm_serving.server.batches.objects import Batch
 from server_client import error_of, request
 
 CHAT = "/v1/chat/completions"
@@ -178,6 +179,73 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(tmp_path, caplog):
     assert [each["error"]["code"] for each in errors] == ["batch_cancelled"] * 2
     assert len(engine.aborted) == 2
     assert "status 500" not in caplog.text
+
+
+def test_a_batch_that_ends_while_it_is_cancelled_has_ended(tmp_path):
+    engine = FakeEngine(Script(hold_after=0))
+
+    async def talking():
+        async with Site(engine, tmp_path) as site:
+            batch_id = await site.begin(jsonl(line("a")))
+            await engine.held.wait()
+            batch, stored = await site.batches.stored(BatchStore.batch, batch_id, None), site.batches.stored
+
+            async def once_it_has_ended(*arguments):
+                if asyncio.current_task() is cancelling:
+                    await asyncio.wait([site.batches.task(batch_id)])
+                return await stored(*arguments)
+
+            site.batches.stored = once_it_has_ended
+            cancelling = asyncio.create_task(site.batches.cancel(batch.id))
+            await asyncio.sleep(0)
+            engine.gate.set()
+            told = await cancelling
+            return told.status, (await site.show(batch_id))["status"]
+
+    assert run(talking) == ("completed", "completed")
+
+
+def test_a_batch_that_is_cancelled_before_its_input_is_looked_at_stays_so(tmp_path):
+    with contextlib.closing(BatchStore(tmp_path / "batches.db", 2**20)) as store:
+        new = Batch(id="b", endpoint="/v1/completions", input_file_id="f", created_at=0, expires_at=9)
+        store.add_batch(new, "", 0.0)
+        assert store.cancel("b", 1.0).status == "cancelling"
+        begun = module._begin(store, "b", 2.0)
+        assert (begun.status, begun.cancelling_at, begun.errors) == ("cancelling", 1, None)
+        assert store.batch("b", None).status == "cancelling"
+
+
+def test_a_batch_that_stands_still_can_be_cancelled(tmp_path):
+    async def fail(*_):
+        raise ValueError("a fault of ours")
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            site.batches._ask = fail
+            batch_id = await site.begin(jsonl(line("a")))
+            still = await site.ended(batch_id)
+            cancelling = (await site.client.post(f"/v1/batches/{batch_id}/cancel")).json()
+            return still["status"], cancelling["status"], (await site.ended(batch_id))["status"]
+
+    assert run(talking) == ("in_progress", "cancelling", "cancelled")
+
+
+def test_a_batch_that_waits_for_its_store_is_cancelled_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_STORE_PAUSE_S", 3600.0)
+
+    async def fail(*_):
+        raise UnavailableError("the disk is full")
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            site.batches._ask = fail
+            batch_id = await site.begin(jsonl(line("a")))
+            while site.batches.trouble is None:
+                await asyncio.sleep(0)
+            await site.client.post(f"/v1/batches/{batch_id}/cancel")
+            return (await asyncio.wait_for(site.ended(batch_id), 60.0))["status"]
+
+    assert run(talking) == "cancelled"
 
 
 def test_a_batch_that_is_not_done_in_time_expires(tmp_path, monkeypatch):

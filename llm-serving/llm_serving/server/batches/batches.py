@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -93,8 +94,7 @@ class Batches:
     async def start(self) -> None:
         """Goes on with the batches that had not ended."""
         self._tidier = asyncio.create_task(self._tidy())
-        for batch_id, tenant in await self.stored(BatchStore.unfinished):
-            self._run(batch_id, tenant)
+        await self._go_on()
 
     async def stop(self) -> None:
         """Leaves lines under way as if they had not begun."""
@@ -123,12 +123,13 @@ class Batches:
         await self.stored(BatchStore.add_batch, batch, tenant, self.now())
         self._run(batch.id, tenant)
 
-    async def cancel(self, batch: Batch) -> Batch:
+    async def cancel(self, batch_id: str) -> Batch:
         """Ends a batch: what is under way is broken off. One that has ended is left alone."""
-        if not batch.has_ended and batch.id in self._cancelled:
-            batch.status, batch.cancelling_at = "cancelling", int(self.now())
-            await self.stored(BatchStore.save, batch)
-            self._cancelled[batch.id].set()
+        batch = await self.stored(BatchStore.cancel, batch_id, self.now())
+        if batch_id in self._cancelled:
+            self._cancelled[batch_id].set()
+        elif not batch.has_ended:  # it stands still: goes on to end
+            await self._go_on(batch_id)
         return batch
 
     def task(self, batch_id: str) -> asyncio.Future[None]:
@@ -139,37 +140,50 @@ class Batches:
         ended.set_result(None)
         return ended
 
+    async def _go_on(self, batch_id: str | None = None) -> None:
+        """Computes this batch, or all, unless they have ended or are being computed."""
+        for each, tenant in await self.stored(BatchStore.unfinished):
+            if batch_id in (None, each) and each not in self._tasks:
+                self._run(each, tenant)
+
     def _run(self, batch_id: str, tenant: str) -> None:
         self._cancelled[batch_id] = asyncio.Event()
-        task = self._tasks[batch_id] = asyncio.create_task(self._guarded(batch_id, tenant))
-
-        def forget(_: object) -> None:
-            del self._tasks[batch_id], self._cancelled[batch_id]
-
-        task.add_done_callback(forget)
+        self._tasks[batch_id] = asyncio.create_task(self._guarded(batch_id, tenant))
 
     async def _guarded(self, batch_id: str, tenant: str) -> None:
+        try:
+            await self._persist(batch_id, tenant)
+        except Exception as error:
+            self.trouble = UnavailableError(f"batch {batch_id} stands still: {error}")
+            logger.exception("batch %s stands still until it is cancelled or the next start", batch_id)
+        finally:  # before anybody else can find it done and under way
+            del self._tasks[batch_id], self._cancelled[batch_id]
+
+    async def _persist(self, batch_id: str, tenant: str) -> None:
+        """Computes a batch, with pauses while it cannot be kept."""
         pause_s = LEAST_STORE_PAUSE_S
         while True:
             try:
-                await self._compute(batch_id, tenant)
-                return
+                return await self._compute(batch_id, tenant)
             except UnavailableError as error:  # what has been kept stays; the rest is answered again
                 self.trouble = error
                 logger.warning("batch %s goes on in %.0f s: %s", batch_id, pause_s, error)
-            except Exception as error:
-                self.trouble = UnavailableError(f"batch {batch_id} stands still: {error}")
-                logger.exception("batch %s stands still until the next start", batch_id)
-                return
-            await asyncio.sleep(pause_s)
+            await self._pause(self._cancelled[batch_id], pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
+    @staticmethod
+    async def _pause(cancelled: asyncio.Event, pause_s: float) -> None:
+        """Ends early when the batch is cancelled meanwhile; one that was cancelled before waits like any other."""
+        if cancelled.is_set():
+            await asyncio.sleep(pause_s)
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(cancelled.wait(), pause_s)
+
     async def _compute(self, batch_id: str, tenant: str) -> None:
-        batch = await self.stored(BatchStore.batch, batch_id, None)
+        batch = await self.stored(_begin, batch_id, self.now())
         if batch.status == "cancelling":
             self._cancelled[batch_id].set()
-        if batch.status == "validating":
-            await self.stored(_begin, batch, self.now())
         if batch.has_ended:
             return
         batch.status, unanswered = await self._answer_all(batch, tenant)
@@ -271,16 +285,20 @@ def first_url(pieces: Iterable[bytes]) -> str:
         return ""
 
 
-def _begin(store: BatchStore, batch: Batch, now: float) -> None:
-    """Looks at the input, and keeps its lines or what is wrong with them."""
+def _begin(store: BatchStore, batch_id: str, now: float) -> Batch:
+    """The batch; of a new one the input is looked at, and its lines are kept or what is wrong with them."""
+    batch = store.batch(batch_id, None)
+    if batch.status != "validating":
+        return batch
     errors = check_lines(store.chunks(batch.input_file_id), batch.endpoint)
     if errors:
         batch.status, batch.errors, batch.failed_at = "failed", LineErrors(errors), int(now)
         store.save(batch)
-        return
+        return batch
     batch.status, batch.in_progress_at = "in_progress", int(now)
     lines = _lines_of(store.chunks(batch.input_file_id))
     store.add_lines(batch, (msgspec.json.decode(text, type=Line) for _, text in lines))
+    return batch
 
 
 def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> str | None:

@@ -144,6 +144,14 @@ class BatchStore:
         with self._db:
             self._save(batch)
 
+    def cancel(self, batch_id: str, now: float) -> Batch:
+        """A batch is to end, unless it has; returns it."""
+        batch = self.batch(batch_id, None)
+        if not batch.has_ended and batch.status != "cancelling":
+            batch.status, batch.cancelling_at = "cancelling", int(now)
+            self.save(batch)
+        return batch
+
     def batch(self, batch_id: str, tenant: str | None) -> Batch:
         """As `file`."""
         query = "SELECT about FROM batches WHERE id = ? AND (?2 IS NULL OR tenant = ?2)"

@@ -135,7 +135,7 @@ async def show_batch(engine: AsyncEngine, http_request: Request) -> Response:
 async def cancel_batch(engine: AsyncEngine, http_request: Request) -> Response:
     """Ends a batch; what has been answered stays."""
     del engine
-    return json_response(await _batches(http_request).cancel(await _batch(http_request)))
+    return json_response(await _batches(http_request).cancel((await _batch(http_request)).id))
 
 
 def _batches(http_request: Request) -> Batches:
