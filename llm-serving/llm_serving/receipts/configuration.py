@@ -47,25 +47,57 @@ TOLD: Final[Mapping[str, str]] = {
 }
 """Keys that can change a byte through what another field of a receipt has, and that field."""
 
-WITHOUT_EFFECT: Final = frozenset(
-    {
-        # Names, and where things are found.
-        *("model_config.model_name", "model_config.model_aliases", "model_config.model_hub"),
-        *("model_config.model_revision", "model_config.model_cfg_path"),
-        # Must be what the model says, or refuse more.
-        *("model_config.vocab_size", "model_config.pad_token_id", "model_config.seq_length"),
-        # How much at once, and when.
-        *("model_config.prefill_batch_size", "model_config.decode_batch_size", "model_config.batch_waiting_time"),
-        *("model_config.batching_strategy", "pa_config.num_blocks", "pa_config.num_swap_blocks"),
-        *("pa_config.decode_seq_length", "device_config.num_threads", "device_config.max_device_memory"),
-        # Served alike whatever they say, only written down, or of vectors, which have no receipts.
-        *("model_config.page_attention", "device_config.save_graphs", "device_config.save_graphs_path"),
-        "model_config.pooling",
-        # Where, for whom, in which order and with which limits: no key of these sections but those above.
-        *("scheduler_config.*", "serving_config.*", "cluster_config.*"),
-    }
+_WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
+    # Names, and where things are found.
+    ("model_config", "model_name model_aliases model_hub model_revision model_cfg_path"),
+    # Must be what the model says, or refuse more.
+    ("model_config", "vocab_size pad_token_id seq_length"),
+    # How much at once, and when.
+    ("model_config", "prefill_batch_size decode_batch_size batch_waiting_time batching_strategy"),
+    ("pa_config", "num_blocks num_swap_blocks decode_seq_length"),
+    ("device_config", "num_threads max_device_memory"),
+    # Served alike whatever they say, only written down, or of vectors, which have no receipts.
+    ("model_config", "page_attention pooling"),
+    ("device_config", "save_graphs save_graphs_path"),
+    # Who goes first, who gives way and who is refused.
+    ("scheduler_config", "policy order composition tenant_fairness max_overtakes max_head_start_steps turn_steps"),
+    ("scheduler_config", "max_prefill_tokens max_long_prefill_tokens schedule_ahead"),
+    ("scheduler_config", "max_consecutive_prefill_steps max_consecutive_decode_steps"),
+    ("scheduler_config", "prefill_time_ms_per_req decode_time_ms_per_req"),
+    ("scheduler_config", "max_waiting_queue max_waiting_tokens slo_refusal_factor max_running_per_tenant"),
+    ("scheduler_config", "max_preemptions_per_request preemption_mode swap_block_cost_tokens"),
+    # What is not computed twice, and what is guessed: a guess counts if it is what the model chooses.
+    ("scheduler_config", "prefix_caching"),
+    ("scheduler_config", "speculative_method draft_model_path num_speculative_tokens prompt_lookup_tokens"),
+    # What is written down of decisions.
+    ("scheduler_config", "record_path record_file_bytes record_files"),
+    # Which processes compute, and where.
+    ("cluster_config", "engine address master_host secret_file replicas cpus_per_replica placement"),
+    ("cluster_config", "roles num_transfer_blocks"),
+    ("serving_config", "agent_ports start_device_id routing"),
+    ("serving_config", "step_timeout_s load_timeout_s max_worker_restarts exit_without_work_agents restart_wait_s"),
+    # Who may ask, from where, how much and for how long.
+    ("serving_config", "server_ip server_port ssl_certfile ssl_keyfile ssl_keyfile_password_file"),
+    ("serving_config", "anonymous_highest_class cors_origins allowed_hosts ui max_live_viewers"),
+    ("serving_config", "max_connections max_connections_per_address max_buffered_bytes max_pipelined_bytes"),
+    ("serving_config", "max_url_bytes max_header_bytes max_headers max_request_body_bytes"),
+    (
+        "serving_config",
+        "header_timeout_s body_timeout_s idle_timeout_s write_timeout_s shutdown_timeout_s max_timeout_s",
+    ),
+    # An answer that needs a larger grammar ends with an error.
+    ("serving_config", "max_grammar_bytes max_grammar_states grammars_kept"),
+    # Answers and requests that are kept, or given to several as they are.
+    ("serving_config", "response_store_bytes batch_path batch_store_bytes batch_concurrency"),
+    ("serving_config", "join_identical shared_answer_bytes resume_streams resume_grace_s"),
+    ("serving_config", "request_log request_log_path request_log_bytes request_log_age_s"),
+    # What is told of answers, and checked.
+    ("serving_config", "receipts audit_every explain_requests timeline_steps"),
+    ("serving_config", "log_level throughput_interval_s access_log otlp_endpoint log_file_bytes log_files"),
 )
-"""Keys that change no byte; `*`: all of a section that are not named otherwise."""
+
+WITHOUT_EFFECT: Final = frozenset(f"{section}.{name}" for section, names in _WITHOUT_EFFECT for name in names.split())
+"""Keys that change no byte."""
 
 
 def settings_of(config: ServingConfig) -> dict[str, Setting]:
@@ -82,9 +114,6 @@ def settings_told(configuration: Mapping[str, Setting]) -> dict[str, Setting]:
 
     Receipts of older servers have keys that change none, which are left out, and lack newer ones.
     """
-    return dict(SETTINGS) | {key: value for key, value in configuration.items() if not _is_without_effect(key)}
-
-
-def _is_without_effect(key: str) -> bool:
-    section = key.partition(".")[0]
-    return key not in SETTINGS and (key in TOLD or not WITHOUT_EFFECT.isdisjoint((key, f"{section}.*")))
+    return dict(SETTINGS) | {
+        key: value for key, value in configuration.items() if key not in TOLD and key not in WITHOUT_EFFECT
+    }
