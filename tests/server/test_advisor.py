@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine
-from http_serving import serving
+from http_serving import TIMEOUT_S, connect, serving
 from llm_serving.cli import main
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -23,6 +25,9 @@ ADVICE = (
     '{"requests": 1500, "seconds": 60.0, "step_error": 0.1, "played": 9, "not_played": 2, "advised": [], '
     '"otherwise": []}'
 )
+
+
+_ADVISE = Advisor.advise
 
 
 def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
@@ -77,6 +82,56 @@ def test_one_at_a_time_which_several_wait_for() -> None:
         assert waits._task is not None and waits._task.done()
 
     asyncio.run(run())
+
+
+def test_it_goes_on_while_anybody_waits() -> None:
+    async def run() -> None:
+        asked = advisor("sys.stdin.read(); print('{}')")
+        leaves, stays = (asyncio.create_task(asked.advise(5)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert await stays == {}
+
+    asyncio.run(run())
+
+
+def test_when_the_last_has_left_another_time_may_be_asked_for() -> None:
+    async def run() -> None:
+        program = "question = json.load(sys.stdin)\nwhile question['since'] == 700: sys.stdin.read()\nprint('{}')"
+        asked = advisor(program)
+        left = asyncio.create_task(asked.advise(5))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        assert await asked.advise(6) == {}
+
+    asyncio.run(run())
+
+
+def test_the_whole_group_of_processes_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "ids"
+    os.mkfifo(pipe)
+    told_by = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    program = (
+        "import os, time\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        f"    open({str(pipe)!r}, 'w').write(f'{{os.getpid()}} {{child}}')\n"
+        "time.sleep(600)"
+    )
+    asked = advisor(program)
+    monkeypatch.setattr(Advisor, "advise", lambda self, minutes: _ADVISE(asked, minutes))
+    with serving(FakeEngine()) as url:
+        client = connect(url)
+        client.sendall(b"GET /v1/scheduler/advice HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert select.select([told_by], [], [], TIMEOUT_S)[0], "it did not begin"
+        watched = [os.pidfd_open(int(each)) for each in os.read(told_by, 100).split()]
+        os.close(told_by)
+        assert len(watched) == 2
+        client.close()
+        for each in watched:
+            assert select.select([each], [], [], TIMEOUT_S)[0], "it outlives its client"
+            os.close(each)
 
 
 def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -31,7 +32,7 @@ MAX_SAID_CHARS: Final = 300
 
 
 class Advisor:
-    """Lives on the event loop; one process at a time, which several may wait for.
+    """Lives on the event loop; one process at a time, which several may wait for. It ends with the last of them.
 
     Args:
         config: Asked for the configuration that holds.
@@ -45,9 +46,11 @@ class Advisor:
         self._command = command
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._num_asking = 0
+        """Who wait for that task; none: it has ended, or is about to."""
 
     async def advise(self, minutes: int) -> dict[str, Any]:
-        """Looks at the last minutes.
+        """Looks at the last minutes. Cancelling it ends the work, unless others wait for the same.
 
         Raises:
             RequestError: Nothing is recorded, or too little came.
@@ -58,13 +61,22 @@ class Advisor:
         if folder is None:
             rule = "must name a folder for advice: then the server records what its schedulers are told and decide"
             raise RequestError("record_path", f"{rule} (scheduler_config.record_path; it takes a restart)")
+        while self._task is not None and self._num_asking == 0 and not self._task.done():
+            await asyncio.wait([self._task])
         if self._task is not None and not self._task.done():
             if minutes != self._minutes:
                 raise CapacityError("advice is being worked out already", RETRY_AFTER_S)
         else:
             self._minutes = minutes
             self._task = asyncio.create_task(self._work_out(str(folder), minutes))
-        return await asyncio.shield(self._task)
+        task = self._task
+        self._num_asking += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._num_asking -= 1
+            if self._num_asking == 0:
+                task.cancel()
 
     async def close(self) -> None:
         """Ends what is being worked out."""
@@ -89,6 +101,7 @@ class Advisor:
             stdout=pipe,
             stderr=pipe,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a group of its own, which ends as a whole
         )
         try:
             async with asyncio.timeout(MOST_S):
@@ -97,9 +110,9 @@ class Advisor:
             rule = "it only gets the time that others leave"
             raise UnavailableError(f"advice was not worked out within {MOST_S:g} s: {rule}") from None
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            with contextlib.suppress(ProcessLookupError):  # nobody of its group is left
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         try:
             told = json.loads(written)
         except ValueError:

@@ -13,6 +13,7 @@ from llm_serving.errors import RequestError
 from llm_serving.server.authentication import check_operator
 from llm_serving.server.endpoint import Endpoint
 from llm_serving.server.error_responses import json_response
+from llm_serving.server.streaming import run_until_client_leaves
 
 MINUTES: Final = 5
 MAX_MINUTES: Final = 60
@@ -31,12 +32,13 @@ class AdviceView(Struct):
 
 
 async def show_advice(engine: AsyncEngine, http_request: Request) -> Response:
-    """Plays the requests of the last minutes under neighbours of the configuration; takes up to a minute."""
+    """Plays the requests of the last minutes under neighbours of the configuration, until its client leaves."""
     check_operator(http_request)
     given = http_request.query_params.get("minutes", str(MINUTES))
     if not (given.isascii() and given.isdecimal() and len(given) < 4 and 1 <= int(given) <= MAX_MINUTES):
         raise RequestError("minutes", f"must be an integer from 1 to {MAX_MINUTES}", given)
-    return json_response(await http_request.app.advisor.advise(int(given)))
+    work = http_request.app.advisor.advise(int(given))
+    return json_response(await run_until_client_leaves(http_request.receive, work))
 
 
 ENDPOINTS: Final = (
