@@ -62,6 +62,8 @@ class BatchStore:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         try:
+            if path.exists() and not path.is_file():  # a device would be given other rights, a pipe waited for
+                raise ConfigError(f"serving_config.batch_path: {path} must be a file; it is of another kind")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
             self._db = sqlite3.connect(path, isolation_level=None)
