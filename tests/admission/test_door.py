@@ -70,6 +70,17 @@ def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:
     assert setup.room.load().num_waiting == PLACES
 
 
+def test_who_was_refused_is_remembered_with_what_it_asked_for() -> None:
+    setup = Setup()
+    setup.enter(PLACES)
+    setup.clock.now = 2.5
+    setup.refused(1, 2)
+    assert list(setup.door.refused) == [(2.5, (4, 4), 0, "")]
+    setup.start(PLACES)
+    setup.ask(2)
+    assert len(setup.door.refused) == 1
+
+
 def test_what_is_kept_for_those_who_stay_away_is_free_after_a_while() -> None:
     setup = Setup()
     setup.enter(PLACES)

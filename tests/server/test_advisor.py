@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fakes import FakeEngine
 from http_serving import TIMEOUT_S, connect, serving
+from llm_serving.admission.door import Refused
 from llm_serving.cli import main
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
@@ -22,8 +23,8 @@ from llm_serving.server.advisor import Advisor
 from server_client import error_of
 
 ADVICE = (
-    '{"requests": 1500, "seconds": 60.0, "step_error": 0.1, "played": 9, "not_played": 2, "advised": [], '
-    '"otherwise": []}'
+    '{"requests": 1500, "refused": 20, "seconds": 60.0, "step_error": 0.1, "played": 9, "not_played": 2, '
+    '"advised": [], "otherwise": []}'
 )
 
 
@@ -32,7 +33,14 @@ _ADVISE = Advisor.advise
 
 def advisor(program: str, folder: Path | None = Path("records")) -> Advisor:
     config = replace(ServingConfig(), scheduler=SchedulerConfig(record_path=folder))
-    return Advisor(lambda: config, lambda: 1000.0, (sys.executable, "-S", "-c", f"import sys, json\n{program}"))
+    came = [Refused(time, (4, 5), 10, "a") for time in (100.0, 900.0)]
+
+    def refused(since: float) -> list[Refused]:
+        return [each for each in came if each.time >= since]
+
+    return Advisor(
+        lambda: config, lambda: 1000.0, (sys.executable, "-S", "-c", f"import sys, json\n{program}"), refused
+    )
 
 
 def told(program: str, minutes: int = 5) -> Any:
@@ -50,6 +58,7 @@ def test_a_process_is_asked_with_the_configuration_that_holds() -> None:
         "folder": "records",
         "since": 820.0,
         "budget_s": 120.0,
+        "refused": [[900.0, [4, 5], 10, "a"]],
     }
 
 
@@ -146,5 +155,5 @@ def test_over_http_and_from_a_terminal(capsys: pytest.CaptureFixture[str], monke
         monkeypatch.setattr(Advisor, "advise", lambda self, minutes: type(asked).__dict__["_work_out"](asked, "f", 1))
         assert main(["advice", "--url", url, "--minutes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1,500 requests of 60 s, 9 neighbours of the YAML played (2 were not)")
+    assert lines[0].startswith("1,500 requests (20 of them refused at the door) of 60 s, 9 other values of the")
     assert lines[1] == "no neighbour would have been better"

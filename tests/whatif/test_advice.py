@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from factories import create_request
+from llm_serving.admission.door import Refused
 from llm_serving.commands.advice import told
 from llm_serving.config.report import describe
 from llm_serving.errors import RecordingError
 from llm_serving.whatif import advice as advice_module
 from llm_serving.whatif.advice import advise, newest
 from llm_serving.whatif.advising import Question, answer
+from llm_serving.whatif.recorded_load import read_recorded_files
 from msgspec import to_builtins
 from recordings import MemoryFiles, create_recorded
 from whatif_loads import config_with, create_load, create_profile
@@ -38,10 +40,11 @@ def test_more_slots_would_have_been_better() -> None:
     load = create_load(*[0.001 * number for number in range(40)], num_output_tokens=8, max_tokens=8)
     few = configure(model_config__decode_batch_size=4)
     advice = advise(few, load, create_profile(num_blocks=400), 0.07, budget_s=60.0)
-    assert (advice.played, advice.not_played) == (1, 0)
+    assert advice.played > 3 and (advice.not_played, advice.refused) == (0, 0)
     (found,) = advice.otherwise
-    assert (found.was, found.value, found.source) == ("4", "8", "--set")
-    assert found.line == "model_config: {decode_batch_size: 8}"
+    assert (found.was, found.source) == ("4", "--set")
+    assert int(found.value) >= 16  # nobody waits for a slot then; the values up to it were played one by one
+    assert found.line == f"model_config: {{decode_batch_size: {found.value}}}"
     assert found.needs_restart  # WorkAgents were loaded for four
     assert {"output_tokens_per_s", "ttft_p99_ms"} <= {each.figure for each in found.better}
     assert "tpot_p99_ms" in {each.figure for each in found.worse} and not advice.advised
@@ -91,8 +94,28 @@ def test_a_question_is_answered_from_the_recording(tmp_path: Path) -> None:
     advice = answer(question)
     assert advice.requests == 30
     assert all(each.source == "my.yaml:3" for each in (*advice.advised, *advice.otherwise) if each.key == SLOTS)
+    assert advice.refused == 0
+    question.refused = [Refused(since + 0.02 * number, (5, 6), 10, "a") for number in range(12)]
+    both = answer(question)
+    assert (both.requests, both.refused) == (54, 24)
+    assert next(iter(told(to_builtins(both)))).startswith("54 requests (24 of them refused at the door) of 1 s")
+    question.refused = []
     question.since = since + 0.4
     assert answer(question).requests < 30  # who came before is left out
     question.folder = str(tmp_path)
     with pytest.raises(RecordingError, match="nothing was recorded in that time"):
         answer(question)
+
+
+def test_who_was_refused_is_played_with_answers_of_others(tmp_path: Path) -> None:
+    since = recorded(tmp_path / "records", 30)
+    files = sorted((tmp_path / "records").glob("*.rec"))
+    load = read_recorded_files(files, "n", since, [Refused(since - 1.0, (5, 40), 7, "b")])
+    asked = load.streams[0].requests
+    first, second, *rest = asked
+    assert [len(each.prompt_token_ids) for each in (first, second)] == [5, 40]
+    assert (first.due_s, first.priority, first.tenant, first.stream) == (0.0, 7, "b", "refused")
+    assert {each.num_output_tokens for each in asked} == {each.num_output_tokens for each in rest}
+    assert rest[0].due_s == pytest.approx(1.0) and len(rest) == 30
+    with pytest.raises(RecordingError, match="has no requests but the 1 that were refused at the door"):
+        read_recorded_files(files, "n", since + 100, [Refused(since, (5,), 7, "b")])

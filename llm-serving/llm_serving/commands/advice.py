@@ -37,9 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def told(advice: Mapping[str, Any]) -> Iterable[str]:
     """The answer of the route in lines."""
+    refused = f" ({advice['refused']:,} of them refused at the door)" if advice["refused"] else ""
     yield (
-        f"{advice['requests']:,} requests of {advice['seconds']:.0f} s, {advice['played']} neighbours of the YAML"
-        f" played ({advice['not_played']} were not); times of steps are off by {advice['step_error']:.0%} at the median"
+        f"{advice['requests']:,} requests{refused} of {advice['seconds']:.0f} s, {advice['played']} other values of the"
+        f" YAML's keys played ({advice['not_played']} were not); times of steps are off by {advice['step_error']:.0%}"
+        f" at the median"
     )
     for title, found in (("better:", advice["advised"]), ("better and worse:", advice["otherwise"])):
         if found:
@@ -50,6 +52,8 @@ def told(advice: Mapping[str, Any]) -> Iterable[str]:
             for sign, changes in (("+", each["better"]), ("-", each["worse"])):
                 for change in changes:
                     yield f"    {sign} {change['figure']} {change['was']} -> {change['would_be']}"
+            if each["beyond"]:
+                yield f"    {each['beyond']}"
     if not advice["played"]:
         yield "there was no time to play any: ask again when the server has less to do, or of fewer --minutes"
     elif not advice["advised"] and not advice["otherwise"]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from llm_serving.admission.admission import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.admission.answer_lengths import asked_of, beginnings_of
 from llm_serving.admission.appointments import Visitor
-from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.door import Door, Forecast, Refused, Replica
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.beam_search_params import BeamSearchParams
@@ -342,6 +342,14 @@ class AsyncEngine:
         placed = self._router.place([num_prompt_tokens], Caller(priority=priority, tenant=tenant))
         forecast = self._door.predict([num_prompt_tokens], request_class, tenant, self._seen(placed))
         return None if forecast is None else forecast.seconds
+
+    def refused_since(self, time: float) -> list[Refused]:
+        """Who was told at the door to come again later; call it on the event loop.
+
+        Args:
+            time: On the engine's clock.
+        """
+        return [each for each in self._door.refused if each.time >= time]
 
     def _seen(self, placed: Placed) -> Replica:
         return self._router.seen(*placed)

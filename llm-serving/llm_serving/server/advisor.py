@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from msgspec.json import encode
 
+from llm_serving.admission.door import Refused
 from llm_serving.config.report import describe
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.clock import Clock
@@ -38,12 +39,20 @@ class Advisor:
         config: Asked for the configuration that holds.
         clock: That of recordings.
         command: That reads a question and writes advice.
+        refused: Tells who was refused at the door since a time.
     """
 
-    def __init__(self, config: Callable[[], ServingConfig], clock: Clock, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self,
+        config: Callable[[], ServingConfig],
+        clock: Clock,
+        command: Sequence[str] = COMMAND,
+        refused: Callable[[float], Sequence[Refused]] = lambda since: (),
+    ) -> None:
         self._config = config
         self._clock = clock
         self._command = command
+        self._refused = refused
         self._minutes = 0
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._num_asking = 0
@@ -87,11 +96,13 @@ class Advisor:
 
     async def _work_out(self, folder: str, minutes: int) -> dict[str, Any]:
         config = self._config()
+        since = self._clock() - 60.0 * minutes
         question = {
             "yaml": describe(config),
             "sources": dict(config.sources),
             "folder": folder,
-            "since": self._clock() - 60.0 * minutes,
+            "since": since,
+            "refused": self._refused(since),
             "budget_s": BUDGET_S,
         }
         pipe = asyncio.subprocess.PIPE

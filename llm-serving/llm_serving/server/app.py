@@ -110,7 +110,7 @@ def build_site(
         ),
         open_accepted(engine.config) if accepted is None else accepted,
         ModelState(engine.config),
-        Advisor(lambda: engine.config, engine.clock),
+        Advisor(lambda: engine.config, engine.clock, refused=lambda since: engine.refused_since(since)),
     )
     paths = [OPENAPI_PATH, *(endpoint.path for endpoint in ENDPOINTS)]
     refused, quotas = engine.metrics.http.refused, quotas_of(keys, engine.clock)

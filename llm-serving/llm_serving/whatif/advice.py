@@ -17,8 +17,10 @@ from llm_serving.whatif.figures import LESS_IS_BETTER, Figures, figures_of
 from llm_serving.whatif.load import Load
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.reach import BEYOND
+from llm_serving.whatif.recorded_load import REFUSED
 from llm_serving.whatif.report import number
-from llm_serving.whatif.simulation import Simulation
+from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.tuning.goal import Figure, Goal
 from llm_serving.whatif.tuning.knobs import Knob, as_overrides, knobs_for, yaml_text
 
@@ -33,12 +35,18 @@ LOOKED_AT: Final = (
 """Figures of all requests; of each class the shares and the 99th percentiles."""
 WORTH: Final = 0.05
 """Share by which a figure must differ to be told."""
-SHARE_OF_OWN: Final = 0.25
+SHARE_OF_OWN: Final = 1 / 30
 """Of the time that there is, that the configuration itself may take; of a load that takes longer the newest half."""
+FURTHER: Final = 0.02
+"""By how much more the next value in a direction must bring for the search to go on there; see `_differences`."""
+PATIENCE: Final = 1
+"""Values that bring no more are passed over on the way to the next."""
+FEW_STEPS: Final = 0.01
+"""Share of the steps up to which nothing is told of those that are larger than any that were recorded."""
 MIN_REQUESTS: Final = 20
 FIRST: Final = (
-    "scheduler_config.policy",
     "model_config.decode_batch_size",
+    "scheduler_config.policy",
     "scheduler_config.max_prefill_tokens",
     "scheduler_config.order",
     "scheduler_config.max_consecutive_prefill_steps",
@@ -70,6 +78,8 @@ class Neighbour(Struct):
     """Whether `llm-serving reload` does not take it over."""
     better: list[Difference]
     worse: list[Difference]
+    beyond: str = ""
+    """Where steps would be larger than any that were recorded: up to which size, and which were."""
 
     @property
     def advised(self) -> bool:
@@ -78,23 +88,27 @@ class Neighbour(Struct):
 
 class Advice(Struct):
     requests: int
-    """That were played: those let in during the time looked at, or the newest of them."""
+    """That were played: those that came during the time looked at, or the newest of them."""
+    refused: int
+    """Of these, that were refused at the door."""
     seconds: float
     """That they came in."""
     step_error: float
     """Median error of the times of steps that were measured and not fitted, relative."""
     played: int
-    """Neighbours."""
+    """Other values of keys."""
     not_played: int
-    """Those for which there was no time."""
+    """Values beside the own ones for which there was no time."""
     advised: list[Neighbour]
     """Better in something and worse in nothing, that with most gain first."""
     otherwise: list[Neighbour]
-    """Better in something and worse in something else."""
+    """Better in something and worse in something else, but better in all; that with most gain first."""
 
 
 def advise(configure: Configure, load: Load, profile: Profile, step_error: float, budget_s: float) -> Advice:
     """Plays the load under the configuration and under its neighbours, as many as there is time for.
+
+    Where a neighbour is better, the values behind it are tried as well, as long as each brings more.
 
     Raises:
         RecordingError: There are too few requests.
@@ -104,26 +118,48 @@ def advise(configure: Configure, load: Load, profile: Profile, step_error: float
     load, own, took_s = _played(config, load, profile, SHARE_OF_OWN * budget_s)
     tried = list(neighbours(config, load, profile))
     found: list[tuple[float, Neighbour]] = []
-    num_played = 0
+    num_played = num_beside = 0
     for knob, value in tried:
-        if time.monotonic() + took_s > ends:
-            break
-        num_played += 1
-        try:
-            changed = configure(as_overrides({knob.key: value}))
-        except ConfigError:  # it breaks a rule together with another key
-            continue
-        result = Simulation(changed, load, profile).run(_until(ends))
-        if result.complete:
+        best: tuple[float, Neighbour] | None = None
+        num_in_vain = 0
+        for each in _onwards(knob, value):
+            if time.monotonic() + took_s > ends:
+                break
+            num_played += 1
+            num_beside += each == value
+            try:
+                changed = configure(as_overrides({knob.key: each}))
+            except ConfigError:  # it breaks a rule together with another key
+                break
+            result = Simulation(changed, load, profile).run(_until(ends))
+            if not result.complete:
+                break
             gain, better, worse = _differences(own, figures_of(result))
-            if better:
-                found.append((gain, _neighbour(config, knob, value, better, worse)))
+            if not better or gain <= (0.0 if best is None else best[0] + FURTHER):
+                num_in_vain += 1
+                if best is None or num_in_vain > PATIENCE:
+                    break
+                continue
+            best = gain, _neighbour(config, knob, each, better, worse, result)
+        if best is not None:
+            found.append(best)
     found.sort(key=lambda each: -each[0])
     advised = [each for _, each in found if each.advised]
     otherwise = [each for _, each in found if not each.advised]
-    due = [each.due_s for stream in load.streams for each in stream.requests]
+    asked = [each for stream in load.streams for each in stream.requests]
+    due = [each.due_s for each in asked]
     seconds = round(max(due) - min(due), 3)
-    return Advice(load.num_requests, seconds, step_error, num_played, len(tried) - num_played, advised, otherwise)
+    num_refused = sum(each.stream == REFUSED for each in asked)
+    counts = num_played, len(tried) - num_beside
+    return Advice(load.num_requests, num_refused, seconds, step_error, *counts, advised, otherwise)
+
+
+def _onwards(knob: Knob, value: object) -> Iterator[object]:
+    """A value beside the own one, and where they have an order those behind it."""
+    yield value
+    if knob.ordered:
+        place = knob.values.index(value)
+        yield from knob.values[place + 1 :] if place > knob.own else reversed(knob.values[:place])
 
 
 def newest(load: Load, share: float) -> Load:
@@ -170,20 +206,25 @@ def _until(ends: float) -> Callable[[Sequence[Outcome], float], bool]:
 
 
 def _differences(own: Figures, other: Figures) -> tuple[float, list[Difference], list[Difference]]:
-    """(sum of what is better, as shares), and what is better and worse by enough to be told."""
+    """(sum of what is gained), and what is better and worse by enough to be told.
+
+    What is gained is the logarithm of the ratio: half the time counts as much as twice the tokens, and a tenth of the
+    time of one figure outweighs three times that of another. Classes count where there are several.
+    """
+    one_class = sum(key.endswith(".requests") and not key.startswith("tenant ") for key in own) == 1
     gain = 0.0
     better: list[Difference] = []
     worse: list[Difference] = []
     for key, before in own.items():
         after = other.get(key, math.nan)
-        if not _is_looked_at(key) or math.isnan(before) or math.isnan(after):
+        if not _is_looked_at(key) or math.isnan(before) or math.isnan(after) or (one_class and "." in key):
             continue
-        change = (after - before) / max(abs(before), 1e-9)
-        if key.rpartition(".")[2] in LESS_IS_BETTER:
-            change = (before - after) / max(abs(before), 1e-9)
-        if abs(change) >= WORTH:
-            gain += min(change, 1.0)
-            (better if change > 0 else worse).append(Difference(key, number(key, before), number(key, after)))
+        if abs(after - before) < WORTH * max(abs(before), 1e-9):
+            continue
+        ratio = math.log(max(after, 1e-3) / max(before, 1e-3))
+        change = -ratio if key.rpartition(".")[2] in LESS_IS_BETTER else ratio
+        gain += change
+        (better if change > 0 else worse).append(Difference(key, number(key, before), number(key, after)))
     return gain, better, worse
 
 
@@ -202,8 +243,14 @@ def _needs_restart(knob: Knob, value: Any) -> bool:
 
 
 def _neighbour(
-    config: ServingConfig, knob: Knob, value: object, better: list[Difference], worse: list[Difference]
+    config: ServingConfig,
+    knob: Knob,
+    value: object,
+    better: list[Difference],
+    worse: list[Difference],
+    result: Result,
 ) -> Neighbour:
+    tells_beyond = result.num_steps_beyond > FEW_STEPS * result.num_steps
     section, _, key = knob.key.partition(".")
     row, _, name = key.rpartition(".")
     line = (
@@ -218,4 +265,5 @@ def _neighbour(
         _needs_restart(knob, value),
         better,
         worse,
+        "; ".join(each for each in result.notices if each.startswith(BEYOND)) if tells_beyond else "",
     )

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from llm_serving.admission.door import Refused
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import LLMServingError, RecordingError
 from llm_serving.whatif.advice import Advice, advise
@@ -46,6 +47,8 @@ class Question(msgspec.Struct):
     """On the system's monotonic clock: who came before is left out."""
     budget_s: float
     """Seconds for all that is played."""
+    refused: list[Refused] = []
+    """Who was refused at the door since then: they are in no recording."""
 
 
 class Refusal(msgspec.Struct):
@@ -64,7 +67,7 @@ def answer(question: Question) -> Advice:
             return replace(load_config(path, overrides), sources=question.sources)
 
         files = _files(Path(question.folder), question.since)
-        load = read_recorded_files(files, "the last minutes", question.since)
+        load = read_recorded_files(files, "the last minutes", question.since, question.refused)
         calibration = calibrate(read_timings(files), name="recorded", source="this server's recording")
         error = calibration.step.median_error
         return advise(configure, load, calibration.profile, error, question.budget_s)

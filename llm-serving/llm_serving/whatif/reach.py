@@ -12,6 +12,8 @@ QUANTITIES: Final = ("rows", "tokens", "context", "pairs")
 """Of a step, that are watched."""
 TOLERANCE: Final = 1.1
 """Times the largest that was measured, up to which a step counts as measured."""
+BEYOND: Final = "BEYOND WHAT WAS MEASURED"
+"""What is told of such steps begins so."""
 FEW: Final = 3
 """Steps that must have been so large."""
 _INDICES: Final = tuple(StepShape._fields.index(each) for each in QUANTITIES)
@@ -73,4 +75,4 @@ class Beyond:
                 for name, largest in self._largest.items()
             )
             share = self.num_steps / max(1, num_steps)
-            yield f"BEYOND WHAT WAS MEASURED: {share:.1%} of its steps have {names}; their times are drawn on"
+            yield f"{BEYOND}: {share:.1%} of its steps have {names}; their times are drawn on"

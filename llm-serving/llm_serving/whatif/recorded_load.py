@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from llm_serving.admission.door import Refused
 from llm_serving.core.request import Request
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Reader
@@ -14,6 +17,8 @@ from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.whatif.load import Asked, Load, Stream
 
+REFUSED: Final = "refused"
+"""The stream of those who were refused at the door."""
 AUDIT_PREFIX: Final = "audit-"
 """Of the ids of copies that audits compute."""
 
@@ -35,7 +40,9 @@ def read_recorded(path: Path) -> Load:
     return read_recorded_files(recording_files(path), path.stem)
 
 
-def read_recorded_files(files: Sequence[Path], name: str, since: float = -math.inf) -> Load:
+def read_recorded_files(
+    files: Sequence[Path], name: str, since: float = -math.inf, refused: Sequence[Refused] = ()
+) -> Load:
     """Reads what was asked during a recording, by replaying it.
 
     A request whose end is not in the recording is taken to end where the recording does. Copies that audits compute,
@@ -45,6 +52,7 @@ def read_recorded_files(files: Sequence[Path], name: str, since: float = -math.i
         files: In their order.
         name: Of the load.
         since: On the clock of the recording; who came before is left out.
+        refused: Who came as well and was refused at the door; what they would have got is drawn from what others got.
 
     Raises:
         ConfigError: There is no such file.
@@ -66,7 +74,7 @@ def read_recorded_files(files: Sequence[Path], name: str, since: float = -math.i
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from None
-    return _load(name, [each for each in _once(requests).values() if each.arrival_time >= since])
+    return _load(name, [each for each in _once(requests).values() if each.arrival_time >= since], refused)
 
 
 def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
@@ -78,9 +86,10 @@ def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
     }
 
 
-def _load(name: str, requests: Sequence[Request]) -> Load:
+def _load(name: str, requests: Sequence[Request], refused: Sequence[Refused]) -> Load:
     if not requests:
-        raise RecordingError(f"{name} has no requests")
+        of_refused = f" but the {len(refused)} that were refused at the door" if refused else ""
+        raise RecordingError(f"{name} has no requests{of_refused}")
     ordered = sorted(requests, key=lambda each: each.arrival_time)
     origin = ordered[0].arrival_time
     asked = [
@@ -96,5 +105,24 @@ def _load(name: str, requests: Sequence[Request]) -> Load:
         )
         for each in ordered
     ]
+    asked = sorted([*asked, *_refused(refused, origin, asked)], key=lambda each: each.due_s)
+    if first := min(0.0, asked[0].due_s):
+        asked = [replace(each, due_s=each.due_s - first) for each in asked]
     largest = max(max(each.prompt_token_ids) for each in ordered)
     return Load(name, (Stream("recorded", asked),), vocab_size=max(16, largest + 1))
+
+
+def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:
+    """As they would have been asked: each with the answer of somebody who was let in, and a prompt of its own."""
+    rng = random.Random(len(refused))
+    for each in refused:
+        for length in each.prompt_lens:
+            like = rng.choice(others)
+            yield replace(
+                like,
+                stream=REFUSED,
+                due_s=each.time - origin,
+                prompt_token_ids=rng.choices(range(3, 16), k=max(1, length)),
+                priority=each.priority,
+                tenant=each.tenant,
+            )

@@ -23,6 +23,7 @@ class AdviceView(Struct):
     """As `llm_serving.whatif.advice.Advice`."""
 
     requests: int
+    refused: int
     seconds: float
     step_error: float
     played: int
