@@ -11,6 +11,8 @@ from llm_serving.core.window import NO_WINDOW
 from llm_serving.speculation import Drafter
 
 MAX_DRAFTS = 7
+FINISHED_TOKENS = 2**10
+"""None is looked up; the table of the real one costs more than a whole seed of `simulation.py`."""
 
 
 class GuessingDrafter(Drafter):
@@ -18,7 +20,7 @@ class GuessingDrafter(Drafter):
 
     def __init__(self, rng: random.Random, wrong: float = 0.2, window: int = NO_WINDOW) -> None:
         self._rng, self._wrong, self._window = rng, wrong, window
-        super().__init__(MAX_DRAFTS, 3)
+        super().__init__(MAX_DRAFTS, 3, finished_tokens=FINISHED_TOKENS)
 
     @property
     def pays(self) -> bool:

@@ -63,7 +63,13 @@ class Drafter:
     """Belongs to the thread of an engine; what it comes to, the scheduler is told."""
 
     def __init__(
-        self, max_drafts: int, ngram_length: int, model: DraftModel | None = None, clock: Clock | None = None
+        self,
+        max_drafts: int,
+        ngram_length: int,
+        model: DraftModel | None = None,
+        clock: Clock | None = None,
+        *,
+        finished_tokens: int = FINISHED_TOKENS,
     ) -> None:
         """
         Args:
@@ -71,13 +77,14 @@ class Drafter:
             ngram_length: Tokens by which what follows is looked up.
             model: Goes on with those for whom nothing right is found so.
             clock: By which the time of looks is measured; None: it is not.
+            finished_tokens: Of the newest finished answers, which are looked up too; takes 32 bytes each at once.
         """
         self._clock = clock
         self._look_s = LOOK_S
         self._max_drafts = max_drafts
         self._model = model
         self._ngram_length = ngram_length
-        self._finished = FinishedAnswers(ngram_length, FINISHED_TOKENS)
+        self._finished = FinishedAnswers(ngram_length, finished_tokens)
         self._states: dict[Request, _State] = {}
         self._followed: dict[Request, _State] = {}
         """Those of whom something is, rightly of late: each of their tokens is compared with it."""
