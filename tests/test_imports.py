@@ -94,6 +94,7 @@ MEASURE_IN_PROCESS = {
     "lookup_lengths.py",
     "loop_holds.py",
     "machine_limits.py",
+    "move_cost.py",
     "random_agent.py",
     "rank_memory.py",
     "roles_comparison.py",

@@ -99,6 +99,21 @@ def test_blocks_move_in_the_order_given(name, dtype, seed):
         np.testing.assert_array_equal(host, host_bytes)
 
 
+@pytest.mark.parametrize("kind", [BlockMove.SWAP_OUT, BlockMove.SWAP_IN])
+def test_neighbours_move_as_one_by_one(kind):
+    tensors = KVTensors.allocate(SPEC, backend("cpu", "bfloat16"), num_blocks=8, block_size=16, num_swap_blocks=8)
+    expected = numbered(tensors)
+    up, down = [0, 1, 2, 3], [3, 2, 1, 0]
+    pairs = [*zip(up, down, strict=True), *zip([4, 5, 6, 7], up, strict=True), *zip(down, [7, 6, 5, 4], strict=True)]
+    pairs += [(2, 6), (7, 3), (6, 2), (5, 2), (0, 0), (1, 1)]
+    tensors.move_blocks(block_moves(*((kind, source, target) for source, target in pairs)))
+    for (cache, host), arrays in zip(memories(tensors), expected, strict=True):
+        for source, target in pairs:
+            arrays[kind == BlockMove.SWAP_OUT][target] = arrays[kind != BlockMove.SWAP_OUT][source]
+        for memory, bytes_of_it in zip((cache.storage, host), arrays, strict=True):
+            np.testing.assert_array_equal(memory, bytes_of_it)
+
+
 def test_bfloat16_blocks_of_a_device_reach_the_host_pool():
     tensors = KVTensors.allocate(SPEC, backend("ascend", "bfloat16"), num_blocks=6, block_size=16, num_swap_blocks=4)
     expected = numbered(tensors)

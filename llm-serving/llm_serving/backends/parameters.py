@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import mindspore as ms
 import numpy as np
@@ -96,11 +97,35 @@ def host_blocks(cache: ms.Parameter, num_blocks: int) -> Array:
 def copy_blocks_in_memory(source: BlockMemory, target: BlockMemory, pairs: Int32Array) -> None:
     """`Backend.copy_blocks` where Parameters lie in the memory of this process, over the arrays they were made of.
 
-    One block at a time: that keeps the order, and blocks of usual size are copied faster than gathered and scattered.
+    From one memory to another neighbours are copied at once, as blocks that were taken or given back together are. One
+    block at a time otherwise: that keeps the order, and is faster than to gather and scatter blocks of usual size.
     """
     blocks, copies = _memory(source), _memory(target)
-    for source_block, target_block in pairs.tolist():
-        copies[target_block] = blocks[source_block]
+    if blocks is copies:
+        for source_block, target_block in pairs.tolist():
+            copies[target_block] = blocks[source_block]
+        return
+    for from_blocks, to_blocks in _neighbours(pairs):
+        copies[to_blocks] = blocks[from_blocks]
+
+
+def _neighbours(pairs: Int32Array) -> Iterator[tuple[slice, slice]]:
+    """Of source and target, blocks whose ids go on by 1, or by -1, from pair to pair on both sides."""
+    steps = np.diff(pairs, axis=0)
+    goes_on = (np.abs(steps) == 1).all(axis=1)
+    goes_on[1:] &= (steps[1:] == steps[:-1]).all(axis=1)
+    ends = [*np.flatnonzero(~goes_on).tolist(), len(pairs) - 1]
+    given, first = pairs.tolist(), 0
+    for last in ends:
+        yield _slice(given[first][0], given[last][0]), _slice(given[first][1], given[last][1])
+        first = last + 1
+
+
+def _slice(first: int, last: int) -> slice:
+    """From one block to another, both included, upwards or downwards."""
+    if first <= last:
+        return slice(first, last + 1)
+    return slice(first, None if last == 0 else last - 1, -1)
 
 
 def _memory(blocks: BlockMemory) -> Array:
