@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,10 @@ class Proof:
 
     async def restarts(self) -> int:
         return int(await metric(self.client, "llm_serving:worker_restarts_total"))
+
+    async def generated(self) -> int:
+        """Tokens of all requests, as the master of the moment counts."""
+        return int(await metric(self.client, "vllm:generation_tokens_total"))
 
     async def is_whole(self) -> bool:
         """Whether every replica has a WorkAgent that serves."""
@@ -203,10 +208,17 @@ async def lose_head(proof: Proof) -> None:
 
 
 async def lose_head_and_agent(proof: Proof) -> None:
-    """Whether or not the WorkAgent is placed without a head, all is well when there is one again."""
+    """The WorkAgent cannot be placed without a head: the other one goes on, and the server says which is missing."""
     await asyncio.to_thread(proof.machines.kill, HEAD)
+    before = await proof.generated()
     await kill_agent(proof)
     await asyncio.sleep(10.0)
+    response = await proof.client.get("/health")
+    health = response.json()
+    assert response.status_code == 200 and health["loading"], f"{response.status_code} {health}"
+    assert re.fullmatch(r"WorkAgent \d .+", health["detail"]), health
+    assert await proof.generated() > before, "nobody goes on"
+    sys.stderr.write(f"without a head /health tells: {health['detail']}\n")
     await _renew_all(proof)
 
 
@@ -216,6 +228,15 @@ async def lose_head_for_long(proof: Proof) -> None:
     await kill_agent(proof)
     await proof.until(lambda: not proof.num_agents and not any(map(proof.machines.raylets, MACHINES)))
     await _renew_all(proof)
+
+
+async def move_head(proof: Proof) -> None:
+    """It comes back at another port; so does the master, which is told that address, with its log of accepted
+    requests."""
+    await asyncio.to_thread(proof.machines.kill, HEAD)
+    proof.machines.port += 1
+    await _renew_all(proof)
+    await kill_master(proof)
 
 
 async def _renew_all(proof: Proof) -> None:
@@ -283,6 +304,7 @@ CASES: Final[dict[str, Disturb]] = {
     "master killed": kill_master,
     "Ray's head lost": lose_head,
     "Ray's head and a WorkAgent lost": lose_head_and_agent,
+    "Ray's head comes back at another port": move_head,
     "Ray's head lost for over a minute, and a WorkAgent": lose_head_for_long,
 }
 MEANWHILE: Final[dict[str, Meanwhile]] = {

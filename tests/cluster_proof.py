@@ -78,7 +78,7 @@ HEADER: Final = (
 
 async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int) -> Row:
     """Runs the streams, disturbs when a fifth of their tokens have come, and waits until the cluster is whole."""
-    generated, restarts = await _generated(proof), await proof.restarts()
+    generated, restarts = await proof.generated(), await proof.restarts()
     proof.num_masters = 1
     answers = [Answer() for _ in alone]
     asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
@@ -109,7 +109,7 @@ async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer
         max(answer.silence_s(since) for answer in answers),
         max(proof.not_whole_at - since, 0.0),
         await proof.restarts() - restarts + (proof.num_masters - 1) * NUM_REPLICAS,
-        await _generated(proof) - generated - told,
+        await proof.generated() - generated - told,
     )
 
 
@@ -123,10 +123,6 @@ async def _watch(proof: Proof) -> None:
         if not whole:
             proof.not_whole_at = time.monotonic()
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-async def _generated(proof: Proof) -> int:
-    return int(await metric(proof.client, "vllm:generation_tokens_total"))
 
 
 def a_server(machines: RayMachines, folder: Path) -> Server:

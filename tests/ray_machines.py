@@ -31,11 +31,13 @@ class RayMachines:
     log_folder: Path
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
     """What is different on a host, by its name."""
+    port: int = PORT
+    """Of the head that is started next, or was last."""
     _started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
-        return f"{self.network.hosts[HEAD].address}:{PORT}"
+        return f"{self.network.hosts[HEAD].address}:{self.port}"
 
     def start(self, name: str, cores: int) -> None:
         """Starts Ray on a host; returns when it is ready. On a busy machine Ray gives up now and then: it is asked
@@ -47,7 +49,7 @@ class RayMachines:
         raise AssertionError((self.log_folder / f"{name}.log").read_text())
 
     def _try_to_start(self, name: str, cores: int) -> bool:
-        role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         if name != HEAD:
             role = [f"--address={self.address}"]
         host = self.network.hosts[name]
