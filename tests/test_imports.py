@@ -98,6 +98,7 @@ MEASURE_IN_PROCESS = {
     "random_agent.py",
     "rank_memory.py",
     "roles_comparison.py",
+    "roles_on_two.py",
     "routing_comparison.py",
     "sampler_benchmark.py",
     "scaling.py",
