@@ -12,7 +12,7 @@ from llm_serving.config.sections.device import DeviceConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.errors import ConfigError, KernelError
 from llm_serving.executor.supervisor import load_settings
-from llm_serving.lowering import mindformers
+from llm_serving.lowering import mindformers_package
 from llm_serving.models.memory import PROCESS_BYTES, working_bytes
 from llm_serving.models.spec import ModelSpec
 from llm_serving.worker import loading
@@ -109,8 +109,8 @@ def test_quantised_weights_are_served_in_the_model_dtype_and_the_log_says_so(tmp
 
 def test_mindformers_that_is_missing_is_told_with_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "mindformers", None)
-    mindformers._import.cache_clear()
+    mindformers_package.module_of_mindformers.cache_clear()
     with pytest.raises(
         KernelError, match=r"needs MindFormers 2\.1 and .*, and scripts/install_mindformers\.sh installs"
     ):
-        mindformers.mindformers_version()
+        mindformers_package.mindformers_version()
