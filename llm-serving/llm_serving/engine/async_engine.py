@@ -419,17 +419,14 @@ class AsyncEngine:
             if not engine.scheduler.blocks.can_ever_hold(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
             with contextlib.suppress(WorkerDiedError):
-                engine.take_over(departure)
-                if opened is None:  # its client has left
-                    engine.abort(request.request_id)
-                else:
+                # In one message: the steps between two could finish it.
+                engine.take_over(departure, is_cancelled=opened is None or opened.is_cancelled)
+                if opened is not None:  # its client is there
                     before = opened.engine
                     self._requests.hand_over(request.request_id, request, engine)
                     self._room.hand_over(request.request_id, replica)
                     self._router.move(request.request_id, replica)
                     self.control.ended_at(before)
-                    if opened.is_cancelled:
-                        engine.abort(request.request_id)
                 return
         self._forget(request.request_id)
         if opened is not None:

@@ -172,15 +172,15 @@ class Engine:
         with contextlib.suppress(WorkerDiedError):  # then it has ended with everything else
             self._post(lambda: self._abort(request_id))
 
-    def take_over(self, departure: Departure) -> None:
-        """Goes on with a request that another replica has begun.
+    def take_over(self, departure: Departure, *, is_cancelled: bool = False) -> None:
+        """Goes on with a request that another replica has begun; one that was cancelled on its way ends here.
 
         Raises:
             WorkerDiedError: The engine has ended, or has been told to.
         """
         if self._stopping:
             raise WorkerDiedError("the engine is about to end")
-        self._post(lambda: self._arrive(departure))
+        self._post(lambda: self._arrive(departure, is_cancelled))
 
     def give_back(self, blocks: list[TransferBlock]) -> None:
         """Others need these of its blocks no longer."""
@@ -558,10 +558,12 @@ class Engine:
         self.receive(request, self._desk)
         self.journal.queued(request, self._clock())
 
-    def _arrive(self, departure: Departure) -> None:
+    def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
         self._expect(departure.request)
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())
+        if is_cancelled:
+            _end(departure.request, FinishReason.ABORT)
 
     def _expect(self, request: Request) -> None:
         if self._drafter is not None:
