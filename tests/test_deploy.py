@@ -274,9 +274,11 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-def test_the_unit_starts_a_server_and_gives_it_time_to_end():
+def test_the_unit_starts_a_server_and_gives_it_time_to_end(tmp_path):
     service = unit()["Service"]
-    arguments = serve_arguments(words_of_command(service["ExecStart"]))
+    logs = f"/var/log/{service['LogsDirectory']}"  # systemd makes it before the server starts
+    words = words_of_command(service["ExecStart"])
+    arguments = serve_arguments([word.replace(logs, str(tmp_path)) for word in words])
     assert str(arguments.config) == "/etc/llm-serving/serving.yaml"
     assert float(service["TimeoutStopSec"]) > ServerConfig().shutdown_timeout_s
     assert int(service["RestartPreventExitStatus"]) == cli.EXIT_CONFIG

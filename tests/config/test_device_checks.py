@@ -37,20 +37,6 @@ def test_a_log_of_requests_needs_a_place_and_streams_a_log():
     assert message.startswith("--set: `serving_config.resume_streams` must be False with request_log: none")
 
 
-@pytest.mark.parametrize(
-    ("key", "there", "kind"),
-    [
-        ("serving_config.batch_path", "/dev/zero", "a file"),
-        ("serving_config.batch_path", "/", "a file"),
-        ("serving_config.request_log_path", "/dev/null", "a folder"),
-        ("scheduler_config.record_path", "/dev/null", "a folder"),
-    ],
-)
-def test_nothing_is_written_where_something_of_another_kind_is(key, there, kind):
-    rule = f"must be {kind}, or a place where one can be made; something else is there"
-    assert error_of(f"{key}={there}") == f"--set: `{key}` {rule}. Given: {there}"
-
-
 def test_plain_kernels_take_blocks_and_heads_of_any_size(tmp_path):
     model = write_config(tmp_path / "model", head_dim=10)
     config = load_config(None, ["pa_config.block_size=5", "device_config.kernels=plain"], model)

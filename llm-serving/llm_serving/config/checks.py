@@ -1,6 +1,5 @@
 """Rules that span several keys, files or the model."""
 
-from pathlib import Path
 from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
@@ -61,7 +60,6 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
     """
     _check_door(values)
     _check_request_log(values)
-    _check_kinds(values)
     length = values["model_config.max_generate_length"]
     longest_input = max(values["model_config.seq_length"], default=length)
     if longest_input > length:
@@ -105,17 +103,6 @@ def check_sections(values: Values, spec: ModelSpec | None) -> None:
         )
     if not values["model_config.page_attention"]:
         values.notice("model_config.page_attention", "False has no meaning here: the KV cache is always paged")
-
-
-def _check_kinds(values: Values) -> None:
-    for key, is_right, kind in (
-        ("serving_config.batch_path", Path.is_file, "a file"),
-        ("serving_config.request_log_path", Path.is_dir, "a folder"),
-        ("scheduler_config.record_path", Path.is_dir, "a folder"),
-    ):
-        path = values[key]
-        if path is not None and path.exists() and not is_right(path):
-            raise values.error(key, f"must be {kind}, or a place where one can be made; something else is there", path)
 
 
 def _check_request_log(values: Values) -> None:

@@ -189,6 +189,7 @@ def _read_mindformers(reading: _Reading) -> MindFormersFile | None:
     if given is None:
         return None
     path = resolve(_parse(MODEL_CFG_PATH, given), given.folders, MODEL_CFG_PATH, given.source)
+    _check_kind(MODEL_CFG_PATH, path, given.source)
     file = read_mindformers(path)
     for target, item in file.values.items():
         ours = reading.given.get(target)
@@ -244,6 +245,9 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         wanted = path, given.folders, DRAFT_MODEL_PATH, given.source
         draft = resolve_model(*wanted, str(given.value)) or resolve(*wanted)
         values.set(DRAFT_MODEL_PATH, draft, given.source)
+    for name in RULES:
+        if values.is_given(name) and name != MODEL_PATH and values[name] is not None:
+            _check_kind(name, values[name], values.source(name))
     path = values[MODEL_PATH]
     if path is None:
         return None
@@ -251,6 +255,7 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
     given = reading.given.get(MODEL_PATH)
     found = path if given is None else resolve_model(path, given.folders, MODEL_PATH, source, str(given.value))
     folder = found or _find_at_hub(values, str(path), source)
+    _check_kind(MODEL_PATH, folder, source)
     values.set(MODEL_PATH, folder, source)
     if not values.is_given(MODEL_NAME):
         own = folder.stem if is_gguf(folder) else folder.resolve().name
@@ -258,6 +263,12 @@ def _resolve_paths(values: Values, reading: _Reading) -> ModelSpec | None:
         allowed = "".join(c if c.isalnum() or c in "._-" else "-" for c in written)[:128]
         values.set(MODEL_NAME, allowed or "model", "name of the model's folder")
     return ModelSpec.from_folder(folder)
+
+
+def _check_kind(name: str, path: Any, source: str) -> None:
+    kind = RULES[name].kind
+    if kind is not None and (why := kind.broken_by(path)) is not None:
+        raise ConfigError(f"{source}: `{name}` must be {kind.value}; {why}. Given: {path}")
 
 
 def _find_at_hub(values: Values, name: str, source: str) -> Path:

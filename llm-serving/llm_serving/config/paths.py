@@ -1,5 +1,6 @@
 """Where a relative path of a YAML leads."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -40,8 +41,20 @@ def resolve(path: Path, folders: Sequence[Path], key: str, where: str) -> Path:
     found = find(path, folders)
     if found is None:
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}"
-        raise ConfigError(f"{where}: {key}: {path} does not exist{searched}")
+        what = "may not be looked at" if _is_forbidden(path, folders) else "does not exist"
+        raise ConfigError(f"{where}: {key}: {path} {what}{searched}")
     return found
+
+
+def _is_forbidden(path: Path, folders: Sequence[Path]) -> bool:
+    for folder in folders:
+        try:
+            os.stat(folder / path.expanduser())  # noqa: PTH116
+        except PermissionError:
+            return True
+        except (OSError, RuntimeError, ValueError):
+            continue
+    return False
 
 
 def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, written: str | None = None) -> Path | None:
@@ -71,7 +84,8 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
         if why is None:
             return None
         searched = "" if path.is_absolute() else f"; searched in {', '.join(map(str, folders))}; {why}"
-        raise ConfigError(f"{where}: {key}: {written or path} does not exist{searched}")
+        what = "may not be looked at" if _is_forbidden(path, folders) else "does not exist"
+        raise ConfigError(f"{where}: {key}: {written or path} {what}{searched}")
     if found.is_dir():
         return _file_of(found) or found
     if not is_gguf(found):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from llm_serving.config.kinds import Kind
 from llm_serving.errors import shorten
 from llm_serving.hub import is_revision
 
@@ -23,11 +24,13 @@ class Rule:
         text: What must hold, worded to follow the key: "must be an integer >= 1".
         parse: Turns a plain YAML value into the typed one; raises ValueError when the rule is broken.
         shows_value: Whether an error repeats what was given; not where that may be a secret in the wrong place.
+        kind: Of a path: what may lie there. The loader asks for it once it knows where the path leads.
     """
 
     text: str
     parse: Callable[[Any], Any]
     shows_value: bool = True
+    kind: Kind | None = None
 
     def broken_by(self, value: Any) -> str:
         """What an error says after the key."""
@@ -150,31 +153,31 @@ def sha256() -> Rule:
     return Rule(rule, parse, shows_value=False)
 
 
-def path() -> Rule:
-    """A path as written; the loader resolves it, because it knows the file it came from."""
+def path(kind: Kind) -> Rule:
+    """A path as written; the loader resolves it, because it knows the file it came from, and sees what is there."""
 
     def parse(value: Any) -> Path:
         _check(isinstance(value, str | Path) and 0 < len(str(value)) < 1024 and "\x00" not in str(value))
         return Path(value)
 
-    return Rule("must be a path", parse)
+    return Rule("must be a path", parse, kind=kind)
 
 
-def path_or_first() -> Rule:
+def path_or_first(kind: Kind) -> Rule:
     """A path, or a list of one: older files list a file for each graph."""
-    one = path()
+    one = path(kind)
 
     def parse(value: Any) -> Path:
         _check(not isinstance(value, list) or len(value) == 1)
         return Path(one.parse(value[0] if isinstance(value, list) else value))
 
-    return Rule("must be a path or a list of one", parse)
+    return Rule("must be a path or a list of one", parse, kind=kind)
 
 
 def path_or_dash() -> Rule:
     """A path, or `-`, which YAML takes for a list with nothing in it where it is not quoted."""
-    one = path()
-    return Rule("must be a path or -", lambda value: one.parse("-" if value == [None] else value))
+    one = path(Kind.LOG)
+    return Rule("must be a path or -", lambda value: one.parse("-" if value == [None] else value), kind=one.kind)
 
 
 def choice(names: Iterable[str], aliases: Mapping[str, str] | None = None) -> Rule:

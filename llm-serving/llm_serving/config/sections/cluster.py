@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import choice, choices, integer, option, path, text
 from llm_serving.core.choices import EngineName, RoleName, SpreadName
 
@@ -48,6 +49,6 @@ class ClusterConfig:
     """Address of this machine that WorkAgents connect to. None: the one Ray knows it by; where the master started Ray,
     127.0.0.1."""
 
-    secret_file: Path | None = option(None, path())
+    secret_file: Path | None = option(None, path(Kind.FILE))
     """File with the cluster's secret, at least 32 characters, at this path on every machine: who has it is let in, and
     nobody else. Must be given with `address`. None: the master makes one for as long as it lives."""

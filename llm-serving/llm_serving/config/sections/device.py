@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import boolean, choice, integer, memory, option, path, text
 from llm_serving.core.choices import ExactnessName
 
@@ -41,7 +42,7 @@ class DeviceConfig:
     save_graphs: bool = option(False, boolean())
     """Write the compiled graphs into `save_graphs_path`."""
 
-    save_graphs_path: Path = option(Path("graph"), path())
+    save_graphs_path: Path = option(Path("graph"), path(Kind.MADE_FOLDER))
     """Folder for the graphs; relative to the folder the server was started in."""
 
     jit_level: str = option("O0", choice(("O0", "O1", "O2")))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import (
     boolean,
     choice,
@@ -40,7 +41,7 @@ class ModelConfig:
     """Other names by which clients may ask for the model; answers tell `model_name`. `*`: any name. The default is what
     older servers' routes had and what clients send on their own."""
 
-    model_path: Path | None = option(None, path())
+    model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Folder in Hugging Face form (config.json, *.safetensors, tokenizer), a GGUF file, or the name of a model at a
     hub, owner/name, where no such folder exists. The word `demo` is the shipped model."""
 
@@ -60,10 +61,10 @@ class ModelConfig:
     model says; of another model there are none. `last`: of any model, the last hidden state of the last token, brought
     to length 1. `none`: those routes are refused."""
 
-    tokenizer_path: Path | None = option(None, path())
+    tokenizer_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Tokenizer file or folder. None: the one in `model_path`."""
 
-    model_cfg_path: Path | None = option(None, path())
+    model_cfg_path: Path | None = option(None, path(Kind.FILE))
     """A MindFormers model YAML; its `context` and `model.model_config` fill what this file does not give."""
 
     max_generate_length: int = option(DEFAULT_MAX_GENERATE_LENGTH, integer(2))
@@ -104,11 +105,11 @@ class ModelConfig:
     """`kbk`: MindSpore graph mode, kernel by kernel. `ge`: graphs of `mindir_path` by the graph engine of
     mindspore_lite, on Ascend; without `mindir_path` it is served as kbk with a notice."""
 
-    mindir_path: Path | None = option(None, path())
+    mindir_path: Path | None = option(None, path(Kind.FOLDER))
     """Folder of graphs that `llm-serving export` wrote for this configuration, for `backend: ge`; weights and a cache
     of `pa_config.num_blocks` are in them."""
 
-    mindir_ini: Path | None = option(None, path_or_first())
+    mindir_ini: Path | None = option(None, path_or_first(Kind.FILE))
     """File of options of the graph engine for them, as older servers' `model_path.decode_ini` names one."""
 
     implementation: str = option("native", choice(tuple(ImplementationName)))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import (
     boolean,
     choice,
@@ -103,7 +104,7 @@ class SchedulerConfig:
     `draft_model`: the same, and where nothing is found, what the model of `draft_model_path` would say. Requests whose
     guesses are mostly right get some, as long as more tokens come in the same time."""
 
-    draft_model_path: Path | None = option(None, path())
+    draft_model_path: Path | None = option(None, path(Kind.FILE_OR_FOLDER))
     """Folder in Hugging Face form, or GGUF file, of a small model with the same vocabulary, for `draft_model`; each
     WorkAgent loads it beside its model, and what it takes is taken from the KV cache. None: there is none."""
 
@@ -113,7 +114,7 @@ class SchedulerConfig:
     prompt_lookup_tokens: int = option(3, integer(1, 16))
     """Tokens in a row that must have stood somewhere before, for `ngram`; twice as many are looked for first."""
 
-    record_path: Path | None = option(None, path())
+    record_path: Path | None = option(None, path(Kind.MADE_FOLDER))
     """Folder where each scheduler's events and decisions are recorded, for `llm-serving replay`; token ids are among
     them. Relative to the folder the server was started in. None: nothing is recorded."""
 

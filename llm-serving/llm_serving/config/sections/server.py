@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import (
     boolean,
     choice,
@@ -42,14 +43,14 @@ class ServerConfig:
     server_port: int = option(8835, integer(0, 65535))
     """Port of the HTTP server. 0: any free port."""
 
-    ssl_certfile: Path | None = option(None, path())
+    ssl_certfile: Path | None = option(None, path(Kind.FILE))
     """PEM file of the certificate, with those that lead to its authority; makes it HTTPS. None: HTTP. Files that change
     are read again within seconds, without a restart."""
 
-    ssl_keyfile: Path | None = option(None, path())
+    ssl_keyfile: Path | None = option(None, path(Kind.FILE))
     """PEM file of the certificate's private key. None: it is in `ssl_certfile`."""
 
-    ssl_keyfile_password_file: Path | None = option(None, path())
+    ssl_keyfile_password_file: Path | None = option(None, path(Kind.FILE))
     """File whose first line is the password of an encrypted private key. None: the key is not encrypted."""
 
     max_connections: int = option(1024, integer(1, 10**6))
@@ -134,7 +135,7 @@ class ServerConfig:
     """Bytes of memory for responses of /v1/responses that can be asked for and gone on with; the oldest make room. 0:
     none is kept."""
 
-    batch_path: Path | None = option(None, path())
+    batch_path: Path | None = option(None, path(Kind.MADE_FILE))
     """SQLite file for uploaded files, batches and their answers; relative to the folder the server was started in.
     None: there are no batches."""
 
@@ -183,7 +184,7 @@ class ServerConfig:
     """Where accepted requests are kept that have an Idempotency-Key or a stream that can be resumed: when they come
     again, they have the same answer. `none`: keys have no effect. `disk`: in files, which a restart reads again."""
 
-    request_log_path: Path | None = option(None, path())
+    request_log_path: Path | None = option(None, path(Kind.MADE_FOLDER))
     """Folder for these files, of this server alone; they hold texts of requests. Relative to the folder the server was
     started in. Must be given with `disk`."""
 
