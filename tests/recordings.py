@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 from typing import Any
 
-from factories import create_scheduler
+from factories import create_request, create_scheduler
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.recording.recorder import RecordedScheduler, Recorder
 from llm_serving.recording.records import MAGIC, Chain, Entry, Reader, encode
@@ -36,6 +37,19 @@ def create_recorded(
     plain = create_scheduler(**options)
     recorder = Recorder(files, "scheduler", max_file_bytes, clock)
     return RecordedScheduler(plain.limits, plain.policy, plain.blocks, plain.classes, plain.order, recorder)
+
+
+def record_steps(num_tokens: int) -> bytes:
+    """A request `a` with so many tokens as its answer; steps of 10 ms, each formed while the one before is computed."""
+    files, times = MemoryFiles(), itertools.count(1)
+    scheduler = create_recorded(files, clock=lambda: 0.01 * next(times))
+    scheduler.add(create_request(4, request_id="a", max_tokens=num_tokens))
+    before = None
+    while (step := scheduler.schedule(0.0)) is not None or before is not None:
+        if before is not None:
+            scheduler.update(before, [7] * before.num_samples)
+        before = step
+    return files.files[0]
 
 
 def read(data: bytes) -> list[Entry]:

@@ -1,13 +1,11 @@
-import itertools
 import json
 
 import pytest
-from factories import create_request
 from llm_serving.cli import main
 from llm_serving.whatif import needs
 from llm_serving.whatif.cost_model import CostModel, Piece
 from llm_serving.whatif.profile import write_profile
-from recordings import MemoryFiles, create_recorded
+from recordings import record_steps
 from whatif_loads import STEP_S, create_profile
 
 LOAD = """\
@@ -18,17 +16,8 @@ streams:
 
 
 def recorded(folder):
-    """Steps of 10 ms, each formed while the one before is computed."""
-    files, times = MemoryFiles(), itertools.count(1)
-    scheduler = create_recorded(files, clock=lambda: 0.01 * next(times))
-    scheduler.add(create_request(4, request_id="a", max_tokens=100))
-    before = None
-    while (step := scheduler.schedule(0.0)) is not None or before is not None:
-        if before is not None:
-            scheduler.update(before, [7] * before.num_samples)
-        before = step
     folder.mkdir()
-    (folder / "a.rec").write_bytes(files.files[0])
+    (folder / "a.rec").write_bytes(record_steps(100))
 
 
 @pytest.fixture

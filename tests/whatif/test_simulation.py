@@ -117,7 +117,7 @@ def test_a_cache_too_small_preempts_and_all_are_answered():
 
 
 def test_a_class_that_the_configuration_has_not_is_named():
-    with pytest.raises(ConfigError, match="class `vip`; the configuration has batch, interactive, standard"):
+    with pytest.raises(ConfigError, match=r"stream s must be one of .*: batch, interactive, standard. Given: .vip"):
         simulate(create_load(0.0, class_name="vip"))
 
 

@@ -14,6 +14,7 @@ from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
 EXIT_FAILED: Final = 1
+MAX_SEED: Final = 2**32 - 1
 DEFAULT_URL: Final = "http://127.0.0.1:8835"
 """Where a server listens unless told otherwise."""
 
@@ -75,6 +76,13 @@ def load_servable(arguments: argparse.Namespace) -> ServingConfig:
     get_weights(config, say)
     check_weights(config)
     return config
+
+
+def seed(written: str) -> int:
+    """Of draws, for argparse: what every generator takes."""
+    if not written.isdecimal() or int(written) > MAX_SEED:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {MAX_SEED}. Given: {written!r}")
+    return int(written)
 
 
 def say(text: str) -> None:

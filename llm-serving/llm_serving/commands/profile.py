@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from llm_serving import __version__
-from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say
+from llm_serving.commands.arguments import Subcommands, add_config_arguments, load_servable, say, seed
 from llm_serving.config import ServingConfig
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, RecordingError
 
 if TYPE_CHECKING:
     from llm_serving.whatif.calibration import Calibration
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SEEN: Final = "clients.json"
 """What clients saw, beside the recordings of the same requests."""
+MAX_EFFORT: Final = 1000
 ATTEMPTS: Final = 3
 """For a phase without other programs."""
 PAUSE_S: Final = 0.2
@@ -49,7 +50,7 @@ def add_to(commands: Subcommands) -> None:
     parser.add_argument(
         "--effort", type=float, default=1.0, metavar="FACTOR", help="of the time that is measured; 1 is about a minute"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of what is asked, and of what is held out")
+    parser.add_argument("--seed", type=seed, default=1, metavar="N", help="of what is asked, and of what is held out")
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -57,8 +58,8 @@ def add_to(commands: Subcommands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llm_serving.whatif.profile import write_profile
 
-    if not arguments.effort > 0:
-        raise ConfigError(f"--effort must be above 0. Given: {arguments.effort:g}")
+    if not 0 < arguments.effort <= MAX_EFFORT:
+        raise ConfigError(f"--effort must be above 0 and at most {MAX_EFFORT}. Given: {arguments.effort:g}")
     out: Path = arguments.out
     if not out.parent.is_dir():
         raise ConfigError(f"{out}: its folder must be there")
@@ -97,7 +98,12 @@ def _of_recording(arguments: argparse.Namespace) -> Calibration:
     timings, seen = read_timings(recording_files(path)), _read_seen(path)
     name = arguments.name or path.stem
     source = f"llm-serving profile --recording {path.name}, version {__version__}"
-    return calibrate(timings, seen, name=name, source=source, seed=arguments.seed)
+    for line in timings.notices:
+        say(line)
+    try:
+        return calibrate(timings, seen, name=name, source=source, seed=arguments.seed)
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error}") from None
 
 
 def _measured(arguments: argparse.Namespace) -> Calibration:
@@ -131,7 +137,10 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ConfigError(f"--keep must be a folder that is new or empty. Given: {keep}")
-    keep.mkdir(parents=True, exist_ok=True)
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--keep {keep}: cannot be made: {error.strerror}") from None
     yield keep.resolve()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_serving.commands.arguments import EXIT_FAILED, Subcommands, say
-from llm_serving.commands.whatif import add_load_arguments, read_with
+from llm_serving.commands.whatif import add_load_arguments, check_served, read_with
 from llm_serving.config import ServingConfig
 from llm_serving.errors import ConfigError
 from llm_serving.hub.progress import Progress
@@ -49,16 +49,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.trials < 1:
         raise ConfigError(f"--trials must be at least 1. Given: {arguments.trials}")
+    out: Path = arguments.out
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"{out}: must be a file in a folder that is there")
     goal, profile = read_goal(arguments.goal), read_profile(arguments.profile)
     load, configure = read_load(arguments.load, arguments.load_seed), _Configure(arguments.config, arguments.model)
+    for line in load.notices:
+        say(line)
     config = configure({})
     goal.check_groups(classes_in(config, load), tenants_in(load))
     knobs = knobs_for(config, load, goal, profile.num_blocks, profile.reach)
     for line in left_out(profile.reach):
         say(line)
+    trials = Trials(configure, load, profile, goal, arguments.seed)
+    if trials.own.result is not None:
+        check_served(str(arguments.config), trials.own.result, arguments.load)
     sampler = TreeParzen(knobs, arguments.seed, arguments.trials)
     say(f"{goal}; {len(knobs)} knobs, {load.num_requests:,} requests, {mark(profile)}")
-    trials = Trials(configure, load, profile, goal, arguments.seed)
     with _Bar(goal, arguments.trials) as bar:
         best = search(trials, knobs, sampler, arguments.trials, bar.tried)
     say("taking back what brings nothing")

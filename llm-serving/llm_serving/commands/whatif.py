@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_serving.commands.arguments import Subcommands, say
+from llm_serving.commands.arguments import Subcommands, say, seed
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
 
@@ -63,8 +63,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, required=True, metavar="FILE", help="what takes how long, of `llm-serving profile`"
     )
     parser.add_argument("--model", metavar="MODEL", help="in place of that of the configurations; none: without one")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the simulation; default 1")
-    parser.add_argument("--load-seed", type=int, metavar="N", help="in place of the workload's own")
+    parser.add_argument("--seed", type=seed, default=1, metavar="N", help="of the simulation; default 1")
+    parser.add_argument("--load-seed", type=seed, metavar="N", help="in place of the workload's own")
 
 
 def read_variant(argument: str, model: str | None, profile: Profile, seed: int) -> Variant:
@@ -93,7 +93,7 @@ def read_with(path: Path, overrides: Sequence[str], model: str | None) -> Servin
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llm_serving.whatif.capacity import highest_rate
+    from llm_serving.whatif.capacity import highest_rate, offered_rate
     from llm_serving.whatif.figures import figures_of
     from llm_serving.whatif.profile import read_profile
     from llm_serving.whatif.reading import read_load
@@ -105,13 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
     needs = [constraint(each, "--need") for each in arguments.need]
     profile = read_profile(arguments.profile)
     load = read_load(arguments.load, arguments.load_seed)
+    for line in load.notices:
+        say(line)
+    if arguments.find_rate and not offered_rate(load) > 0:
+        raise ConfigError(f"{arguments.load}: --find-rate must have requests that come at a `rate`, not all at once")
     variants = [read_variant(each, arguments.model, profile, arguments.seed) for each in arguments.configs]
     for line in dict.fromkeys(mark(each.profile) for each in variants):
         say(line)
     results = []
-    for variant in variants:
+    for argument, variant in zip(arguments.configs, variants, strict=True):
         began = time.perf_counter()
         result = variant(load)
+        check_served(argument, result, arguments.load)
         seconds, figures = time.perf_counter() - began, figures_of(result)
         results.append((result, figures))
         pace = figures["duration_s"] / max(seconds, 1e-9)
@@ -134,6 +139,20 @@ def run(arguments: argparse.Namespace) -> int:
         for argument, variant in zip(arguments.configs, variants, strict=True):
             _say_what_would_keep(argument, variant, load, arguments.model, needs)
     return 0
+
+
+def check_served(config: str, result: Result, load: Path) -> None:
+    """Tells of requests that a configuration can never serve.
+
+    Raises:
+        ConfigError: These are all.
+    """
+    num, num_all = result.num_unservable, len(result.outcomes)
+    if not num:
+        return
+    if num == num_all:
+        raise ConfigError(f"{config}: can never serve any of the {num_all:,} requests of {load}: {result.unservable}")
+    say(f"{config}: can never serve {num:,} of the {num_all:,} requests of {load}: {result.unservable}")
 
 
 def _say_what_would_keep(

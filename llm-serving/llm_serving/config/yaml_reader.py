@@ -39,8 +39,12 @@ class Located:
         return next((item for name, item in self.items() if name == key and item.value is not None), None)
 
 
-def read_yaml(path: Path) -> Located:
+def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
     """Read a YAML file whose top level is a mapping.
+
+    Args:
+        path: Of the file.
+        keys_in: Where a person finds its keys.
 
     Raises:
         ConfigError: With file and line: missing, unreadable, empty, too large, not YAML, not a mapping, a key twice.
@@ -55,7 +59,7 @@ def read_yaml(path: Path) -> Located:
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     root = _parse(content, str(shown))
     if root.value is None:
-        raise ConfigError(f"{path}: is empty; configs/serving.yaml lists every key")
+        raise ConfigError(f"{path}: is empty; {keys_in} lists every key")
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.where}: must be a mapping of sections. Given: {shorten(root.value)}")
     return root

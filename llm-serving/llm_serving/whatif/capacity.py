@@ -38,7 +38,7 @@ def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: flo
         simulate: Plays a load.
         kept_share: Of the requests.
     """
-    offered = _offered(load)
+    offered = offered_rate(load)
 
     def at(factor: float) -> tuple[Result, Figures, bool]:
         result = simulate(load.faster(factor))
@@ -65,7 +65,7 @@ def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: flo
     return Capacity(offered * low, low, best[0], best[1])
 
 
-def _offered(load: Load) -> float:
-    """Requests a second while requests come."""
+def offered_rate(load: Load) -> float:
+    """Requests a second while requests come; nan where none come by a clock, or all at once."""
     due = [each.due_s for stream in load.streams if stream.concurrency is None for each in stream.requests]
     return len(due) / max(due) if due and max(due) > 0 else math.nan

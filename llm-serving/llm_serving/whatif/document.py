@@ -12,8 +12,18 @@ from llm_serving.errors import ConfigError, shorten
 
 T = TypeVar("T")
 
+KEYS_IN: Final = "docs/tuning.md"
+"""Has the keys of all these files."""
+MOST: Final = 1e12
+"""Of any number; what is beyond is a slip of the pen, and no figures come of it."""
+MOST_WHOLE: Final = 2**31 - 1
+
 EXPONENT: Final = re.compile(r"[0-9]+[eE][-+]?[0-9]+")
 """A number in JSON, and to everybody who writes one; YAML 1.1 takes it for a text, as it has no point."""
+
+
+class TooLargeError(ValueError):
+    """A number is above the largest that is allowed, which is the text."""
 
 
 class Mapping:
@@ -50,6 +60,9 @@ class Mapping:
         value = plain(item)
         try:
             return parse(value)
+        except TooLargeError as error:
+            given = shorten(value)
+            raise ConfigError(f"{item.where}: `{self._full(key)}` must be at most {error}. Given: {given}") from None
         except (ValueError, TypeError, LookupError):
             raise ConfigError(f"{item.where}: `{self._full(key)}` {rule}. Given: {shorten(value)}") from None
 
@@ -75,7 +88,7 @@ class Mapping:
 
 
 def number(least: float = 0.0, above: bool = False) -> Callable[[Any], float]:
-    """Parses a number of at least `least`, or above it."""
+    """Parses a number of at least `least`, or above it, and at most `MOST`."""
 
     def parse(value: Any) -> float:
         if isinstance(value, str) and EXPONENT.fullmatch(value):
@@ -84,19 +97,23 @@ def number(least: float = 0.0, above: bool = False) -> Callable[[Any], float]:
             raise TypeError
         if not (value > least if above else value >= least) or value == float("inf"):
             raise ValueError
+        if value > MOST:
+            raise TooLargeError(f"{MOST:g}")
         return float(value)
 
     return parse
 
 
-def whole(least: int = 0) -> Callable[[Any], int]:
-    """Parses an integer of at least `least`."""
+def whole(least: int = 0, most: int = MOST_WHOLE) -> Callable[[Any], int]:
+    """Parses an integer of at least `least` and at most `most`."""
 
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError
         if value < least:
             raise ValueError
+        if value > most:
+            raise TooLargeError(str(most))
         return value
 
     return parse

@@ -58,6 +58,8 @@ class Load:
     """Times that a refused request comes again when it was told to."""
     vocab_size: int = 32000
     """Its token ids lie below."""
+    notices: tuple[str, ...] = ()
+    """What a person should know of it."""
 
     @property
     def num_requests(self) -> int:

@@ -13,6 +13,8 @@ import numpy as np
 from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Added, Asked, CacheLost, Decided, Entry, Reader, Updated
 from llm_serving.recording.replay import Replay
+from llm_serving.whatif.document import MOST_WHOLE
+from llm_serving.whatif.recorded_load import torn
 from llm_serving.whatif.step_shape import StepShape, shape_of_rows
 
 LONG_STEP_S: Final = 0.02
@@ -63,6 +65,8 @@ class Timings:
     """Of the cache."""
     replies: dict[str, list[float]] = field(default_factory=dict)
     """By the id of a request: when the reply with each of its tokens came."""
+    notices: list[str] = field(default_factory=list)
+    """What a person should know of the recordings."""
 
 
 def read_timings(files: Iterable[Path]) -> Timings:
@@ -79,6 +83,7 @@ def read_timings(files: Iterable[Path]) -> Timings:
                 reader = Reader(stream)
                 timings.num_blocks = Replay(reader).scheduler.blocks.pool.num_blocks
                 _read(iter(reader), timings)
+                timings.notices += torn(file, reader.torn_at)
         except RecordingError as error:
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
@@ -136,5 +141,9 @@ def _read(entries: Iterator[Entry], timings: Timings) -> None:
 
 
 def _shape(decided: Decided) -> StepShape:
+    for row in decided.rows:
+        if not all(0 <= each <= MOST_WHOLE for each in row[1:4]):
+            rule = f"must have rows of numbers from 0 to {MOST_WHOLE}"
+            raise RecordingError(f"step {decided.step} {rule}. Given: {row[1:4]}")
     rows = np.array([row[1:4] for row in decided.rows], np.int32).reshape(-1, 3)
     return shape_of_rows(rows[:, 1], rows[:, 0], int(rows[:, 2].sum()), len(decided.block_moves))

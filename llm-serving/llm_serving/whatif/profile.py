@@ -15,7 +15,7 @@ from typing import Any, Final
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.cost_model import QUANTITIES, CostModel, Piece
-from llm_serving.whatif.document import Mapping, flag, number, one_of, text, whole
+from llm_serving.whatif.document import KEYS_IN, Mapping, flag, number, one_of, text, whole
 from llm_serving.whatif.reach import QUANTITIES as WATCHED
 from llm_serving.whatif.reach import Reach
 
@@ -80,7 +80,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: With file, line and rule.
     """
-    root = read_yaml(path)
+    root = read_yaml(path, KEYS_IN)
     document = Mapping(root)
     version = document.take("format", whole(1), f"must be {FORMAT}")
     if version != FORMAT:
@@ -170,11 +170,15 @@ def _model(document: Mapping, key: str) -> CostModel:
 def _list_of_mappings(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise TypeError
+    if any(isinstance(inner, dict) for each in value for inner in each.values()):
+        raise TypeError
     return value
 
 
 def _spread(value: Any) -> tuple[float, ...]:
-    factors = tuple(float(each) for each in value)
-    if len(factors) == 1 or any(each <= 0 for each in factors) or list(factors) != sorted(factors):
+    if not isinstance(value, list):
+        raise TypeError
+    factors = tuple(number(0, above=True)(each) for each in value)
+    if len(factors) == 1 or list(factors) != sorted(factors):
         raise ValueError
     return factors

@@ -15,6 +15,7 @@ from llm_serving.errors import ConfigError, RecordingError
 from llm_serving.recording.records import Reader
 from llm_serving.recording.replay import Replay
 from llm_serving.scheduler.schedule import Schedule
+from llm_serving.whatif.document import MOST_WHOLE
 from llm_serving.whatif.load import Asked, Load, Stream
 
 REFUSED: Final = "refused"
@@ -59,6 +60,7 @@ def read_recorded_files(
         RecordingError: One is damaged, of another version, or is not decided again as it was.
     """
     requests: dict[tuple[Path, int], Request] = {}
+    notices: list[str] = []
     for file in files:
 
         def note(schedule: Schedule, now: float, file: Path = file) -> None:
@@ -67,14 +69,22 @@ def read_recorded_files(
 
         try:
             with file.open("rb") as stream:
-                replay = Replay(Reader(stream))
+                reader = Reader(stream)
+                replay = Replay(reader)
                 replay.on_decision = note
                 replay.run()
+            notices += torn(file, reader.torn_at)
         except RecordingError as error:
             raise RecordingError(f"{file}: {error}") from None
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from None
-    return _load(name, [each for each in _once(requests).values() if each.arrival_time >= since], refused)
+    asked = [each for each in _once(requests).values() if each.arrival_time >= since]
+    return replace(_load(name, files, asked, refused), notices=tuple(notices))
+
+
+def torn(file: Path, at: int | None) -> list[str]:
+    """What to tell of a recording whose last record is not complete from that byte on; None: it is."""
+    return [] if at is None else [f"{file}: ends within a record, at byte {at}; what is before it is used"]
 
 
 def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
@@ -86,10 +96,13 @@ def _once(requests: dict[tuple[Path, int], Request]) -> dict[str, Request]:
     }
 
 
-def _load(name: str, requests: Sequence[Request], refused: Sequence[Refused]) -> Load:
+def _load(name: str, files: Sequence[Path], requests: Sequence[Request], refused: Sequence[Refused]) -> Load:
+    where = str(files[0]) if len(files) == 1 else name
     if not requests:
         of_refused = f" but the {len(refused)} that were refused at the door" if refused else ""
-        raise RecordingError(f"{name} has no requests{of_refused}")
+        raise RecordingError(f"{where} has no requests{of_refused}; a load must have at least one")
+    for each in requests:
+        _check(each, where)
     ordered = sorted(requests, key=lambda each: each.arrival_time)
     origin = ordered[0].arrival_time
     asked = [
@@ -110,6 +123,17 @@ def _load(name: str, requests: Sequence[Request], refused: Sequence[Refused]) ->
         asked = [replace(each, due_s=each.due_s - first) for each in asked]
     largest = max(max(each.prompt_token_ids) for each in ordered)
     return Load(name, (Stream("recorded", asked),), vocab_size=max(16, largest + 1))
+
+
+def _check(request: Request, where: str) -> None:
+    """Raises RecordingError for what a seal cannot tell: a file that was written with it."""
+    if not math.isfinite(request.arrival_time):
+        given = f"{request.arrival_time:g}"
+        raise RecordingError(f"{where}: request {request.request_id!r} must come at a finite time. Given: {given}")
+    for bound in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
+        if not 0 <= bound <= MOST_WHOLE:
+            rule = f"must have token ids from 0 to {MOST_WHOLE}"
+            raise RecordingError(f"{where}: request {request.request_id!r} {rule}. Given: {bound}")
 
 
 def _refused(refused: Sequence[Refused], origin: float, others: Sequence[Asked]) -> Iterator[Asked]:

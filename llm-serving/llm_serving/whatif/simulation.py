@@ -28,6 +28,7 @@ from llm_serving.engine.engine import Engine, Publish
 from llm_serving.errors import CapacityError, ConfigError, LLMServingError, RequestError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.whatif.counted_answer import CountedAnswer, Told
+from llm_serving.whatif.document import MOST_WHOLE
 from llm_serving.whatif.interpreter import Cores, Interpreter
 from llm_serving.whatif.load import Asked, Load, Stream
 from llm_serving.whatif.outcome import Outcome
@@ -70,6 +71,10 @@ class Result:
     notices: tuple[str, ...] = ()
     complete: bool = True
     """False: it was given up before its end."""
+    num_unservable: int = 0
+    """Requests that the configuration can never serve, whatever else there is to do."""
+    unservable: str = ""
+    """Why, of the first of them."""
 
 
 GivesUp = Callable[[Sequence[Outcome], float], bool]
@@ -117,7 +122,7 @@ class Simulation:
         self._loop_free_s = 0.0
         """When the event loop has time for what comes next."""
         requests = [request for stream in load.streams for request in stream.requests]
-        _check_classes(config, requests)
+        _check_classes(config, requests, load.name)
         lengths = np.array([[len(each.prompt_token_ids), _ends_after(each)] for each in requests], np.int32)
         self._numbers = {id(request): number for number, request in enumerate(requests)}
         self._tally, self._beyond = Tally(config, self._timeline), Beyond(profile.reach)
@@ -243,6 +248,8 @@ class Simulation:
                 return
             self._end(outcome, now, "refused", str(error), done)
         except RequestError as error:
+            self._result.num_unservable += 1
+            self._result.unservable = self._result.unservable or str(error)
             self._end(outcome, now, "refused", str(error), done)
         else:
             self._open[stream.request_id] = outcome, done
@@ -357,10 +364,12 @@ def _notices(config: ServingConfig) -> Iterator[str]:
         yield "speculative_method is not simulated: how often guesses are right depends on the texts"
 
 
-def _check_classes(config: ServingConfig, requests: list[Asked]) -> None:
+def _check_classes(config: ServingConfig, requests: list[Asked], load: str) -> None:
     known = {each.name for each in config.request_classes}
     for name in {each.class_name for each in requests if each.class_name is not None} - known:
-        raise ConfigError(f"the load asks for class `{name}`; the configuration has {', '.join(sorted(known))}")
+        asking = ", ".join(sorted({each.stream for each in requests if each.class_name == name}))
+        rule = f"must be one of the configuration: {', '.join(sorted(known))}"
+        raise ConfigError(f"{load}: `class` of the stream {asking} {rule}. Given: {name!r}")
 
 
 def _predicts(config: ServingConfig, requests: list[Asked]) -> bool:
@@ -371,7 +380,8 @@ def _predicts(config: ServingConfig, requests: list[Asked]) -> bool:
 
 def _ends_after(request: Asked) -> int:
     """Tokens of an answer after which the model ends it, if nothing else does before."""
-    return request.num_output_tokens if request.num_output_tokens < request.max_tokens else request.max_tokens + 1
+    least = request.num_output_tokens if request.num_output_tokens < request.max_tokens else request.max_tokens + 1
+    return min(least, MOST_WHOLE)
 
 
 def _never_opened(index: int, publish: Publish, on_progress: Callable[[str], None]) -> AbstractContextManager[Engine]:

@@ -31,6 +31,8 @@ from llm_serving.whatif.virtual_agent import END_TOKEN, Beside, VirtualAgent, vi
 
 CHECK_EVERY: Final = 256
 """Steps between two looks at all blocks and places; bounds are watched at every one."""
+MAX_BLOCKS: Final = 10_000_000
+"""Of a replica: each takes memory here too."""
 LEAST_SLEEP_S: Final = 1e-6
 
 
@@ -103,6 +105,9 @@ class VirtualReplica:
         num_blocks = config.pa.num_blocks or profile.num_blocks
         if num_blocks is None:
             raise ConfigError("pa_config.num_blocks must be given: the profile does not tell how many blocks there are")
+        if num_blocks > MAX_BLOCKS:
+            rule = f"must be at most {MAX_BLOCKS} in a simulation"
+            raise ConfigError(f"pa_config.num_blocks, or `num_blocks` of the profile, {rule}. Given: {num_blocks}")
 
         def make(publish: Publish) -> Engine:
             return build_engine(

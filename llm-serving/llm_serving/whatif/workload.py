@@ -12,12 +12,17 @@ from typing import Any, Final
 
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError
-from llm_serving.whatif.document import Mapping, number, one_of, text, whole
+from llm_serving.whatif.document import KEYS_IN, MOST_WHOLE, Mapping, number, one_of, text, whole
 from llm_serving.whatif.load import Asked, Load, Stream
 
 Draw = Callable[[random.Random], int]
 
 MAX_REQUESTS: Final = 200_000
+MAX_TOKENS: Final = 100_000_000
+"""Of all prompts of a load."""
+MAX_TENANTS: Final = 10_000
+MAX_SECONDS: Final = 1e9
+"""Until the last request comes."""
 LENGTH_RULE: Final = (
     "must be an integer >= 1, {low, high} (uniform), {median, p99} (lognormal), or {values: {length: weight}}"
 )
@@ -33,7 +38,7 @@ def read_workload(path: Path, seed: int | None = None) -> Load:
     Raises:
         ConfigError: With file, line and rule.
     """
-    return workload(read_yaml(path), path.stem, seed)
+    return workload(read_yaml(path, KEYS_IN), path.stem, seed)
 
 
 def workload(root: Located, name: str, seed: int | None = None) -> Load:
@@ -51,20 +56,24 @@ def workload(root: Located, name: str, seed: int | None = None) -> Load:
     document.end()
     if not streams:
         raise ConfigError(f"{document.where}: `streams` must have at least one stream")
+    if not any(stream.requests for stream in streams):
+        raise ConfigError(
+            f"{document.where_of('streams')}: `streams` must have at least one request. Given: none comes"
+        )
     return Load(name, tuple(streams), retries, vocab_size)
 
 
 def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, vocab_size: int) -> Stream:
     positive = number(0, above=True)
     rate = keys.take("rate", positive, "must be requests a second > 0", math.inf)
-    concurrency = keys.take("concurrency", whole(1), "must be an integer >= 1", 0) or None
+    concurrency = keys.take("concurrency", whole(1, MAX_REQUESTS), "must be an integer >= 1", 0) or None
     if (rate == math.inf) == (concurrency is None):
         raise ConfigError(f"{keys.where}: `streams.{name}` must have either `rate` or `concurrency`")
     arrivals = keys.take("arrivals", one_of(tuple(ARRIVALS)), f"must be one of {', '.join(ARRIVALS)}", "poisson")
     burst_size = keys.take("burst_size", whole(1), "must be an integer >= 1", 8)
     begins_s = keys.take("begins_s", number(), "must be seconds >= 0", 0.0)
     ends_s = keys.take("ends_s", number(begins_s, above=True), f"must be seconds > {begins_s:g}", duration_s)
-    count = keys.take("requests", whole(1), "must be an integer >= 1", 0)
+    count = keys.take("requests", whole(1, MAX_REQUESTS), "must be an integer >= 1", 0)
     if not count and (concurrency is not None or ends_s == math.inf):
         rule = "`requests`" if concurrency is not None else "`requests`, `ends_s`, or `duration_s` beside `streams`"
         raise ConfigError(f"{keys.where}: `streams.{name}` must have {rule}")
@@ -72,12 +81,14 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
     answer = keys.take("answer_tokens", _lengths, LENGTH_RULE)
     max_tokens = keys.take("max_tokens", whole(1), "must be an integer >= 1", 0)
     class_name = keys.take("class", text, "must be the name of a class", "") or None
-    priority = keys.take("priority", int, "must be an integer", 0)
+    priority = keys.take("priority", whole(-MOST_WHOLE), "must be an integer", 0)
     tenants = keys.take("tenants", _tenants, "must be an integer >= 1, or {name: weight}", {"": 1.0})
     prefix = keys.take("prefix_tokens", whole(1), "must be an integer >= 1", 0)
-    prefixes = keys.take("prefixes", whole(1), "must be an integer >= 1", 1)
+    prefixes = keys.take("prefixes", whole(1, MAX_REQUESTS), "must be an integer >= 1", 1)
     timeout_s = keys.take("timeout_s", positive, "must be seconds > 0", 0.0) or None
     keys.end()
+    if prefix * prefixes > MAX_TOKENS:
+        raise _too_many_tokens(keys, name, prefix * prefixes)
     beginnings = [rng.choices(range(3, vocab_size), k=prefix) for _ in range(prefixes)]
     if concurrency is None:
         times = itertools.takewhile(lambda time: time < ends_s, ARRIVALS[arrivals](rng, rate, begins_s, burst_size))
@@ -86,9 +97,14 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
         due = [begins_s] * count
     if len(due) > MAX_REQUESTS:
         raise ConfigError(f"{keys.where}: `streams.{name}` must be at most {MAX_REQUESTS} requests")
-    requests = []
+    if due and due[-1] > MAX_SECONDS:
+        rule = f"must have its last request within {MAX_SECONDS:g} seconds"
+        raise ConfigError(f"{keys.where}: `streams.{name}` {rule}. Given: it comes after {due[-1]:g}")
+    requests, num_tokens = [], 0
     for time in due:
         num_prompt, num_output = prompt(rng), answer(rng)
+        if (num_tokens := num_tokens + num_prompt) > MAX_TOKENS:
+            raise _too_many_tokens(keys, name, num_tokens)
         begin = rng.choice(beginnings)[: max(0, num_prompt - 1)]
         rest = rng.choices(range(3, vocab_size), k=num_prompt - len(begin))
         tenant = rng.choices(list(tenants), list(tenants.values()))[0]
@@ -96,6 +112,12 @@ def _stream(name: str, keys: Mapping, rng: random.Random, duration_s: float, voc
         length = num_output, most, not max_tokens
         requests.append(Asked(name, time, begin + rest, *length, priority, class_name, tenant, timeout_s))
     return Stream(name, requests, concurrency)
+
+
+def _too_many_tokens(keys: Mapping, name: str, given: int) -> ConfigError:
+    return ConfigError(
+        f"{keys.where}: `streams.{name}` must have at most {MAX_TOKENS} tokens in its prompts. Given: {given} and more"
+    )
 
 
 def _poisson(rng: random.Random, rate: float, begins_s: float, burst_size: int) -> Iterator[float]:
@@ -127,8 +149,8 @@ def _lengths(value: Any) -> Draw:
         case ["median", "p99"]:
             median, p99 = number(1)(value["median"]), number(value["median"])(value["p99"])
             sigma = math.log(p99 / median) / NormalDist().inv_cdf(0.99)
-            return lambda rng: max(1, round(median * math.exp(sigma * rng.gauss(0, 1))))
-        case ["values"]:
+            return lambda rng: min(MOST_WHOLE, max(1, round(median * math.exp(sigma * rng.gauss(0, 1)))))
+        case ["values"] if isinstance(value["values"], dict):
             lengths = [whole(1)(each) for each in _plain_keys(value["values"])]
             weights = [number(0)(each) for each in value["values"].values()]
             if not sum(weights) > 0:
@@ -143,6 +165,6 @@ def _plain_keys(values: dict[Any, Any]) -> list[int]:
 
 
 def _tenants(value: Any) -> dict[str, float]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return {text(name): number(0, above=True)(weight) for name, weight in value.items()}
-    return {f"tenant-{index}": 1.0 for index in range(whole(1)(value))}
+    return {f"tenant-{index}": 1.0 for index in range(whole(1, MAX_TENANTS)(value))}

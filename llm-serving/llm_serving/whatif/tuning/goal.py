@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from llm_serving.config.yaml_reader import Located, read_yaml
 from llm_serving.errors import ConfigError, shorten
-from llm_serving.whatif.document import Mapping, number, text, whole
+from llm_serving.whatif.document import KEYS_IN, Mapping, number, text, whole
 from llm_serving.whatif.figures import LESS_IS_BETTER, OF_ALL, OF_GROUP, Figures
 from llm_serving.whatif.report import number as shown
 
@@ -133,7 +133,7 @@ def read_goal(path: Path) -> Goal:
     Raises:
         ConfigError: With file, line and rule.
     """
-    return goal(read_yaml(path))
+    return goal(read_yaml(path, KEYS_IN))
 
 
 def goal(root: Located) -> Goal:
@@ -148,6 +148,8 @@ def goal(root: Located) -> Goal:
         except (TypeError, ValueError):
             given = shorten(located.value)
             raise ConfigError(f"{located.where}: `constraints.{name}` must be a number >= 0. Given: {given}") from None
+        if figure.name.endswith("share") and limit > 1:
+            raise ConfigError(f"{located.where}: `constraints.{name}` must be a share of at most 1. Given: {limit:g}")
         constraints.append(Constraint(figure, limit, margin))
         where[figure.key] = located.where
     wanted = [each for each in ("most", "least") if each in document]
