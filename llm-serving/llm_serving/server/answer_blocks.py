@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,8 +57,7 @@ class AnswerBlocks:
 
     def add(self, output: RequestOutput) -> list[Told]:
         """What a piece adds, in order."""
-        delta = self._message.add(output)
-        return [] if delta is None else list(self._told(delta))
+        return [self._told(delta) for delta in self._message.add_in_order(output)]
 
     def say_nothing(self) -> Told:
         """An answer without anything in it, as a block."""
@@ -69,24 +67,26 @@ class AnswerBlocks:
         """Why the answer ended: as `AnsweredMessage` tells it."""
         return self._message.finish_reason(output)
 
-    def _told(self, delta: ChatDelta) -> Iterator[Told]:
-        for kind, text in ((BlockKind.REASONING, delta.reasoning_content), (BlockKind.TEXT, delta.content)):
-            if text is not UNSET and text:
-                begins = not self.blocks or self.blocks[-1].kind is not kind
-                yield self._add(self._begin(kind) if begins else self.blocks[-1], begins, text)
-        for call in () if delta.tool_calls is UNSET else delta.tool_calls:
+    def _told(self, delta: ChatDelta) -> Told:
+        if delta.tool_calls is not UNSET:
+            [call] = delta.tool_calls
             begins = call.id is not UNSET
-            block = self._begin(BlockKind.CALL) if begins else self._last_call()
+            block = self._begin(BlockKind.CALL) if begins else self.blocks[-1]
             if call.id is not UNSET and call.function.name is not UNSET:
                 block.id, block.name = call.id, call.function.name
-            yield self._add(block, begins, call.function.arguments)
+            return self._add(block, begins, call.function.arguments)
+        if delta.content is not UNSET:
+            return self._told_text(BlockKind.TEXT, delta.content)
+        assert delta.reasoning_content is not UNSET
+        return self._told_text(BlockKind.REASONING, delta.reasoning_content)
+
+    def _told_text(self, kind: BlockKind, text: str) -> Told:
+        begins = not self.blocks or self.blocks[-1].kind is not kind
+        return self._add(self._begin(kind) if begins else self.blocks[-1], begins, text)
 
     def _begin(self, kind: BlockKind) -> Block:
         self.blocks.append(Block(kind, len(self.blocks)))
         return self.blocks[-1]
-
-    def _last_call(self) -> Block:
-        return next(block for block in reversed(self.blocks) if block.kind is BlockKind.CALL)
 
     def _add(self, block: Block, begins: bool, text: str) -> Told:
         block.pieces.append(text)

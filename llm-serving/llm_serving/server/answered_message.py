@@ -45,19 +45,34 @@ class AnsweredMessage:
         """Pieces of the arguments of each call."""
 
     def add(self, output: RequestOutput) -> ChatDelta | None:
-        """What has become certain by a piece; None: nothing."""
+        """What has become certain by a piece, all that is said as one and all calls as one; None: nothing."""
+        deltas = self.add_in_order(output)
+        if len(deltas) <= 1:
+            return deltas[0] if deltas else None
+        calls = [call for delta in deltas if delta.tool_calls is not UNSET for call in delta.tool_calls]
+        return ChatDelta(
+            content="".join(delta.content for delta in deltas if delta.content is not UNSET) or UNSET,
+            reasoning_content=deltas[0].reasoning_content,
+            tool_calls=calls or UNSET,
+        )
+
+    def add_in_order(self, output: RequestOutput) -> list[ChatDelta]:
+        """What has become certain by a piece, part by part: what was thought, then each text that is said or call."""
         if self._parser is None:
-            parts = AnswerParts(said=output.text)
+            parts = AnswerParts(answer=[output.text] if output.text else [])
         else:
             parts = self._parser.add(output.text, ended=output.finished)
-        self._said.append(parts.said)
-        self._reasoning.append(parts.reasoning)
-        calls = [self._call(call) for call in parts.calls]
-        if not (parts.said or parts.reasoning or calls):
-            return None
-        return ChatDelta(
-            content=parts.said or UNSET, reasoning_content=parts.reasoning or UNSET, tool_calls=calls or UNSET
-        )
+        deltas: list[ChatDelta] = []
+        if parts.reasoning:
+            self._reasoning.append(parts.reasoning)
+            deltas.append(ChatDelta(reasoning_content=parts.reasoning))
+        for part in parts.answer:
+            if isinstance(part, Call):
+                deltas.append(ChatDelta(tool_calls=[self._call(part)]))
+            else:
+                self._said.append(part)
+                deltas.append(ChatDelta(content=part))
+        return deltas
 
     def whole(self, echo: str) -> ChatAnswer:
         said, reasoning = echo + "".join(self._said), "".join(self._reasoning)

@@ -10,11 +10,11 @@ from llm_serving.text.tools import Call, Part, ToolParser
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What one piece of an answer comes to."""
+    """What one piece of an answer comes to: what was thought comes before all else."""
 
     reasoning: str = ""
-    said: str = ""
-    calls: list[Call] = field(default_factory=list)
+    answer: list[Part] = field(default_factory=list)
+    """What is said and called, in order; nothing in it is empty."""
 
 
 class AnswerParser:
@@ -35,26 +35,20 @@ class AnswerParser:
     def add(self, text: str, *, ended: bool) -> AnswerParts:
         """What has become certain by the next piece; all that is left when it is the last."""
         thought = Split(answer=text) if self._reasoning is None else self._reasoning.add(text)
-        parts = self._parts(thought.answer)
-        parts.reasoning = thought.reasoning
+        parts = AnswerParts(thought.reasoning, self._parts(thought.answer))
         if ended:
             rest = Split() if self._reasoning is None else self._reasoning.flush()
-            last = self._parts(rest.answer, ended=True)
             parts.reasoning += rest.reasoning
-            parts.said += last.said
-            parts.calls += last.calls
-        parts.calls = [call for call in parts.calls if self._tells(call)]
+            parts.answer += self._parts(rest.answer, ended=True)
+        parts.answer = [part for part in parts.answer if (self._tells(part) if isinstance(part, Call) else part)]
         return parts
 
     def _tells(self, call: Call) -> bool:
         self._num_calls += bool(call.name)  # without one it goes on with the last
         return self._max_calls is None or self._num_calls <= self._max_calls
 
-    def _parts(self, text: str, *, ended: bool = False) -> AnswerParts:
-        found: list[Part] = [text]
-        if self._tools is not None:
-            found = self._tools.add(text)
-            if ended:
-                found += self._tools.flush()
-        said = "".join(each for each in found if isinstance(each, str))
-        return AnswerParts(said=said, calls=[each for each in found if isinstance(each, Call)])
+    def _parts(self, text: str, *, ended: bool = False) -> list[Part]:
+        if self._tools is None:
+            return [text]
+        found = self._tools.add(text)
+        return found + self._tools.flush() if ended else found
