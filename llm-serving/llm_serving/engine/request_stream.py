@@ -24,6 +24,9 @@ class RequestStream:
         self._pieces: deque[RequestOutput] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Who waits for the next piece; there is one reader at most."""
+        self.take: Callable[[RequestOutput], bool] | None = None
+        """Asked first whether it takes a piece that the reader waits for, unless it is the last one. What it raises is
+        raised to the reader."""
         self._finished = False
         self._num_at_once = 0
         """Pieces that were taken without having been waited for."""
@@ -52,6 +55,16 @@ class RequestStream:
             self._abort(self.request_id)
 
     def put(self, piece: RequestOutput) -> None:
+        reader = self._reader
+        if reader is None or reader.done():
+            self._pieces.append(piece)
+            return
+        if self.take is not None and piece.finish_reason is None:
+            try:
+                if self.take(piece):
+                    return
+            except Exception as error:  # noqa: BLE001  handed to the reader
+                reader.set_exception(error)
+                return
         self._pieces.append(piece)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader.set_result(None)

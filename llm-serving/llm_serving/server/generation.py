@@ -84,6 +84,21 @@ class Generation:
         selected = pieces if self._select is None else self._select(pieces)
         return selected if self.watch is None else _watched(selected, self.watch)
 
+    def give_first(self, take: Callable[[int, RequestOutput], bool] | None) -> None:
+        """From now on `take` is asked first whether it takes a piece that `outputs` waits for; None: nobody is.
+
+        It gets no last piece of a choice, and none where pieces are watched, selected or those of several choices.
+        """
+        if len(self._streams) != 1 or self._select is not None or self.watch is not None:
+            return
+        newest, stream = self.newest, self._streams[0]
+
+        def take_first(output: RequestOutput) -> bool:
+            newest[0] = output
+            return take is not None and take(0, output)
+
+        stream.take = None if take is None else take_first
+
     async def _pieces(self) -> AsyncIterator[ChoiceOutput]:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
@@ -254,6 +269,8 @@ def _end_of_beams(on_end: Callable[[int], None], width: int, num_generated: int)
 def raise_on_error(output: RequestOutput) -> None:
     """Raises what the engine ended the request with: TimedOutError where its deadline passed, UnavailableError where
     nothing could compute it any more, otherwise WorkerError."""
+    if output.finish_reason is None:
+        return
     if output.finish_reason is FinishReason.TIMEOUT:
         raise TimedOutError(output.error or "the deadline of the request has passed")
     if output.finish_reason is FinishReason.UNAVAILABLE:

@@ -19,6 +19,7 @@ from llm_serving.server.front_door.body_meter import BodyMeter
 from llm_serving.server.front_door.cycle_hooks import close_unless_read, when_digested
 from llm_serving.server.front_door.guests import Guests
 from llm_serving.server.front_door.joined_head import JoinedHead
+from llm_serving.server.front_door.lane import LANE_KEY, Lane
 from llm_serving.server.front_door.older_http import OLDER, end_with_connection, is_faulty
 from llm_serving.server.front_door.parting import PartingTransport
 from llm_serving.server.front_door.refusals import NO_MEMORY, NOT_HTTP, Refusal
@@ -107,6 +108,7 @@ class Connection(HttpToolsProtocol):
         self._timer = TurnTimer(self.loop, turns, address)
         self._reader: SlowReader | None = None
         self._parting: PartingTransport | None = None
+        self._lane: Lane | None = None
 
     # A guest
 
@@ -190,6 +192,7 @@ class Connection(HttpToolsProtocol):
         assert self._parting is not None
         self._parting.lost()
         # What refers to itself stays until a search for such things, which holds the event loop.
+        self._leave_lane()
         if self.cycle is not None:
             self.cycle.on_response = _nothing
             self.cycle.transport = self.transport
@@ -364,6 +367,8 @@ class Connection(HttpToolsProtocol):
         if version == OLDER:
             end_with_connection(self.cycle)
         JoinedHead(self.cycle, self.loop)
+        self._lane = Lane(self.cycle, self._turns)
+        self.scope[LANE_KEY] = self._lane  # type: ignore[typeddict-unknown-key]
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
@@ -389,12 +394,18 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._leave_lane()
         self._undigested = None
         if self._held:
             self._arrived = monotonic()  # until now it waited for the answer before its own
             self._advance()
         else:
             self._weigh()
+
+    def _leave_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.end()
+            self._lane = None
 
     def _watch_digestion(self, cycle: RequestResponseCycle) -> None:
         """The bytes of a body weigh until it is digested."""
