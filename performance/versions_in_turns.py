@@ -28,7 +28,7 @@ PROMPT_LEN, OUTPUT_LEN, BATCH_OUTPUT_LEN, LONG_PROMPT_LEN = 128, 128, 32, 1024
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    settings = [str(arguments.model), arguments.dtype, str(arguments.num_blocks)]
+    settings = [str(arguments.model), arguments.dtype, str(arguments.num_blocks), arguments.quantization]
     versions = [Version(python, settings) for python in (sys.executable, arguments.other)]
     try:
         for test in arguments.tests:
@@ -70,7 +70,7 @@ class Version:
 
     Args:
         python: The interpreter that has the package.
-        settings: The model's folder, dtype and blocks.
+        settings: The model's folder, dtype, blocks and quantization, which may be empty.
     """
 
     def __init__(self, python: str, settings: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class Version:
         self._process.wait()
 
 
-def _work(folder: str, dtype: str, num_blocks: str) -> None:
+def _work(folder: str, dtype: str, num_blocks: str, quantization: str) -> None:
     """Answers each line of standard input with the rate of the test it names."""
     import numpy as np
     from llm_serving.config import load_config
@@ -106,6 +106,8 @@ def _work(folder: str, dtype: str, num_blocks: str) -> None:
     from llm_serving.offline import LLM
 
     overrides = [f"model_config.model_dtype={dtype}", f"pa_config.num_blocks={num_blocks}"]
+    if quantization:
+        overrides.append(f"quant_config.quantization={quantization}")
     llm = LLM(load_config(None, [*overrides, "model_config.decode_batch_size=128"], Path(folder)))
     numbers = np.random.default_rng(0)
 
@@ -136,6 +138,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", type=lambda text: text.split(","), default=["A", "B32", "B128", "C"])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--quantization", default="", metavar="FORMAT", help="as in the YAML, where both know it")
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")
     return parser.parse_args(argv)
 

@@ -15,7 +15,7 @@ EVEX = "avx_vnni_evex"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _NEEDED = {
-    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,

@@ -1,8 +1,10 @@
-// Products of bfloat16 by AMX tiles of 16 rows x 64 bytes, behind the same `multiply` as the other instruction sets.
+// Products by AMX tiles of 16 rows x 64 bytes, of bfloat16 and of codes of 8 bits, behind the same `multiply` as the
+// other instruction sets.
 //
 //   tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
 // tdpbf16ps sums the products of a step of 32 inputs (even and odd ones apart) from zero and then adds to the sums, so
 // the cut of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the end.
+// tdpbusd adds products of 64 codes without and with sign in 32 bits: exact, so that any cut gives the same sums.
 //
 // LLM_AMX_EMULATED replaces the instructions by loops, so that the rest can be tested on a CPU without AMX.
 #pragma once
@@ -12,8 +14,12 @@
 
 namespace llm::LLM_ISA {
 
-constexpr size_t kStep = kTileWidth;
+// Elements of a row of a tile, and the least that is left of bfloat16 at the end of a row.
+template <class Element>
+constexpr size_t kStep = kTileBytes / sizeof(Element);
 constexpr size_t kHalfStep = 16;
+// Bytes of each column that lie together in a panel: pairs of bfloat16, fours of codes.
+constexpr size_t kColumnBytes = 4;
 
 // The operand of ldtilecfg.
 struct alignas(64) TileConfig {
@@ -81,12 +87,31 @@ __attribute__((optimize("O3"))) inline void emulated_multiply(int c, int a, int 
   }
 }
 
+// Of codes without sign and with: exact.
+__attribute__((optimize("O3"))) inline void emulated_multiply_codes(int c, int a, int b) {
+  for (size_t row = 0; row < emulated.config.rows[c]; row++) {
+    int32_t sums[kPanelWidth];
+    __builtin_memcpy(sums, emulated.bytes[c] + row * 64, sizeof(sums));
+    for (size_t four = 0; four < emulated.config.rows[b]; four++) {
+      for (size_t column = 0; column < kPanelWidth; column++) {
+        for (size_t i = 0; i < kColumnBytes; i++) {
+          const auto x = static_cast<uint8_t>(emulated.bytes[a][row * 64 + kColumnBytes * four + i]);
+          sums[column] += x * static_cast<int8_t>(emulated.bytes[b][four * 64 + kColumnBytes * column + i]);
+        }
+      }
+    }
+    __builtin_memcpy(emulated.bytes[c] + row * 64, sums, sizeof(sums));
+  }
+}
+
 #define LLM_TILE_CONFIGURE(config) emulated.config = config
 #define LLM_TILE_RELEASE()
 #define LLM_TILE_LOAD(tile, source, stride) emulated_load(tile, source, stride)
+#define LLM_TILE_STREAM(tile, source, stride) emulated_load(tile, source, stride)
 #define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
 #define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, sizeof(emulated.bytes[tile]))
 #define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
+#define LLM_TILE_MULTIPLY_CODES(c, a, b) emulated_multiply_codes(c, a, b)
 #else
 // Written out because gcc 12's intrinsics do not tell the compiler which memory they read.
 #define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
@@ -94,70 +119,83 @@ __attribute__((optimize("O3"))) inline void emulated_multiply(int c, int a, int 
 #define LLM_TILE_ADDRESS(memory, stride) "r"(memory), "r"(static_cast<int64_t>(stride))
 #define LLM_TILE_LOAD(tile, source, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
+// What is not to take the place of panels in the first-level cache.
+#define LLM_TILE_STREAM(tile, source, stride) \
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile::LLM_TILE_ADDRESS(source, stride) : "memory")
 #define LLM_TILE_STORE(tile, target, stride) \
   asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::LLM_TILE_ADDRESS(target, stride) : "memory")
 #define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::)
 #define LLM_TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define LLM_TILE_MULTIPLY_CODES(c, a, b) asm volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
+#define LLM_TILE_ADD(c, a, b)             \
+  do {                                    \
+    if constexpr (sizeof(Element) == 1) { \
+      LLM_TILE_MULTIPLY_CODES(c, a, b);   \
+    } else {                              \
+      LLM_TILE_MULTIPLY(c, a, b);         \
+    }                                     \
+  } while (0)
+
 // Sums of up to 32 rows and two panels, and the products to add to them or to zero (see `Product` of tile.h).
+template <class Element, class Activation>
 struct TileProduct {
   size_t rows;
   bool two_panels;
-  const BFloat16* a;
+  const Activation* a;
   size_t a_stride;  // from a row to the next
   size_t a_step;    // elements of `a` for each input, at whole steps: 16 in tiles, 1 in rows
   size_t a_high;    // to row 16
-  const BFloat16* const* panels;
-  const BFloat16* const* next;  // null for nothing
-  size_t turn, turns;           // which of its lines this tile prefetches: every `turns`-th
-  size_t panels_stride;         // from the panels of a segment to those of the next
+  const Element* const* panels;
+  const Element* const* next;  // what is read after the panels, to be prefetched; null for nothing
+  size_t panels_stride;        // from the panels of a segment to those of the next
   size_t segments, inputs;
   float* c;
   size_t c_stride;
   size_t c_panel;
   bool add_to_c;
+  bool streams_a;  // the panels are used by other rows too, and stay in the first-level cache
 };
 
 // What the tiles are configured for: loading a configuration takes about as long as a step of products.
 struct TileShape {
   size_t rows = 0;
-  size_t step = 0;
+  size_t step_bytes = 0;
 };
 
-inline void configure(const TileProduct& product, size_t step, TileShape& shape) {
-  if (shape.rows == product.rows && shape.step == step) return;
-  shape = {product.rows, step};
+inline void configure(size_t rows, size_t step_bytes, TileShape& shape) {
+  if (shape.rows == rows && shape.step_bytes == step_bytes) return;
+  shape = {rows, step_bytes};
   TileConfig config;
-  const size_t low = product.rows < kTileHeight ? product.rows : kTileHeight;
-  const size_t high = product.rows > kTileHeight ? product.rows - kTileHeight : 1;
+  const size_t low = rows < kTileHeight ? rows : kTileHeight;
+  const size_t high = rows > kTileHeight ? rows - kTileHeight : 1;
   for (size_t tile = 0; tile < 8; tile++) {
     const bool panel = tile >= 6;
     const bool activations = tile == 4 || tile == 5;
     const bool upper = tile == 2 || tile == 3 || tile == 5;
-    config.rows[tile] = static_cast<uint8_t>(panel ? step / 2 : upper ? high : low);
-    config.row_bytes[tile] = static_cast<uint16_t>(activations ? step * sizeof(BFloat16) : 64);
+    config.rows[tile] = static_cast<uint8_t>(panel ? step_bytes / kColumnBytes : upper ? high : low);
+    config.row_bytes[tile] = static_cast<uint16_t>(activations ? step_bytes : kTileBytes);
   }
   LLM_TILE_CONFIGURE(config);
 }
 
-// What one tile alone prefetches it reads itself soon after; what several share waits in the second-level cache.
-template <int kLocality>
-void prefetch_step(const TileProduct& product, size_t segment, size_t k, size_t step) {
+template <class Element, class Activation>
+void prefetch_step(const TileProduct<Element, Activation>& product, size_t segment, size_t k, size_t step) {
+  constexpr size_t kInputs = kColumnBytes / sizeof(Element);
   for (size_t p = 0; p < (product.two_panels ? 2 : 1); p++) {
-    const BFloat16* next = product.next[segment * product.panels_stride + p] + k * kPanelWidth;
-    for (size_t line = product.turn; line < step / 2; line += product.turns) {
-      __builtin_prefetch(next + 2 * line * kPanelWidth, 0, kLocality);
-    }
+    const Element* next = product.next[segment * product.panels_stride + p] + k * kPanelWidth;
+    for (size_t i = 0; i < step; i += kInputs) __builtin_prefetch(next + i * kPanelWidth);
   }
 }
 
 // Adds the inputs from `first` to `last` of every segment, `step` at a time.
-inline void add_steps(const TileProduct& product, size_t first, size_t last, size_t step, bool add_to_c,
-                      TileShape& shape) {
-  configure(product, step, shape);
+template <class Element, class Activation>
+void add_steps(const TileProduct<Element, Activation>& product, size_t first, size_t last, size_t step, bool add_to_c,
+               TileShape& shape) {
+  configure(product.rows, step * sizeof(Element), shape);
   const bool high = product.rows > kTileHeight;
-  const size_t a_bytes = product.a_stride * sizeof(BFloat16);
+  const size_t a_bytes = product.a_stride * sizeof(Activation);
   const size_t c_bytes = product.c_stride * sizeof(float);
   float* high_c = product.c + kTileHeight * product.c_stride;
   if (add_to_c) {
@@ -172,24 +210,30 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
     LLM_TILE_ZERO(3);
   }
   for (size_t segment = 0; segment < product.segments; segment++) {
-    const BFloat16* a = product.a + segment * product.inputs;
-    const BFloat16* const* panels = product.panels + segment * product.panels_stride;
+    const Activation* a = product.a + segment * product.inputs;
+    const Element* const* panels = product.panels + segment * product.panels_stride;
     for (size_t k = first; k < last; k += step) {
-      if (product.next != nullptr) {
-        product.turns == 1 ? prefetch_step<3>(product, segment, k, step) : prefetch_step<2>(product, segment, k, step);
+      if (product.next != nullptr) prefetch_step(product, segment, k, step);
+      const Activation* low = a + k * product.a_step;
+      if (product.streams_a) {
+        LLM_TILE_STREAM(4, low, a_bytes);
+      } else {
+        LLM_TILE_LOAD(4, low, a_bytes);
       }
-      const BFloat16* low = a + k * product.a_step;
-      LLM_TILE_LOAD(4, low, a_bytes);
       LLM_TILE_LOAD(6, panels[0] + k * kPanelWidth, 64);
-      LLM_TILE_MULTIPLY(0, 4, 6);
+      LLM_TILE_ADD(0, 4, 6);
       if (product.two_panels) {
         LLM_TILE_LOAD(7, panels[1] + k * kPanelWidth, 64);
-        LLM_TILE_MULTIPLY(1, 4, 7);
+        LLM_TILE_ADD(1, 4, 7);
       }
       if (!high) continue;
-      LLM_TILE_LOAD(5, low + product.a_high, a_bytes);
-      LLM_TILE_MULTIPLY(2, 5, 6);
-      if (product.two_panels) LLM_TILE_MULTIPLY(3, 5, 7);
+      if (product.streams_a) {
+        LLM_TILE_STREAM(5, low + product.a_high, a_bytes);
+      } else {
+        LLM_TILE_LOAD(5, low + product.a_high, a_bytes);
+      }
+      LLM_TILE_ADD(2, 5, 6);
+      if (product.two_panels) LLM_TILE_ADD(3, 5, 7);
     }
   }
   LLM_TILE_STORE(0, product.c, c_bytes);
@@ -198,12 +242,14 @@ inline void add_steps(const TileProduct& product, size_t first, size_t last, siz
   if (high && product.two_panels) LLM_TILE_STORE(3, high_c + product.c_panel, c_bytes);
 }
 
-// `inputs` is a multiple of 16; several segments have 16 each, or a multiple of 32.
-inline void multiply_by_tiles(const TileProduct& product, TileShape& shape) {
-  const size_t whole = product.inputs / kStep * kStep;
-  if (whole > 0) add_steps(product, 0, whole, kStep, product.add_to_c, shape);
+// Several segments have the inputs of a part of a step each, or a multiple of a step.
+template <class Element, class Activation>
+void multiply_by_tiles(const TileProduct<Element, Activation>& product, TileShape& shape) {
+  const size_t whole = product.inputs / kStep<Element> * kStep<Element>;
+  if (whole > 0) add_steps(product, 0, whole, kStep<Element>, product.add_to_c, shape);
   if (whole < product.inputs || product.inputs == 0) {
-    add_steps(product, whole, product.inputs, kHalfStep, product.add_to_c || whole > 0, shape);
+    const size_t left = product.inputs == 0 ? kHalfStep : product.inputs - whole;
+    add_steps(product, whole, product.inputs, left, product.add_to_c || whole > 0, shape);
   }
 }
 

@@ -103,24 +103,20 @@ void encode_rows(const EncodeArgs& args) {
 template <class Element, class Code, class Then>
 CodedRows<Code> code_rows(const LinearArgs& args, const ActivationForm<Code>& form, Then then) {
   const size_t stride = args.x_passes.or_rows(args.m, args.k).width;
-  // The last pass takes as much memory as the others.
-  const size_t columns = form.inputs == 0 ? 0 : Passes::padded(form.inputs, form.pass);
-  const size_t bytes = Passes::padded(args.m * columns, sizeof(float));
+  const size_t bytes = form.bytes(args.m);
   auto* codes = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + args.m * sizeof(float)));
   auto* scale = reinterpret_cast<float*>(codes + bytes);
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     const Floats factor = broadcast(code_factor(largest_bits(x, args.k), &scale[row]));
     const bool is_finite = scale[row] == scale[row];
-    for (size_t first = 0; first < form.inputs; first += form.pass) {
-      const size_t last = first + form.pass < form.inputs ? first + form.pass : form.inputs;
-      uint8_t* target = codes + form.passes.at(row, first);
+    form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {
       for (size_t i = first; i < last; i += kLanes) {
         alignas(16) uint8_t sixteen[kLanes];
         store_codes(sixteen, is_finite ? load_first(x + i, args.k - i) * factor : zeros(), Operand<Code>::kOffset);
-        __builtin_memcpy(target + i - first, sixteen, last - i < kLanes ? last - i : kLanes);
+        __builtin_memcpy(codes + at + i - first, sixteen, last - i < kLanes ? last - i : kLanes);
       }
-    }
+    });
     then(row, reinterpret_cast<const ActivationOf<Code>*>(codes));
   });
   return {{form, codes}, scale};

@@ -69,7 +69,7 @@ struct Operand<Code8> {
   static constexpr size_t kInputs = 4;
   static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(LLM_AMX)
   static constexpr bool kQuick = true;
 #else
   static constexpr bool kQuick = false;
@@ -174,6 +174,18 @@ struct Operand<KeyCode> : Operand<Code8> {
     return result;
   }
 };
+#endif
+
+#if defined(LLM_AMX)
+template <>
+constexpr bool kMultipliesTiles<Code8> = true;
+
+// Few rows by parts of a step, as attention decodes, are quicker in vector registers; sums are the same.
+template <>
+inline void multiply<Code8>(const Product<Code8>& product) {
+  const bool is_small = product.rows <= kRowMultiple && product.inputs < kStep<Code8> && product.a_tile == 0;
+  is_small ? multiply_vectors(product) : multiply_tiles(product);
+}
 #endif
 
 }  // namespace llm::LLM_ISA

@@ -47,14 +47,14 @@ namespace {
 constexpr size_t kMaxSets = 8;
 
 #if defined(__x86_64__)
-// Whether the CPU has tiles of bfloat16 and the system grants this process their registers.
+// Whether the CPU has tiles of bfloat16 and of 8 bits, and the system grants this process their registers.
 bool has_amx() {
-  constexpr unsigned kTilesAndBFloat16 = 1u << 24 | 1u << 22;
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kTiles = 1u << 24 | 1u << 22 | 1u << 25;  // amx_tile, amx_bf16, amx_int8
+  constexpr long kRequestPermission = 0x1023;                  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kTilesAndBFloat16) != kTilesAndBFloat16) return false;
+  if ((edx & kTiles) != kTiles) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 

@@ -11,12 +11,14 @@ namespace llm::LLM_ISA {
 
 // Panels of a unit of work of any type, at most.
 constexpr size_t kMostPanels = 16;
-// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache.
+// Inputs of one pass over the rows. Four panels of a pass (32 KB as they are multiplied) stay in the first-level cache;
+// of AMX tiles, which put sums back and take them again at the price of eight steps, two of twice as many inputs.
 // Where products are quick, the next four have to fit as well (16 KB each); with enough tiles to read them one by one
 // they are read into the second-level cache, which holds longer passes: sums are then put back and taken less often.
 template <class Element>
 constexpr size_t pass_inputs(size_t rows) {
   constexpr size_t kInput = 4 * kPanelWidth * sizeof(ActivationOf<Element>);
+  if (kMultipliesTiles<Element>) return 2 * 32768 / kInput;
   if (!Operand<Element>::kQuick) return 32768 / kInput;
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
@@ -53,8 +55,17 @@ struct ActivationForm {
     pass = inputs <= most ? inputs : most;
     // One row is read as it is. The rows of a tile that are prefetched follow those of the tile before.
     const bool in_place = kTiles ? m == 1 : !Operand<Element>::kQuick;
-    passes = {m, in_place ? inputs : pass, kTiles && !in_place};
+    passes = {m, in_place ? inputs : pass, kTiles && !in_place ? kTileBytes / sizeof(ActivationOf<Element>) : 0};
     converts = sizeof(ActivationOf<Element>) != sizeof(Element) || inputs != k;
+  }
+
+  // That all rows take: tiles and the last pass as much as whole ones.
+  size_t bytes(size_t m) const {
+    if (inputs == 0) return 0;
+    const size_t tile = passes.tile > 0 ? passes.tile : 1;
+    const size_t rows = passes.tile > 0 ? Passes::padded(m, kTileHeight) : m;
+    const size_t columns = Passes::padded(Passes::padded(inputs, passes.width), tile);
+    return rows * columns * sizeof(ActivationOf<Element>);
   }
 };
 
@@ -88,11 +99,10 @@ Activations<Element> prepare_activations(const LinearArgs& args, const Activatio
   using Activation = ActivationOf<Element>;
   const Passes& passes = form.passes;
   const Passes given = args.x_passes.or_rows(args.m, args.k);
-  if (!form.converts && given.width == passes.width && given.tiles == passes.tiles) {
+  if (!form.converts && given.width == passes.width && given.tile == passes.tile) {
     return {form, args.x};
   }
-  const size_t bytes = Passes::most_elements(args.m, form.inputs) * sizeof(Activation) + 1;
-  auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, bytes));
+  auto* data = static_cast<Activation*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * given.width;
     // No run begins behind the columns of x: only the last one has padding, and less than a run.
@@ -224,9 +234,11 @@ void add_products(const Activations<Element>& x, size_t row, size_t rows, const 
     const PassPanels<Element> pass(panels, k, inputs, spreads_prefetches<Element>(rows));
     Product<Element> product(rows, x.at(row, k), pass.now, panels.count, inputs, sums);
     product.a_stride = x.passes.width;
-    product.a_in_tiles = x.passes.tiles;
+    product.a_tile = x.passes.tile;
     product.add_to_c = k > 0;
-    product.next = pass.next;
+    // Tiles take more from the second-level cache than leaves room for requests that wait for memory; what the CPU
+    // reads ahead by itself was quicker.
+    product.next = kMultipliesTiles<Element> && rows > kRowMultiple ? nullptr : pass.next;
     multiply(product);
   }
 }

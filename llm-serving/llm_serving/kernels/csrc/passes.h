@@ -5,35 +5,36 @@
 
 namespace llm {
 
-// Of an AMX tile of 16-bit numbers.
+// Rows of an AMX tile, and bytes of each.
 constexpr size_t kTileHeight = 16;
-constexpr size_t kTileWidth = 32;
+constexpr size_t kTileBytes = 64;
 
 // A multiple of every width of passes but that of all columns.
 constexpr size_t kMostPassWidth = 1024;
 
 // Rows in the order in which a product reads them: `width` columns of every row, then the next columns of every row.
-// With all columns as the width, rows as usual. `tiles`: within a pass, 16 rows x 32 columns each lie together, and
-// those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}: rows as usual.
+// With all columns as the width, rows as usual. `tile` above 0: within a pass, 16 rows x `tile` columns each lie
+// together, and those of the same rows behind one another; tiles that are not full take the memory of whole ones. {}:
+// rows as usual.
 struct Passes {
   size_t rows = 0;
   size_t width = 0;
-  bool tiles = false;
+  size_t tile = 0;
 
   LLM_INLINE Passes or_rows(size_t count, size_t columns) const { return width > 0 ? *this : Passes{count, columns}; }
 
   // Within a pass.
   LLM_INLINE size_t row_offset(size_t row) const {
-    if (!tiles) return row * width;
-    return row / kTileHeight * kTileHeight * padded(width, kTileWidth) + row % kTileHeight * kTileWidth;
+    if (tile == 0) return row * width;
+    return row / kTileHeight * kTileHeight * padded(width, tile) + row % kTileHeight * tile;
   }
   LLM_INLINE size_t column_offset(size_t column) const {
-    return tiles ? column / kTileWidth * kTileWidth * kTileHeight + column % kTileWidth : column;
+    return tile > 0 ? column / tile * tile * kTileHeight + column % tile : column;
   }
 
   // Where an element lies.
   LLM_INLINE size_t at(size_t row, size_t column) const {
-    const size_t pass = row_offset(tiles ? padded(rows, kTileHeight) : rows);
+    const size_t pass = row_offset(tile > 0 ? padded(rows, kTileHeight) : rows);
     return column / width * pass + row_offset(row) + column_offset(column % width);
   }
 
@@ -43,7 +44,7 @@ struct Passes {
     if (first >= last) return;
     size_t column = first % width;
     for (size_t begin = at(row, first) - column_offset(column); first < last;) {
-      const size_t in_tile = tiles ? kTileWidth - column % kTileWidth : width;
+      const size_t in_tile = tile > 0 ? tile - column % tile : width;
       const size_t left = width - column < last - first ? width - column : last - first;
       const size_t count = left < in_tile ? left : in_tile;
       body(first, first + count, begin + column_offset(column));

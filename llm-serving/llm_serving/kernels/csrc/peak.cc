@@ -114,6 +114,7 @@ __attribute__((target("avx2,avxvnni"))) double avx_vnni(size_t rounds, float* re
 
 // Four sums of 16 x 16 from two tiles of activations and two of weights, as the products arrange them. The tiles hold
 // uneven numbers: on zeros the units draw less power and run faster than they ever do in a product.
+template <bool kCodes>
 double amx(size_t rounds, float* result) {
   struct alignas(64) {
     uint8_t palette = 1;
@@ -134,13 +135,19 @@ double amx(size_t rounds, float* result) {
       "r"(stride)
       : "memory");
   for (size_t round = 0; round < rounds; round++) {
-    asm volatile(
-        "tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
-        "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+    if constexpr (kCodes) {
+      asm volatile(
+          "tdpbusd %tmm6, %tmm4, %tmm0\n\ttdpbusd %tmm7, %tmm4, %tmm1\n\t"
+          "tdpbusd %tmm6, %tmm5, %tmm2\n\ttdpbusd %tmm7, %tmm5, %tmm3");
+    } else {
+      asm volatile(
+          "tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
+          "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+    }
   }
   asm volatile("tilestored %%tmm0, (%0,%1,1)\n\ttilerelease" ::"r"(sums), "r"(stride) : "memory");
   *result = sums[0];
-  return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
+  return 4.0 * 2 * 16 * 16 * (kCodes ? 64 : 32) * static_cast<double>(rounds);
 }
 #endif
 
@@ -162,9 +169,10 @@ double plain(size_t rounds, float* result) {
 // The instruction that the products of `isa` use for elements of `dtype`.
 Rounds rounds_of(const char* isa, DType dtype) {
 #if defined(__x86_64__)
-  const bool is_vnni = std::strcmp(isa, "amx") == 0 || std::strcmp(isa, "avx512_bf16") == 0;
-  if (dtype == DType::kInt8 && (is_vnni || std::strcmp(isa, "avx512_vnni") == 0)) return avx512_int8;
-  if (dtype == DType::kBFloat16 && std::strcmp(isa, "amx") == 0) return amx;
+  const bool is_vnni = std::strcmp(isa, "avx512_bf16") == 0 || std::strcmp(isa, "avx512_vnni") == 0;
+  if (dtype == DType::kInt8 && std::strcmp(isa, "amx") == 0) return amx<true>;
+  if (dtype == DType::kInt8 && is_vnni) return avx512_int8;
+  if (dtype == DType::kBFloat16 && std::strcmp(isa, "amx") == 0) return amx<false>;
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_bf16") == 0) return avx512_bf16;
   if (dtype == DType::kBFloat16 && std::strcmp(isa, "avx512_vnni") == 0) return avx512_vnni;
   if (std::strncmp(isa, "avx512", 6) == 0 || std::strcmp(isa, "amx") == 0) return avx512;

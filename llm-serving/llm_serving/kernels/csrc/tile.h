@@ -125,12 +125,11 @@ constexpr size_t kRowMultiple = kTileRows;
 #endif
 
 // Whether products of a type are made by AMX tiles.
-#if defined(LLM_AMX)
-template <class Element>
-constexpr bool kMultipliesTiles = std::is_same<Element, BFloat16>::value;
-#else
 template <class Element>
 constexpr bool kMultipliesTiles = false;
+#if defined(LLM_AMX)
+template <>
+constexpr bool kMultipliesTiles<BFloat16> = true;
 #endif
 
 // c (+)= a [rows, segments * inputs] * panels. Strides are in elements; those of c are of [num_panels][rows][16] unless
@@ -149,7 +148,7 @@ struct Product {
   float* c;
   size_t segments = 1;
   size_t a_stride = inputs;
-  bool a_in_tiles = false;  // a is a pass of tiles, a_stride columns wide (see `Passes`)
+  size_t a_tile = 0;  // columns of a tile where a is a pass of tiles, a_stride columns wide (see `Passes`)
   size_t c_stride = kPanelWidth;
   size_t c_panel = rows * kPanelWidth;  // from the sums of a panel to those of the next
   bool add_to_c = false;
@@ -342,8 +341,9 @@ void tile_unpacked(const Product<Element>& product, size_t panel, size_t count) 
   }
 }
 
+// With sums in vector registers.
 template <class Element>
-void multiply(const Product<Element>& product) {
+void multiply_vectors(const Product<Element>& product) {
   for (size_t panel = 0; panel < product.num_panels; panel += kTilePanels) {
     const size_t left = product.num_panels - panel;
     const size_t count = left < kTilePanels ? left : kTilePanels;
@@ -357,25 +357,31 @@ void multiply(const Product<Element>& product) {
   }
 }
 
+template <class Element>
+void multiply(const Product<Element>& product) {
+  multiply_vectors(product);
+}
+
 #if defined(LLM_AMX)
-template <>
-inline void multiply<BFloat16>(const Product<BFloat16>& product) {
+// In blocks of 32 rows and two panels.
+template <class Element>
+void multiply_tiles(const Product<Element>& product) {
   TileShape shape;
-  const Passes tiles = {product.rows, product.a_stride, true};
+  const Passes tiles = {product.rows, product.a_stride, product.a_tile};
+  const bool in_tiles = product.a_tile > 0;
   for (size_t panel = 0; panel < product.num_panels; panel += 2) {
     for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {
       const size_t left = product.rows - row;
-      TileProduct part;
+      TileProduct<Element, ActivationOf<Element>> part;
       part.rows = left < 2 * kTileHeight ? left : 2 * kTileHeight;
       part.two_panels = panel + 1 < product.num_panels;
-      part.a = product.a + (product.a_in_tiles ? tiles.row_offset(row) : row * product.a_stride);
-      part.a_stride = product.a_in_tiles ? kTileWidth : product.a_stride;
-      part.a_step = product.a_in_tiles ? kTileHeight : 1;
-      part.a_high = product.a_in_tiles ? tiles.row_offset(kTileHeight) : kTileHeight * product.a_stride;
+      part.a = product.a + tiles.row_offset(row);
+      part.a_stride = in_tiles ? product.a_tile : product.a_stride;
+      part.a_step = in_tiles ? kTileHeight : 1;
+      part.a_high = tiles.row_offset(kTileHeight);
       part.panels = product.panels + panel;
       part.next = product.next == nullptr ? nullptr : product.next + panel;
-      part.turn = row / kRowMultiple;
-      part.turns = (product.rows + kRowMultiple - 1) / kRowMultiple;
+      part.streams_a = product.rows > kRowMultiple;
       part.panels_stride = product.num_panels;
       part.segments = product.segments;
       part.inputs = product.inputs;
@@ -387,6 +393,11 @@ inline void multiply<BFloat16>(const Product<BFloat16>& product) {
     }
   }
   LLM_TILE_RELEASE();
+}
+
+template <>
+inline void multiply<BFloat16>(const Product<BFloat16>& product) {
+  multiply_tiles(product);
 }
 #endif
 

@@ -42,8 +42,7 @@ inline void sum_products(const LinearArgs& args, const CodedRows<Code8>& x, size
 
 // Rows that are codes already.
 inline CodedRows<Code8> moved_rows(const LinearArgs& args, const ActivationForm<Code8>& form) {
-  const size_t columns = form.inputs == 0 ? 0 : Passes::padded(form.inputs, form.pass);
-  auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, args.m * columns + 1));
+  auto* moved = static_cast<uint8_t*>(scratch(Scratch::kActivations, form.bytes(args.m) + 1));
   for_rows_of_x(args, [&](size_t row) {
     const auto* codes = static_cast<const int8_t*>(args.x) + row * args.k;
     form.passes.for_runs(row, 0, form.inputs, [&](size_t first, size_t last, size_t at) {

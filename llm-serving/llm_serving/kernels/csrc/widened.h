@@ -257,7 +257,7 @@ void sum_widened(const LinearArgs& args, const WideRows<Element>& x, size_t row,
     }
     Product<Element> product(rows, x.at(row, k), now, count, end - k, partial);
     product.a_stride = x.passes.width;
-    product.a_in_tiles = x.passes.tiles;
+    product.a_tile = x.passes.tile;
     product.add_to_c = k > group * group_inputs;
     multiply(product);
     if (end == group_end) {
