@@ -9,19 +9,13 @@ such a device was not at hand. A block that is handed over takes what the profil
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
-from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
 from llm_serving.whatif.figures import figures_of
-from llm_serving.whatif.profile import read_profile
-from llm_serving.whatif.simulation import Simulation
 from llm_serving.whatif.workload import workload
-from routing_comparison import PUBLISHED, SETTINGS
+from replica_comparison import add_row, begin_table, parser_of, play
 
 NUM_REPLICAS: Final = 4
 LOADS: Final = {
@@ -37,34 +31,22 @@ ROLES: Final = (
     ("prefill", "prefill", "decode", "decode"),
     ("prefill", "prefill", "prefill", "decode"),
 )
-COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "output_tokens_per_s")
+FIGURES: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "output_tokens_per_s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--profile", type=Path, default=PUBLISHED, help="as `llm-serving profile` writes it")
-    arguments = parser.parse_args(argv)
-    profile = read_profile(arguments.profile)
-    out = sys.stdout
-    out.write(
-        f"Simulated: {NUM_REPLICAS} replicas, {arguments.requests} requests a load, seed {arguments.seed}; "
-        f"{profile}\n\n"
-        "| load | roles | TTFT p50, ms | TTFT p99, ms | TPOT p50, ms | TPOT p99, ms | tokens/s |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
-    )
+    arguments = parser_of(__doc__, num_requests=400).parse_args(argv)
+    columns = ("load", "roles", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", "tokens/s")
+    profile = begin_table(arguments, NUM_REPLICAS, columns)
     for name, text in LOADS.items():
         streams = f"streams:\n    all: {{{text}, requests: {arguments.requests}}}\n"
         given = workload(read_value(streams, name), name, arguments.seed)
         for roles in ROLES:
             overrides = [f"cluster_config.replicas={NUM_REPLICAS}", f"cluster_config.roles=[{', '.join(roles)}]"]
-            config = load_config(None, [*SETTINGS, *overrides])
-            figures = figures_of(Simulation(config, given, profile, arguments.seed, name).run())
-            p50, p99, tpot, slow, tokens = (figures[column] for column in COLUMNS)
+            figures = figures_of(play(given, overrides, profile, arguments.seed, name))
+            p50, p99, tpot, slow, tokens = (figures[column] for column in FIGURES)
             shown = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
-            out.write(f"| {name} | {shown} | {p50:,.0f} | {p99:,.0f} | {tpot:.1f} | {slow:.1f} | {tokens:,.0f} |\n")
-            out.flush()
+            add_row([name, shown, f"{p50:,.0f}", f"{p99:,.0f}", f"{tpot:.1f}", f"{slow:.1f}", f"{tokens:,.0f}"])
 
 
 if __name__ == "__main__":

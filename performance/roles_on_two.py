@@ -25,7 +25,7 @@ from llm_serving.whatif.load import Load
 from llm_serving.whatif.profile import read_profile
 from llm_serving.whatif.simulation import Result
 from llm_serving.whatif.workload import workload
-from routing_comparison import PUBLISHED
+from replica_comparison import PUBLISHED
 
 ROLES: Final = ("both, both", "prefill, decode")
 SETTINGS: Final = (

@@ -9,22 +9,18 @@ such a device was not at hand.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
-from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
 from llm_serving.core.choices import RoutingName
 from llm_serving.whatif.figures import figures_of
 from llm_serving.whatif.load import Load
-from llm_serving.whatif.profile import Profile, read_profile
-from llm_serving.whatif.simulation import Result, Simulation
+from llm_serving.whatif.profile import Profile
+from llm_serving.whatif.simulation import Result
 from llm_serving.whatif.workload import workload
+from replica_comparison import add_row, begin_table, parser_of, play
 
-PUBLISHED: Final = Path(__file__).parent / "profiles" / "contest_npu.yaml"
 LOADS: Final = {
     "shared prefixes": """
 streams:
@@ -49,16 +45,7 @@ streams:
 """RATE requests a second a replica, in all COUNT; HALF of both."""
 RATES: Final = {"shared prefixes": 11.0, "mixed": 8.0, "skewed": 12.0}
 """Requests a second a replica."""
-SETTINGS: Final = (
-    "model_config.decode_batch_size=64",
-    "model_config.max_generate_length=4096",
-    "pa_config.block_size=16",
-    "pa_config.num_blocks=2560",
-    "scheduler_config.max_prefill_tokens=1024",
-    "scheduler_config.max_waiting_queue=100000",
-    "serving_config.audit_every=0",
-)
-COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "goodput_share", "output_tokens_per_s")
+FIGURES: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "goodput_share", "output_tokens_per_s")
 
 
 def load(name: str, num_replicas: int, num_requests: int, seed: int) -> Load:
@@ -71,12 +58,10 @@ def load(name: str, num_replicas: int, num_requests: int, seed: int) -> Load:
     return workload(read_value(text, name), name, seed)
 
 
-def play(given: Load, routing: str, num_replicas: int, profile: Profile, seed: int) -> Result:
+def play_routed(given: Load, routing: str, num_replicas: int, profile: Profile, seed: int) -> Result:
     """The load, served by so many replicas among which requests are routed so."""
-    config = load_config(
-        None, [*SETTINGS, f"cluster_config.replicas={num_replicas}", f"serving_config.routing={routing}"]
-    )
-    return Simulation(config, given, profile, seed, routing).run()
+    overrides = [f"cluster_config.replicas={num_replicas}", f"serving_config.routing={routing}"]
+    return play(given, overrides, profile, seed, routing)
 
 
 def cached_share(result: Result) -> float:
@@ -86,29 +71,20 @@ def cached_share(result: Result) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, num_requests=600)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--profile", type=Path, default=PUBLISHED, help="as `llm-serving profile` writes it")
     arguments = parser.parse_args(argv)
-    profile = read_profile(arguments.profile)
-    out = sys.stdout
-    out.write(
-        f"Simulated: {arguments.replicas} replicas, {arguments.requests} requests a load, seed {arguments.seed}; "
-        f"{profile}\n\n"
-        "| load | routing | TTFT p50, ms | TTFT p99, ms | TPOT p50, ms | of prompts cached | in time | tokens/s |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    )
+    columns = ("load", "routing", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "of prompts cached", "in time")
+    profile = begin_table(arguments, arguments.replicas, [*columns, "tokens/s"])
     for name in LOADS:
         given = load(name, arguments.replicas, arguments.requests, arguments.seed)
         for routing in reversed(RoutingName):
-            result = play(given, routing, arguments.replicas, profile, arguments.seed)
+            result = play_routed(given, routing, arguments.replicas, profile, arguments.seed)
             figures = figures_of(result)
-            p50, p99, tpot, good, tokens = (figures[column] for column in COLUMNS)
-            cells = f"{p50:,.0f} | {p99:,.0f} | {tpot:.1f} | {cached_share(result):.0%} | {good:.1%} | {tokens:,.0f}"
-            out.write(f"| {name} | {routing} | {cells} |\n")
-            out.flush()
+            p50, p99, tpot, good, tokens = (figures[column] for column in FIGURES)
+            cached = cached_share(result)
+            of_time = [f"{p50:,.0f}", f"{p99:,.0f}", f"{tpot:.1f}"]
+            add_row([name, routing, *of_time, f"{cached:.0%}", f"{good:.1%}", f"{tokens:,.0f}"])
 
 
 if __name__ == "__main__":

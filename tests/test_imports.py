@@ -97,6 +97,7 @@ MEASURE_IN_PROCESS = {
     "move_cost.py",
     "random_agent.py",
     "rank_memory.py",
+    "replica_comparison.py",
     "roles_comparison.py",
     "roles_on_two.py",
     "routing_comparison.py",

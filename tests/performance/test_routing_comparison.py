@@ -3,13 +3,14 @@
 import pytest
 from llm_serving.core.choices import RoutingName
 from llm_serving.whatif.profile import read_profile
-from routing_comparison import LOADS, PUBLISHED, cached_share, load, play
+from replica_comparison import PUBLISHED
+from routing_comparison import LOADS, cached_share, load, play_routed
 
 
 def test_ours_finds_more_of_the_prompts_computed_than_counting_requests_does() -> None:
     given, profile = load("skewed", 2, 60, 1), read_profile(PUBLISHED)
     ours, counting = (
-        play(given, name, 2, profile, 1) for name in (RoutingName.PREDICTED_TTFT, RoutingName.LEAST_LOADED)
+        play_routed(given, name, 2, profile, 1) for name in (RoutingName.PREDICTED_TTFT, RoutingName.LEAST_LOADED)
     )
     assert all(each.ok for each in ours.outcomes + counting.outcomes)
     assert ours.bound_violations == counting.bound_violations == 0
