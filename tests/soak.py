@@ -6,6 +6,9 @@ readers, malformed requests, and WorkAgents killed or hung now and then.
 Every answer that a client reads to its end is compared with the answer given alone. The memory of the master and of its
 WorkAgents is sampled; at the end the cache must be free, no bound broken, no process and no shared memory left.
 
+Told to end (SIGTERM, SIGINT) it ends the load, checks what it checks at the end and prints what it has; its exit code
+is then 2 where no law is broken.
+
 It may be stopped and go on (SIGSTOP, SIGCONT), for others to have the machine: its time stands still meanwhile, and
 connections that time out over it are counted apart.
 """
@@ -78,6 +81,8 @@ CLIENT_TIMEOUT_S = 600.0
 """Bounds count steps: on a machine with much else to do the lowest class waits for minutes."""
 STOPPED_S = 10.0
 """Whatever its event loop does not come round in this time has been stopped."""
+LAST_ANSWERS_S = 60.0
+"""What each request that is sent after the load may take."""
 MOST_GROWTH_MB = 32.0
 """Of the master, from the second quarter of the time to the last: allocators and remembered requests settle first."""
 
@@ -102,28 +107,47 @@ class Soak:
     alone: list[Answer] = field(default_factory=list)
     lasted: float = 0.0
     """Time of the load in s, without what it was stopped for."""
+    is_cut_short: bool = False
+    """Whether it was told to end before the load was over."""
+
+    def __post_init__(self) -> None:
+        self.bodies = [body_of(index) for index in range(len(TASKS) * len(KINDS) * 2)]
 
     async def run(self) -> None:
         async with self.server.client() as client:
             client.timeout = CLIENT_TIMEOUT_S
-            self.bodies = [body_of(index) for index in range(len(TASKS) * len(KINDS) * 2)]
-            self.alone = [await whole_answer(client, body) for body in self.bodies]
-            keeping_time = asyncio.create_task(self._keep_time())
+            load = asyncio.create_task(self._load(client))
+            for told in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(told, load.cancel)
+            await asyncio.wait([load])
+            self.is_cut_short = load.cancelled()
+            client.timeout = LAST_ANSWERS_S
+            try:
+                if not load.cancelled():
+                    load.result()
+                await self._check_end(client)
+            except (httpx.HTTPError, OSError) as error:
+                self.wrong.append(f"the run ended with {type(error).__name__}: {error}")
+
+    async def _load(self, client: httpx.AsyncClient) -> None:
+        """Everything at once, for as long as is asked for; cancelled it leaves no task behind."""
+        for body in self.bodies:
+            self.alone.append(await whole_answer(client, body))
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(self._keep_time()), group.create_task(self._watch())]
             clients = {"honest": self._honest, "lying": self._lying, "leaving": self._leaving, "slow": self._slow}
             clients |= {"malformed": self._malformed, "broken": self._broken}
             loops = [
-                asyncio.create_task(self._loop(clients[kind], client, random.Random(f"{self.seed} {kind} {index}")))
+                group.create_task(self._loop(clients[kind], client, random.Random(f"{self.seed} {kind} {index}")))
                 for kind, count in NUM_CLIENTS.items()
                 for index in range(count)
             ]
             if self.kill_every_s is not None:
                 rng = random.Random(f"{self.seed} kills")
-                loops.append(asyncio.create_task(self._loop(self._lose_work_agent, client, rng)))
-            watching = asyncio.create_task(self._watch())
-            await asyncio.gather(*loops)
-            watching.cancel()
-            keeping_time.cancel()
-            await self._check_end(client)
+                loops.append(group.create_task(self._loop(self._lose_work_agent, client, rng)))
+            await asyncio.wait(loops)
+            for task in beside:
+                task.cancel()
 
     @property
     def running(self) -> bool:
@@ -302,7 +326,8 @@ class Soak:
 
     def report(self) -> str:
         """In Markdown."""
-        lines = [f"## A soak of {self.seconds / 60:.1f} minutes", "", "| what | how often |", "| --- | ---: |"]
+        told = f", cut short of {self.seconds / 60:.1f}" if self.is_cut_short else ""
+        lines = [f"## A soak of {self.lasted / 60:.1f} minutes{told}", "", "| what | how often |", "| --- | ---: |"]
         lines += [f"| {name} | {count:,} |" for name, count in sorted(self.counts.items())]
         lines += [
             "",
@@ -384,7 +409,7 @@ def main() -> int:
     if soak.growth_mb > MOST_GROWTH_MB:
         soak.wrong.append(f"the master grew by {soak.growth_mb:.0f} MB")
     sys.stdout.write(f"{soak.report()}\n")
-    return int(bool(soak.wrong))
+    return 1 if soak.wrong else 2 if soak.is_cut_short else 0
 
 
 if __name__ == "__main__":
