@@ -1,10 +1,11 @@
 """Both graphs of primitives of a family, exported to MINDIR, read again and run by the operator library.
 
-    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--kinds bfloat16 ..] [--table FILE]
+    PYTHONPATH=tests .venv/bin/python -m families.exported [NAME ...] [--kinds bfloat16 ..] [--table FILE] [--done FILE]
 
 Prints, as it goes, whether what was read again gives the bits of the network it was made of, then a table of all, and
 ends with 1 where one differs. Some 10 s for each kind of a family; a family whose graph differs from that of another
-in nothing but the numbers in its weights and tables is not asked again, unless `--every` says so.
+in nothing but the numbers in its weights and tables is not asked again, unless `--every` says so. With `--done` what
+was found as expected is kept in a file: a run that was ended goes on where it was, and what failed is asked again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import json
 import sys
 import tempfile
 import time
@@ -149,6 +151,32 @@ def graph_of(network: Network) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
+class Kept:
+    """What was found as expected, of which a later run asks no more.
+
+    Args:
+        file: JSON, written anew with each result; None keeps nothing.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        read = json.loads(file.read_text()) if file is not None and file.exists() else {"found": {}, "asked": []}
+        self._file = file
+        self._found: dict[str, dict[str, str]] = read["found"]
+        self.asked: dict[tuple[str, str], str] = {(graph, kind): told for graph, kind, told in read["asked"]}
+        """(graph, kind) -> what came of a model of that graph."""
+
+    def told(self, name: str, kind: str) -> str | None:
+        """What came of a model before; None where it is to be asked."""
+        return self._found.get(name, {}).get(kind)
+
+    def add(self, name: str, kind: str, told: str) -> None:
+        if self._file is None or not is_expected(told):
+            return
+        self._found.setdefault(name, {})[kind] = told
+        asked = [(*key, each) for key, each in self.asked.items() if is_expected(each)]
+        self._file.write_text(json.dumps({"found": self._found, "asked": asked}, indent=1))
+
+
 def found_of(name: str, kind: str, asked: dict[tuple[str, str], str]) -> str:
     """What came of a family: SAME, what the primitives lack, or which steps differ.
 
@@ -179,23 +207,28 @@ def table_of(found: Mapping[str, Mapping[str, str]], kinds: Sequence[str]) -> st
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=models.names(), metavar="NAME")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="how weights are kept")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where the table is written as well")
+    parser.add_argument("--done", type=Path, metavar="FILE", help="JSON of what was found, not asked again")
     parser.add_argument("--every", action="store_true", help="ask those of a graph that was asked before, too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    kept = Kept(arguments.done)
     found: dict[str, dict[str, str]] = {}
-    asked: dict[tuple[str, str], str] = {}
     for number, name in enumerate(arguments.names, 1):
         for kind in arguments.kinds:
+            if (before := kept.told(name, kind)) is not None:
+                found.setdefault(name, {})[kind] = before
+                continue
             begun = time.monotonic()
             try:
-                told = found_of(name, kind, {} if arguments.every else asked)
+                told = found_of(name, kind, {} if arguments.every else kept.asked)
             except Exception as error:  # noqa: BLE001  the others are asked all the same
                 told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             found.setdefault(name, {})[kind] = told
+            kept.add(name, kind, told)
             seconds = time.monotonic() - begun
             sys.stdout.write(f"{number:3}/{len(arguments.names)} {name:24} {kind:9} {seconds:5.1f} s  {told}\n")
             sys.stdout.flush()
