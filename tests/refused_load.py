@@ -5,7 +5,7 @@ random factor. The event loop takes its time for everybody who asks, one after t
 the steps, and may be held up now and then. Clients come by a Poisson process, ask for as many tokens as the questions
 of the demo model are answered with, and do what `Retry-After` says, or something worse.
 
-    python tests/refused_load.py --seconds 30 --load 2
+    python tests/refused_load.py --seconds 30 --load 2 --cold
 """
 
 from __future__ import annotations
@@ -285,6 +285,12 @@ def warm_up(rate: float, first: int = 1_000_000) -> list[Client]:
     return shipped_clients(0.9 * rate, WARM_S, 99, first=first)
 
 
+def at_once(num: int, seed: int = 50, first: int = 2_000_000) -> list[Client]:
+    """All that a cold server has seen before it is overloaded: a few, long over."""
+    asked = shipped_questions(seed)
+    return [Client(first + number, 0.0, *asked[number]) for number in range(num)]
+
+
 def capacity(seed: int = 1, num: int = 600, **world: Any) -> float:
     """Requests a second while all slots are taken: tokens until the last first token, over tokens a request."""
     asked = itertools.cycle(shipped_questions(seed))
@@ -358,11 +364,12 @@ def main() -> None:
     parser.add_argument("--door-ms", type=float, default=0.0, help="of the event loop, for everybody who asks")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="for which it hears nobody, about once a second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="16 clients at once before, and nothing else")
     parser.add_argument("--unknown", action="store_true", help="all ask for 500 tokens, whatever they get")
     args = parser.parse_args()
     most = capacity(args.seed, max(600, 12 * args.slots), slots=args.slots, noise=args.noise)
     clients = shipped_clients(args.load * most, args.seconds, args.seed, start=WARM_S)
-    warm = warm_up(most)
+    warm = at_once(16) if args.cold else warm_up(most)
     if args.unknown:
         for client in (*warm, *clients):
             client.max_tokens = MAX_TOKENS

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from llm_serving.core.caller import Caller
 from llm_serving.core.request_class import DEFAULT_CLASSES, RequestClass
-from refused_load import MAX_TOKENS, WARM_S, Client, World, capacity, outcome, shipped_clients, warm_up
+from refused_load import MAX_TOKENS, WARM_S, Client, World, at_once, capacity, outcome, shipped_clients, warm_up
 
 SLOTS, PLACES, SECONDS = 32, 64, 3.0
 
@@ -48,6 +48,15 @@ def test_what_is_predicted_comes_true() -> None:
     result = outcome([client for client in world_at_twice_the_capacity().clients if client.arrives > WARM_S])
     assert result.returned.num > 100 and result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
     assert result.accepted.num > 250 and result.accepted.median_error <= 0.25 and result.accepted.p99_factor <= 2
+
+
+def test_a_cold_server_keeps_its_promises_from_the_first_refusal_on() -> None:
+    clients = shipped_clients(2 * most(), SECONDS, 1, start=WARM_S)
+    World([*at_once(16), *clients], slots=SLOTS, places=PLACES).run()
+    result = outcome(clients)
+    assert result.num_obeyed > 50 and result.first_time_share >= 0.8
+    assert result.returned.median_error <= 0.25 and result.returned.p99_factor <= 2
+    assert result.accepted.median_error <= 0.25 and result.accepted.p99_factor <= 2
 
 
 @pytest.mark.parametrize(("max_tokens", "most_error", "most_factor"), [(None, 0.1, 1.75), (MAX_TOKENS, 0.3, 3.0)])
