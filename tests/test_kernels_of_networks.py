@@ -47,7 +47,9 @@ def test_every_network_answers_alike(of_program, name):
     assert tokens(outputs) == tokens(of_program)
     assert ("PagedAttention" in called) == (name != "plain")
     assert ("FlashAttentionScore" in called) == ("fast" in name)
-    if name != "plain":  # the same kernels in the same order; MindSpore's own casts cost more than a step of this model
+    if name == "plain":  # where the library is loaded, it answers MindSpore's own operators too
+        assert called >= {"Add", "Cast", "Gather", "MatMul", "Mul", "Reshape", "Sigmoid", "SplitWithSize"}
+    else:  # the same kernels in the same order; MindSpore's own casts cost more than a step of this model
         assert called >= {"Cast", "Greater", "StridedSlice"}
         assert [output.logprobs for output in outputs] == [output.logprobs for output in of_program]
 

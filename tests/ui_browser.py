@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -304,8 +305,12 @@ def other_values_are_advised_on_what_was_recorded(page: Browser, save: Callable[
         page.wait_for("!document.querySelector('#advice').disabled", 200.0)
         assert "40 requests, " in page.text(".more[role=status]"), page.text(".more[role=status]")
         page.wait_for("document.querySelector('.advice tbody td.better')")
+        if page.run("document.querySelector('.advice summary') !== null"):  # better in something, worse in something
+            page.click(".advice summary")
+            page.wait_for("document.querySelector('.advice details').open")
         lines = page.run("[...document.querySelectorAll('.advice li > code')].map((each) => each.innerText)")
-        assert any("decode_batch_size: 3" in line or "decode_batch_size: 4" in line for line in lines), lines
+        slots = [int(number) for line in lines for number in re.findall(r"decode_batch_size: (\d+)", line)]
+        assert slots and min(slots) > 2, lines  # how many it comes to depends on the steps that were measured
         page.run("document.querySelector('#advice').scrollIntoView()")
         save("told")
         page.look(width=390, height=900, dark=True)

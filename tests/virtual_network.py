@@ -167,6 +167,9 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
     """Frames by when they are to be handed on: time, number in order, host, content."""
     count = itertools.count()
     numbers = {fd: number for number, fd in fds.items()}
+    ready = select.poll()  # takes descriptors above 1,023 too
+    for fd in (*numbers, orders.fileno()):
+        ready.register(fd, select.POLLIN)
 
     def hand_on(now: float, sender: int, frame: bytes) -> None:
         outward = links.get((sender, "from"), Link())
@@ -186,8 +189,8 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
             _, _, target, frame = heapq.heappop(due)
             with contextlib.suppress(OSError):  # its queue is full, or it is down: lost, as frames are
                 os.write(fds[target], frame)
-        wait_s = max(due[0][0] - time.monotonic(), 0.0) if due else None
-        for fd in select.select([*numbers, orders.fileno()], [], [], wait_s)[0]:  # epoll waits whole milliseconds
+        wait_ms = 1e3 * max(due[0][0] - time.monotonic(), 0.0) if due else None  # in whole ones: late by one at most
+        for fd, _ in ready.poll(wait_ms):
             if fd in numbers:
                 with contextlib.suppress(BlockingIOError):
                     for _ in range(64):
