@@ -1,9 +1,9 @@
 """Makes a folder with random weights, for measuring speed: python performance/make_model.py SHAPE FOLDER
 
-The shapes are those the comparisons use: `1.1b` is TinyLlama's, `15m` that of llama2.c's stories15M; `1b-active` is a
-Qwen3 with experts, of whose 3.1 billion weights a token is multiplied by 1.0. Weights are seeded normal numbers in
-bfloat16. The tokenizer is the demo model's with a word for each id that it lacks: a server sends an
-event when text is there, so that of tokens without a text a client would not see when they came.
+The shapes are those the comparisons use: `1.1b` is TinyLlama's, `135m` SmolLM2's, `15m` that of llama2.c's stories15M;
+`1b-active` is a Qwen3 with experts, of whose 3.1 billion weights a token is multiplied by 1.0. All have 32,000 words.
+Weights are seeded normal numbers in bfloat16. The tokenizer is the demo model's with a word for each id that it lacks:
+a server sends an event when text is there, so that of tokens without a text a client would not see when they came.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
         "tie_word_embeddings": False,
+    },
+    "135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
     },
     "15m": {
         "hidden_size": 288,
