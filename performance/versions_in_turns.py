@@ -2,13 +2,15 @@
 
 A machine differs by more from one minute to the next than versions do, so both are loaded at once, each in a process of
 its own interpreter, and take turns at every piece of work; what counts is the ratio within a pair of neighbours.
+Without `--other` it is one version with two configurations: `--other-set KEY=VALUE` is for the other alone.
 
     A     tokens per second of one stream after its first: prompt 128, output 128
     B32   output tokens per second of 32 requests at once, prefill included: prompt 128, output 32; any number
     C     prompt tokens per second of one prompt of 1,024
 
-A ratio above 1 says that this interpreter's version is the faster one. Its median stands with the quarter of the pairs
-below and above it, and a sign test: how often chance alone would favour one version in so many pairs.
+A ratio above 1 says that this interpreter's version, without `--other-set`, is the faster one. Its median stands with
+the quarter of the pairs below and above it, and a sign test: how often chance alone would favour one version in so many
+pairs.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ PROMPT_LEN, OUTPUT_LEN, BATCH_OUTPUT_LEN, LONG_PROMPT_LEN = 128, 128, 32, 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
-    settings = [str(arguments.model), arguments.dtype, str(arguments.num_blocks), arguments.quantization]
-    versions = [Version(python, settings) for python in (sys.executable, arguments.other)]
+    arguments = parse(argv)
+    versions = [
+        Version(python, [str(arguments.model), *settings])
+        for python, settings in zip((sys.executable, arguments.other), settings_of(arguments), strict=True)
+    ]
     try:
         for test in arguments.tests:
             for version in versions:
@@ -44,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for version in versions:
             version.close()
     return 0
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """ "section.key=value" each, of this version and of the other."""
+    settings = [f"model_config.model_dtype={arguments.dtype}", f"pa_config.num_blocks={arguments.num_blocks}"]
+    settings.append("model_config.decode_batch_size=128")
+    if arguments.quantization:
+        settings.append(f"quant_config.quantization={arguments.quantization}")
+    settings += arguments.set
+    return settings, settings + arguments.other_set
 
 
 def summary(test: str, pairs: Sequence[tuple[float, float]]) -> str:
@@ -70,7 +84,7 @@ class Version:
 
     Args:
         python: The interpreter that has the package.
-        settings: The model's folder, dtype, blocks and quantization, which may be empty.
+        settings: The model's folder, and "section.key=value" each.
     """
 
     def __init__(self, python: str, settings: Sequence[str]) -> None:
@@ -98,17 +112,14 @@ class Version:
         self._process.wait()
 
 
-def _work(folder: str, dtype: str, num_blocks: str, quantization: str) -> None:
+def _work(folder: str, *settings: str) -> None:
     """Answers each line of standard input with the rate of the test it names."""
     import numpy as np
     from llm_serving.config import load_config
     from llm_serving.core.sampling_params import SamplingParams
     from llm_serving.offline import LLM
 
-    overrides = [f"model_config.model_dtype={dtype}", f"pa_config.num_blocks={num_blocks}"]
-    if quantization:
-        overrides.append(f"quant_config.quantization={quantization}")
-    llm = LLM(load_config(None, [*overrides, "model_config.decode_batch_size=128"], Path(folder)))
+    llm = LLM(load_config(None, settings, Path(folder)))
     numbers = np.random.default_rng(0)
 
     def run(count: int, prompt_len: int, output_len: int) -> list[float]:
@@ -131,15 +142,18 @@ def _work(folder: str, dtype: str, num_blocks: str, quantization: str) -> None:
         print(json.dumps({"rate": rate}), flush=True)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", required=True, metavar="PYTHON", help="the interpreter of the other version")
+    parser.add_argument("--other", default=sys.executable, metavar="PYTHON", help="interpreter of the other version")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder, or `demo`")
     parser.add_argument("--tests", type=lambda text: text.split(","), default=["A", "B32", "B128", "C"])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", default="", metavar="FORMAT", help="as in the YAML, where both know it")
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")
+    told = "of the configuration of"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=f"{told} both")
+    parser.add_argument("--other-set", action="append", default=[], metavar="KEY=VALUE", help=f"{told} the other")
     return parser.parse_args(argv)
 
 

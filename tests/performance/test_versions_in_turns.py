@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
-from versions_in_turns import sign_test, summary
+from versions_in_turns import parse, settings_of, sign_test, summary
 
 
 @pytest.mark.parametrize(
@@ -17,3 +19,11 @@ def test_the_ratio_is_that_within_pairs():
     # The machine became four times as fast meanwhile; within each pair this version is faster by a tenth.
     line = summary("C", [(110.0, 100.0), (220.0, 200.0), (440.0, 400.0)])
     assert line.startswith("C         220.0 tok/s, other     200.0; ratio 1.100 (1.100-1.100); faster in 3 of 3 pairs")
+
+
+def test_what_is_set_for_the_other_is_set_for_it_alone():
+    arguments = parse(["--model", "demo", "--set", "a.both=1", "--other-set", "a.other=2", "--quantization", "w8a8"])
+    this, other = settings_of(arguments)
+    assert {"a.both=1", "quant_config.quantization=w8a8", "pa_config.num_blocks=2304"} <= set(this)
+    assert other == [*this, "a.other=2"]
+    assert arguments.other == sys.executable
