@@ -5,11 +5,14 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 
+import httpx
 import pytest
 from acceptance.device import answers, environment, load, precision, run
+from acceptance.device import server as device_server
 from acceptance.device.outcome import Outcome, PartError, report
-from acceptance.device.server import ask, serving
+from acceptance.device.server import Server, ask, serving
 
 EXACT = "exact: the same request gets the same bytes, whatever runs beside it"
 
@@ -17,6 +20,14 @@ EXACT = "exact: the same request gets the same bytes, whatever runs beside it"
 def fails(*lines):
     """A program that says something and fails."""
     return [sys.executable, "-c", f"import sys; sys.exit({json.dumps(chr(10).join(lines))})"]
+
+
+def program(folder, script, name="npu-smi"):
+    """Path of a shell script."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 class TestEnvironment:
@@ -30,16 +41,19 @@ class TestEnvironment:
             "no device: no-such-program info lists none; this user may lack access to /dev/davinci*",
         ]
 
+    def test_a_device_that_hangs(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(environment, "LIST_S", 0.1)
+        found = environment.examine("ascend", tmp_path, program(tmp_path, "exec sleep 600"))
+        assert found.faults[-1].startswith("no device: ")
+        assert "npu-smi info does not end within 0 s; this user" in found.faults[-1]
+
     def test_what_a_machine_with_a_device_has(self, tmp_path, monkeypatch):
         (tmp_path / "driver").mkdir()
         (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\n")
         (tmp_path / "toolkit").mkdir()
         (tmp_path / "toolkit" / "version.cfg").write_text("toolkit_installed_version=8.0.RC3\n")
         monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "toolkit"))
-        lists = tmp_path / "npu-smi"
-        lists.write_text("#!/bin/sh\necho 910B\n")
-        lists.chmod(0o755)
-        found = environment.examine("ascend", tmp_path, str(lists))
+        found = environment.examine("ascend", tmp_path, program(tmp_path, "echo 910B"))
         assert found.faults == []
         assert {"| driver | 24.1.rc3 |", "| CANN | 8.0.RC3 |", "910B"} <= set(found.lines)
 
@@ -62,6 +76,11 @@ class TestPrecision:
     def test_a_device_that_takes_the_process_along_is_named(self):
         found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel"))
         assert found.faults == ["ended with 1: RuntimeError: no kernel", "no model was computed"]
+
+    def test_a_device_that_hangs(self, monkeypatch):
+        monkeypatch.setattr(precision, "TIMEOUT_S", 0.1)
+        found = precision.examine("ascend", [], ["sleep", "600"])
+        assert found.faults == ("the models took longer than 0 s",)
 
 
 class Pretended:
@@ -102,27 +121,28 @@ def breaking(url, bodies, when_begun=None):
 class TestAnswers:
     def test_answers_that_are_the_same(self):
         server = Pretended()
-        found, alone = answers.same_bytes(server, 5, answering())
+        alone = []
+        found = answers.same_bytes(server, 5, alone, answering())
         assert found.lines == [f"5 of 5 answers are the same. The server promises: {EXACT}"]
         assert answers.killed(server, alone, answering()).verdict == "passed"
 
     def test_an_answer_that_differs_under_load_is_a_fault_where_it_is_promised(self):
-        found, _ = answers.same_bytes(Pretended(), 3, answering({1}))
+        found = answers.same_bytes(Pretended(), 3, [], answering({1}))
         assert found.faults == [
             "request 1 answers otherwise: " + "Add 17 and 25. " * 1 + "Add 17 and 25. alone, wrong then"
         ]
-        found, _ = answers.same_bytes(Pretended("fast: the last bits depend"), 3, answering({1}))
+        found = answers.same_bytes(Pretended("fast: the last bits depend"), 3, [], answering({1}))
         assert found.verdict == "passed"
         assert found.lines[0].startswith("2 of 3 answers are the same")
         assert found.lines[-1].startswith("- request 1 answers otherwise")
 
     def test_a_refusal_ends_a_part(self):
-        found, alone = answers.same_bytes(Pretended(), 3, breaking)
-        assert (found.faults, alone) == (("a request is refused with 500: no kernel",), [])
-        assert answers.killed(Pretended(), alone, answering()).faults == (
-            "there are no answers to compare with: the part before failed",
-        )
-        assert answers.killed(Pretended(), ["a"], breaking).faults == ("a request is refused with 500: no kernel",)
+        with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
+            answers.same_bytes(Pretended(), 3, [], breaking)
+        with pytest.raises(PartError, match="a request is refused with 500: no kernel"):
+            answers.killed(Pretended(), ["a"], breaking)
+        with pytest.raises(PartError, match="there are no answers to compare with: the part before failed"):
+            answers.killed(Pretended(), [], answering())
 
     def test_other_bytes_after_a_kill_and_no_restart(self):
         alone = answering()("", answers.bodies(3))
@@ -134,14 +154,42 @@ class TestAnswers:
         with pytest.raises(PartError, match="the server is gone: ConnectError"):
             ask(Pretended.url, answers.bodies(1))
 
+    @pytest.mark.parametrize(
+        ("status", "text", "told"),
+        [
+            (500, "no kernel", "a request is refused with 500: no kernel"),
+            (200, 'data: {"error": "the WorkAgent is gone"}\n\n', "an answer breaks off: the WorkAgent is gone"),
+        ],
+    )
+    def test_what_a_server_refuses_or_breaks_off(self, monkeypatch, status, text, told):
+        answer = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
+        monkeypatch.setattr(device_server.httpx, "AsyncClient", partial(httpx.AsyncClient, transport=answer))
+        with pytest.raises(PartError, match=told):
+            ask(Pretended.url, answers.bodies(1))
 
-def test_a_server_that_does_not_start(tmp_path):
-    program = tmp_path / "llm-serving"
-    program.write_text("#!/bin/sh\n[ $1 = stop ] && exit 0\necho 'error: no kernel' >&2\nexit 2\n")
-    program.chmod(0o755)
+    def test_nothing_to_kill(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Server, "work_agents", lambda server: [])
+        with pytest.raises(PartError, match="no WorkAgent is running"):
+            Server(9, tmp_path).killer()
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            "[ $1 = stop ] && exit 0; echo 'error: no kernel' >&2; exit 2",
+            "does not start, exit code 2: error: no kernel",
+        ),
+        ("exec sleep 600", "does not answer within 0 s"),
+    ],
+)
+def test_a_server_that_does_not_start(tmp_path, monkeypatch, script, told):
+    if "sleep" in script:
+        monkeypatch.setattr(device_server, "START_S", 0.1)
+        monkeypatch.setattr(device_server, "STOP_S", 0.1)
     with (
-        pytest.raises(PartError, match="the server does not start, exit code 2: error: no kernel"),
-        serving([], program),
+        pytest.raises(PartError, match=f"the server {told}"),
+        serving([], program(tmp_path, script, "llm-serving")),
     ):
         pytest.fail("it goes on")
 
@@ -159,8 +207,13 @@ class TestLoad:
         assert "| this server, 1500 requests at 10 a second | 401.2 |" in found.lines
         assert "| packed prompts, delayed insertion: the best found | 437 |" in found.lines
 
-    def test_it_fails_or_says_nothing(self, tmp_path):
+    def test_it_fails_or_hangs(self, tmp_path, monkeypatch):
         assert self.examine(tmp_path, "raise SystemExit('3 failed')").faults == ("the load test ends with 1: 3 failed",)
+        monkeypatch.setattr(load, "LIMIT_S", 0.1)
+        hangs = self.examine(tmp_path, "import signal; signal.pause()")
+        assert hangs.faults == ("the load test took longer than 0 s",)
+
+    def test_it_says_nothing(self, tmp_path):
         assert self.examine(tmp_path, "").faults == (f"the log in {tmp_path}/testLog has no line `All Tasks Done`",)
 
 
@@ -182,6 +235,28 @@ def test_the_parts_in_their_order_and_a_server_that_is_missing(monkeypatch):
     found = list(run.parts(arguments_of()))
     assert [each.title for each in found] == ["Environment", "Precision", "Server"]
     assert found[-1].faults == ("the server does not start, exit code 2: no kernel",)
+
+
+def test_what_ends_a_part_is_its_fault_alone(monkeypatch, tmp_path):
+    def breaks(*given):
+        raise OSError("npu-smi cannot be run")
+
+    @contextmanager
+    def started(options):
+        yield argparse.Namespace(port=9)
+
+    monkeypatch.setattr(environment, "examine", breaks)
+    monkeypatch.setattr(precision, "examine", lambda device, names: Outcome(precision.TITLE))
+    monkeypatch.setattr(run, "serving", started)
+    monkeypatch.setattr(answers, "same_bytes", breaking)
+    monkeypatch.setattr(load, "examine", lambda *given: Outcome(load.TITLE))
+    path = tmp_path / "report.md"
+    assert run.main(["--device", "cpu", "--report", str(path)]) == 1
+    text = path.read_text()
+    assert "- **OSError: npu-smi cannot be run**" in text
+    assert "- **a request is refused with 500: no kernel**" in text
+    assert "- **there are no answers to compare with: the part before failed**" in text
+    assert "| Load | passed |" in text
 
 
 def test_a_report_names_every_verdict_and_fault(tmp_path, monkeypatch):

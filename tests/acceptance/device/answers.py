@@ -40,34 +40,41 @@ def compare(alone: Sequence[str], together: Sequence[str]) -> list[str]:
     ]
 
 
-def same_bytes(server: Server, count: int, ask: Ask = ask) -> tuple[Outcome, list[str]]:
-    """Each request alone, then all at once; and the answers given alone.
+def same_bytes(server: Server, count: int, alone: list[str], ask: Ask = ask) -> Outcome:
+    """Each request alone, then all at once.
 
     What differs is a fault where the server promises that nothing does, and is told otherwise.
+
+    Args:
+        server: Who is asked.
+        count: Of requests.
+        alone: Filled with the answers given alone.
+        ask: Asks it.
+
+    Raises:
+        PartError: It cannot be asked.
     """
     asked = bodies(count)
-    try:
-        alone = [ask(server.url, [body])[0] for body in asked]
-        different = compare(alone, ask(server.url, asked))
-    except PartError as failure:
-        return Outcome.failed(SAME_BYTES, str(failure)), []
+    alone += [ask(server.url, [body])[0] for body in asked]
+    different = compare(alone, ask(server.url, asked))
     promise = server.promise
     lines = [f"{count - len(different)} of {count} answers are the same. The server promises: {promise}"]
     if different and PROMISED not in promise:
-        return Outcome(SAME_BYTES, [*lines, "", *(f"- {each}" for each in different)]), alone
-    return Outcome(SAME_BYTES, lines, different), alone
+        return Outcome(SAME_BYTES, [*lines, "", *(f"- {each}" for each in different)])
+    return Outcome(SAME_BYTES, lines, different)
 
 
 def killed(server: Server, alone: Sequence[str], ask: Ask = ask) -> Outcome:
-    """All requests at once while the WorkAgent is killed: every stream goes on with the bytes it would have had."""
+    """All requests at once while the WorkAgent is killed: every stream goes on with the bytes it would have had.
+
+    Raises:
+        PartError: The server cannot be asked.
+    """
     if not alone:
-        return Outcome.failed(KILL, "there are no answers to compare with: the part before failed")
+        raise PartError("there are no answers to compare with: the part before failed")
     before = server.restarts()
-    try:
-        together = ask(server.url, bodies(len(alone)), server.killer())
-        restarts = server.restarts() - before
-    except PartError as failure:
-        return Outcome.failed(KILL, str(failure))
+    together = ask(server.url, bodies(len(alone)), server.killer())
+    restarts = server.restarts() - before
     different = compare(alone, together)
     lines = [f"{len(alone) - len(different)} of {len(alone)} answers are the same; restarts: {restarts}"]
     faults = [] if restarts else ["no WorkAgent was started again: it was not killed, or too late"]

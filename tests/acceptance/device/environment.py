@@ -16,6 +16,7 @@ TITLE = "Environment"
 ASCEND = Path("/usr/local/Ascend")
 PACKAGES = ("mindspore", "mindspore-lite", "ms-custom-ops", "mindformers", "numpy")
 NPU_SMI_LINES = 20
+LIST_S = 60.0
 
 
 def examine(device: str, ascend: Path = ASCEND, npu_smi: str = "npu-smi") -> Outcome:
@@ -44,7 +45,8 @@ def examine(device: str, ascend: Path = ASCEND, npu_smi: str = "npu-smi") -> Out
         if cann is None:
             faults.append(f"no CANN: {toolkit} has no version; install the toolkit and source its set_env.sh")
         if not devices:
-            faults.append(f"no device: {npu_smi} info lists none; this user may lack access to /dev/davinci*")
+            told = "lists none" if devices is not None else f"does not end within {LIST_S:.0f} s"
+            faults.append(f"no device: {npu_smi} info {told}; this user may lack access to /dev/davinci*")
     return Outcome(TITLE, lines, faults)
 
 
@@ -68,10 +70,13 @@ def processor() -> str:
     return found[1] if found else platform.machine()
 
 
-def listed(npu_smi: str) -> list[str]:
-    """What lists devices; nothing where it is missing or fails."""
+def listed(npu_smi: str) -> list[str] | None:
+    """What lists devices; nothing where it is missing or fails, None where it hangs."""
     program = shutil.which(npu_smi)
     if program is None:
         return []
-    done = subprocess.run([program, "info"], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run([program, "info"], capture_output=True, text=True, timeout=LIST_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     return done.stdout.splitlines()[:NPU_SMI_LINES] if done.returncode == 0 else []

@@ -18,6 +18,7 @@ CONTEST = (
 )
 """Seconds for 1,500 prompts of alpaca on one NPU, Llama-2-7B in float16."""
 WARM_UP_S = 3.0
+LIMIT_S = 7200.0
 DONE = re.compile(r"All Tasks Done; Exec Time is ([\d.]+)")
 
 
@@ -34,7 +35,10 @@ def examine(port: int, rate: float, seconds: float, folder: Path, script: Path =
     for span in (WARM_UP_S, seconds):
         options = ["-X", f"{rate:g}", "-P", str(port), "-O", str(folder), "-T", f"{span:g}"]
         command = [sys.executable, str(script), *options, "--dataset", "alpaca-like"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Outcome.failed(TITLE, f"the load test took longer than {LIMIT_S:.0f} s")
         if done.returncode != 0:
             last = ((done.stderr or done.stdout).strip().splitlines() or ["no output"])[-1]
             return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {last}")

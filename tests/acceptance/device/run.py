@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from acceptance.device import answers, environment, load, precision
@@ -32,22 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the server's configuration")
     parser.add_argument("--report", type=Path, default=Path("ascend_acceptance.md"))
     arguments = parser.parse_args(argv)
+    title = f"Acceptance of {arguments.device}, model {arguments.model}, {arguments.dtype}"
     outcomes = []
     for outcome in parts(arguments):
         print(f"{outcome.title}: {outcome.verdict}", file=sys.stderr, flush=True)
         for fault in outcome.faults:
             print(f"  {fault}", file=sys.stderr, flush=True)
         outcomes.append(outcome)
-    text = report(f"Acceptance of {arguments.device}, model {arguments.model}, {arguments.dtype}", outcomes)
-    arguments.report.write_text(text)
+        arguments.report.write_text(report(title, outcomes))  # each time: a device may end everything
     print(f"report: {arguments.report}", file=sys.stderr)
     return int(any(each.faults for each in outcomes))
 
 
 def parts(arguments: argparse.Namespace) -> Iterator[Outcome]:
     """One after the other; a part that fails does not keep the next one."""
-    yield environment.examine(arguments.device)
-    yield precision.examine(arguments.device, arguments.families)
+    yield attempt(environment.TITLE, lambda: environment.examine(arguments.device))
+    yield attempt(precision.TITLE, lambda: precision.examine(arguments.device, arguments.families))
     settings = [
         f"device_config.device_target={'Ascend' if arguments.device == 'ascend' else 'CPU'}",
         f"device_config.kernels={'auto' if arguments.device == 'ascend' else 'primitives'}",
@@ -55,16 +55,26 @@ def parts(arguments: argparse.Namespace) -> Iterator[Outcome]:
         f"model_config.model_dtype={arguments.dtype}",
         *arguments.set,
     ]
-    options = ["--model", arguments.model, *(text for each in settings for text in ("--set", each))]
     try:
-        with serving(options) as server:
-            outcome, alone = answers.same_bytes(server, arguments.requests)
-            yield outcome
-            yield answers.killed(server, alone)
+        with serving(["--model", arguments.model, *(text for each in settings for text in ("--set", each))]) as server:
+            alone: list[str] = []
+            yield attempt(answers.SAME_BYTES, lambda: answers.same_bytes(server, arguments.requests, alone))
+            yield attempt(answers.KILL, lambda: answers.killed(server, alone))
             with tempfile.TemporaryDirectory() as folder:
-                yield load.examine(server.port, arguments.rate, arguments.seconds, Path(folder))
+                options = server.port, arguments.rate, arguments.seconds, Path(folder)
+                yield attempt(load.TITLE, lambda: load.examine(*options))
     except PartError as failure:
         yield Outcome.failed("Server", str(failure))
+
+
+def attempt(title: str, part: Callable[[], Outcome]) -> Outcome:
+    """What comes of a part; whatever ends it is its fault alone."""
+    try:
+        return part()
+    except PartError as failure:
+        return Outcome.failed(title, str(failure))
+    except Exception as error:  # noqa: BLE001  the next part is to run
+        return Outcome.failed(title, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
