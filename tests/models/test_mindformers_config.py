@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from llm_serving.config.mindformers import read_mindformers
+from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 
 LLAMA = {
@@ -69,3 +70,57 @@ def test_the_class_of_the_network_is_read_from_the_file(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"model": model}))
     spec = read_mindformers(path).spec
     assert spec is not None and spec.architecture == "BaichuanForCausalLM"
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {
+    "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 512, "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "factor", "theta", "scaling", "longest"),
+    [
+        ("None", 4.0, 1e4, None, 2048),
+        ("PI", 4.0, 1e4, {"rope_type": "linear", "factor": 4.0}, 512),
+        ("linear", {"factor": 4.0}, 1e4, {"rope_type": "linear", "factor": 4.0}, 512),
+        ("NTK", 4.0, 4e4, None, 2048),
+        ("LLAMA3", LLAMA3, 1e4, {"rope_type": "llama3", **LLAMA3}, 2048),
+        ("YARN", YARN, 1e4, {"rope_type": "yarn", **YARN}, 2048),
+    ],
+)
+def test_what_stretches_the_rotation_is_read(
+    method: str, factor: object, theta: float, scaling: dict[str, Any] | None, longest: int
+) -> None:
+    config = LLAMA | {"extend_method": method, "scaling_factor": factor}
+    spec = ModelSpec.from_mindformers(config, network="LlamaForCausalLM")
+    told = {**spec.config, "rope_theta": theta, "rope_scaling": scaling}
+    assert spec.network.rotaries == ModelSpec.from_hugging_face(told).network.rotaries
+    assert spec.max_position_embeddings == longest  # what `factor` stretches
+
+
+@pytest.mark.parametrize(
+    ("changes", "network", "message"),
+    [
+        ({"extend_method": "DYNAMIC_NTK"}, "", "`extend_method` must be None or PI or linear or NTK or YARN or LLAMA3"),
+        ({"extend_method": "LLAMA3", "scaling_factor": 8.0}, "", "`scaling_factor` must be an object"),
+        ({"extend_method": "PI", "scaling_factor": 0}, "", "`scaling_factor` must be a number from"),
+        ({}, "DeepseekV3ForCausalLM", r"class must begin with one of Baichuan, .*Given: 'DeepseekV3ForCausalLM'"),
+        ({"type": "TelechatConfig"}, "", r"class must begin with one of .*Given: 'TelechatConfig'"),
+        ({"quantization_config": {"quant_method": "a8w4"}}, "", "a8w4"),
+    ],
+)
+def test_what_is_not_served_is_refused(changes: dict[str, Any], network: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_mindformers(LLAMA | changes, network=network)
+
+
+def test_experts_in_a_section_of_their_own_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    content: dict[str, Any] = {"model": {"model_config": LLAMA}, "moe_config": {"expert_num": 1}}
+    path.write_text(yaml.safe_dump(content))
+    assert read_mindformers(path).spec is not None
+    path.write_text(yaml.safe_dump(content | {"moe_config": {"expert_num": 8}}))
+    with pytest.raises(ModelError, match=r"`moe_config.expert_num` must be 1: .* Given: 8"):
+        read_mindformers(path)

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from llm_serving.commands.new_folder import check_absent, copy_small_files, new_folder
-from llm_serving.config.mindformers import network_of
-from llm_serving.config.yaml_reader import plain, read_yaml
+from llm_serving.config.mindformers import spec_of
+from llm_serving.config.yaml_reader import read_yaml
 from llm_serving.errors import ConfigError, ModelError
 from llm_serving.formats.compare import DERIVED, check_tensors
 from llm_serving.formats.folder import read_tensors
@@ -85,12 +85,10 @@ def convert(
 def _config(source: Path, yaml: Path | None) -> dict[str, Any]:
     """The content of the config.json of the result."""
     if yaml is not None:
-        root = read_yaml(yaml)
-        model = root.get("model")
-        shape = model.get("model_config") if model else None
-        if shape is None:
+        spec = spec_of(read_yaml(yaml))
+        if spec is None:
             raise ConfigError(f"{yaml}: must be a MindFormers YAML with model.model_config")
-        return dict(ModelSpec.from_mindformers(plain(shape), shape.where, network_of(model)).config)
+        return dict(spec.config)
     folder = source if source.is_dir() else source.parent
     if not (folder / CONFIG_NAME).exists():
         raise ConfigError(f"{folder} has no {CONFIG_NAME}: name the MindFormers YAML of the model with --config")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llm_serving.config.legacy import MINDFORMERS_SHAPE, MINDFORMERS_SILENT, MINDFORMERS_TARGETS
 from llm_serving.config.yaml_reader import Located, plain, read_yaml
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, ModelError
 from llm_serving.models.spec import ModelSpec
 
 CHECKPOINT_KEY = "model.model_config.checkpoint_name_or_path"
@@ -59,15 +59,30 @@ def read_mindformers(path: Path) -> MindFormersFile:
             notices.append(f"{item.where}: {key} is read as 0: the network runs in graph mode")
     if ignored:
         notices.append(f"{path}: accepted, with no meaning here: {', '.join(ignored)}")
+    return MindFormersFile(path, values, spec_of(root), checkpoint, tuple(notices))
+
+
+def spec_of(root: Located) -> ModelSpec | None:
+    """What a MindFormers YAML says of the shape of its model; None where it says nothing.
+
+    Raises:
+        ModelError: The model is none that can be served.
+    """
     model = root.get("model")
     shape = model.get("model_config") if model else None
-    spec = None
-    if shape is not None and shape.get("hidden_size") is not None:
-        spec = ModelSpec.from_mindformers(plain(shape), shape.where, network_of(model))
-    return MindFormersFile(path, values, spec, checkpoint, tuple(notices))
+    if shape is None or shape.get("hidden_size") is None:
+        return None
+    spec = ModelSpec.from_mindformers(plain(shape), shape.where, _network_of(model))
+    experts = moe.get("expert_num") if (moe := root.get("moe_config")) else None
+    if experts is not None and isinstance(experts.value, int) and experts.value > 1:
+        raise ModelError(
+            f"{experts.where}: `moe_config.expert_num` must be 1: networks with experts are served from folders in "
+            f"Hugging Face form. Given: {experts.value}"
+        )
+    return spec
 
 
-def network_of(model: Located | None) -> str:
+def _network_of(model: Located | None) -> str:
     """`arch.type` of the section `model`: the class of the network there; empty where it says nothing."""
     arch = model.get("arch") if model is not None else None
     named = arch.get("type") if arch is not None else None

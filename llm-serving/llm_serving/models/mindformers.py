@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from llm_serving.errors import ModelError, shorten
 from llm_serving.models import chatglm
 from llm_serving.models.facts import Facts
 
@@ -18,7 +19,10 @@ _FAMILIES: Final[Mapping[str, str]] = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen2": "Qwen2ForCausalLM",
 }
-"""How the class of a network there begins -> what serves it; any other is a Llama."""
+"""How the class of a network there begins -> what serves it."""
+_LIKE_LLAMA: Final = ("Llama", "Qwen", "InternLM")
+"""Beginnings of those that are a Llama, or with biases a Qwen2."""
+_EXTENSIONS: Final = ("None", "PI", "linear", "NTK", "YARN", "LLAMA3")
 
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -32,7 +36,7 @@ def hugging_face_config(config: Mapping[str, Any], network: str, where: str) -> 
         where: Names the file in errors.
 
     Raises:
-        ModelError: A fact is missing or out of its range.
+        ModelError: The network is none of these, or a fact is missing or out of its range.
     """
     facts = Facts(config, where)
     architecture = _architecture(facts, network)
@@ -46,11 +50,19 @@ def hugging_face_config(config: Mapping[str, Any], network: str, where: str) -> 
 
 def _architecture(facts: Facts, network: str) -> str:
     listed = facts.config.get("architectures")
-    names = (network, *(listed if isinstance(listed, list) else ()), facts.config.get("type"))
+    given = (network, *(listed if isinstance(listed, list) else ()), facts.config.get("type"))
+    names = [
+        name.removeprefix("Parallel").removeprefix("Inference") for name in given if name and isinstance(name, str)
+    ]
     for name in names:
         for beginning, architecture in _FAMILIES.items():
-            if isinstance(name, str) and name.removeprefix("Parallel").removeprefix("Inference").startswith(beginning):
+            if name.startswith(beginning):
                 return architecture
+    if names and not names[0].startswith(_LIKE_LLAMA):
+        known = ", ".join(sorted({*_LIKE_LLAMA, *_FAMILIES}))
+        raise ModelError(
+            f"{facts.where}: the network's class must begin with one of {known}. Given: {shorten(names[0])}"
+        )
     return "Qwen2ForCausalLM" if facts.boolean("qkv_has_bias") else "LlamaForCausalLM"
 
 
@@ -68,6 +80,10 @@ def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
         width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
         intermediate = multiple * math.ceil(width / multiple)
     positions = "model_max_length" if network.startswith("Baichuan13B") else "max_position_embeddings"
+    longest = facts.integer("max_position_embedding", facts.integer("seq_length", 2048))
+    theta, scaling = _rotation(facts)
+    if scaling.get("rope_type") == "linear":  # here that is the stretched number
+        longest = max(1, int(longest / scaling["factor"]))
     return {
         "architectures": [architecture],
         "vocab_size": facts.integer("vocab_size"),
@@ -77,11 +93,26 @@ def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": facts.integer("n_kv_heads", heads),
         "rms_norm_eps": facts.number("rms_norm_eps", 1e-6),
-        "rope_theta": facts.number("theta", 10000.0),
+        "rope_theta": theta,
+        **({"rope_scaling": scaling} if scaling else {}),
         "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
-        positions: facts.integer("max_position_embedding", facts.integer("seq_length", 2048)),
-        **{key: facts.config[key] for key in _TOKENS if facts.has(key)},
+        positions: longest,
+        **{key: facts.config[key] for key in (*_TOKENS, "quantization_config") if facts.has(key)},
         **({"head_dim": facts.integer("head_dim")} if facts.has("head_dim") else {}),
         # The first InternLM is a Llama with biases in attention.
         **({"attention_bias": True} if network.startswith("InternLMFor") else {}),
     }
+
+
+def _rotation(facts: Facts) -> tuple[float, dict[str, Any]]:
+    """Base of the frequencies, and how they are stretched: by `extend_method` with its `scaling_factor`."""
+    theta = facts.number("theta", 10000.0)
+    method = facts.choice("extend_method", _EXTENSIONS, "None")
+    if method == "None":
+        return theta, {}
+    if method == "NTK":
+        return theta * facts.number("scaling_factor", 1.0), {}
+    if method == "PI":
+        return theta, {"rope_type": "linear", "factor": facts.number("scaling_factor", 1.0)}
+    inner = facts.inner("scaling_factor")
+    return theta, {**inner.config, "rope_type": method.lower(), "factor": inner.number("factor")}
