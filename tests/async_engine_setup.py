@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from threading import Event
+from contextlib import asynccontextmanager, contextmanager, suppress
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,14 @@ from llm_serving.core.clock import Clock, monotonic
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine, Publish
-from llm_serving.errors import WorkerDiedError
+from llm_serving.errors import TransportError, WorkerDiedError
+from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.executor import LocalExecutor
 from llm_serving.kvcache.exports import Exports
 from llm_serving.observe.metrics import Metrics
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.messages import AgentMessage, MasterMessage
+from llm_serving.worker.block_exchange import exchange_blocks
 from word_tokenizer import WordTokenizer
 
 TRANSFER_BLOCKS = 32
@@ -48,6 +53,27 @@ class GatedRunner(FakeRunner):
         return super().execute(step)
 
 
+@contextmanager
+def linked(pool: FakeTransferPool, block_bytes: int) -> Iterator[BlockLink]:
+    """The way to a WorkAgent that has a pool of its own; each block travels in a frame of its own."""
+    ours, theirs = socket.socketpair()
+    channel: Any = Channel(ours, AgentMessage)  # type: ignore[arg-type]
+    agent: Channel[Any] = Channel(theirs, MasterMessage)  # type: ignore[arg-type]
+
+    def serve() -> None:
+        with suppress(TransportError):
+            exchange_blocks(agent, pool)
+        agent.close()
+
+    thread = Thread(target=serve)
+    thread.start()
+    link = BlockLink(channel, block_bytes, 60.0)
+    link.blocks_a_frame = 1
+    yield link
+    link.close()
+    thread.join()
+
+
 class Setup:
     """An AsyncEngine over fake replicas; `open_replica` may be told to fail or to wait."""
 
@@ -61,6 +87,7 @@ class Setup:
         clock: Clock = monotonic,
         routing: str = RoutingName.PREDICTED_TTFT,
         roles: tuple[str, ...] | None = None,
+        share_memory: bool = True,
         **scheduler: Any,
     ) -> None:
         self.runners: dict[int, GatedRunner] = {}
@@ -68,7 +95,13 @@ class Setup:
         self.may_load = Event()
         self.may_load.set()
         self.max_num_seqs = max_num_seqs
-        self.pool = FakeTransferPool(num_replicas * TRANSFER_BLOCKS)
+        shared = FakeTransferPool(num_replicas * TRANSFER_BLOCKS)
+        self.pools = [
+            shared if share_memory else FakeTransferPool(num_replicas * TRANSFER_BLOCKS) for _ in range(num_replicas)
+        ]
+        self.links: dict[int, BlockLink] = {}
+        """To those that share no memory."""
+        self._share_memory = share_memory
         config = ServingConfig(
             model=ModelConfig(max_generate_length=64, decode_batch_size=max_num_seqs),
             serving=ServerConfig(
@@ -94,9 +127,16 @@ class Setup:
         exports = Exports(TRANSFER_BLOCKS, index * TRANSFER_BLOCKS)
         scheduler = create_scheduler(max_num_seqs=self.max_num_seqs, prefix_caching=True, exports=exports)
         blocks = scheduler.blocks
-        runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pool)
+        runner = self.runners[index] = GatedRunner(blocks.pool.num_blocks, blocks.block_size, self.pools[index])
         tokenizer: Any = WordTokenizer()
-        yield Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+        engine = Engine(scheduler, LocalExecutor(runner), tokenizer, self.metrics, publish, index=index)
+        if self._share_memory:
+            yield engine
+        else:
+            with linked(self.pools[index], 4 * blocks.block_size) as link:
+                self.links[index] = link
+                engine.block_link = lambda: link
+                yield engine
         scheduler.check_integrity()
         assert scheduler.blocks.pool.num_used_blocks == 0
 

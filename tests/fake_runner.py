@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -26,6 +26,7 @@ from llm_serving.core.step import (
     no_top_tokens,
 )
 from llm_serving.core.window import NO_WINDOW
+from llm_serving.errors import WorkerError
 from llm_serving.worker import sampler
 from llm_serving.worker.block_guard import BlockGuard, Tags
 from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory
@@ -42,6 +43,23 @@ class FakeTransferPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[int]] = [[] for _ in range(num_blocks)]
         self.tags = Tags.of_empty(num_blocks)
+
+    def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
+        """As `TransferMemory`, four bytes a token."""
+        ids = list(block_ids)
+        if self.tags.epochs[ids].tolist() != list(epochs):
+            raise WorkerError("a block of the transfer pool is somebody else's")
+        content = np.array([self.blocks[each] for each in ids], np.int32).tobytes()
+        return self.tags.num_written[ids].tolist(), content
+
+    def write(
+        self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
+    ) -> None:
+        ids = list(block_ids)
+        given = np.frombuffer(content, np.int32).reshape(len(ids), -1).tolist()
+        for each, tokens in zip(ids, given, strict=True):
+            self.blocks[each] = tokens
+        self.tags.epochs[ids], self.tags.num_written[ids] = epochs, num_written
 
 
 class FakeRunner:

@@ -1,6 +1,7 @@
 """Prompts are computed by one WorkAgent and answers by another, which are killed meanwhile: the bytes stay the same.
 
     python tests/roles_proof.py                 # a real server, two WorkAgents, the shipped model: some minutes
+    python tests/roles_proof.py --engine ray    # needs ray: they share no memory, and blocks travel by TCP under TLS
 
 Every request is asked for alone first, of a server where nothing moves. Then all come at once, to a server of each of
 these kinds; clients leave in between. What both replicas decided is decided again from their recordings.
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
+from llm_serving.core.choices import EngineName
 from recorded_load import replay
 from server_process import Server, metric, start_server
 
@@ -112,9 +114,10 @@ def start(settings: tuple[str, ...], num_agents: int) -> Server:
     return start_server(*(text for each in settings for text in ("--set", each)), num_agents=num_agents)
 
 
-def play(case: Case, expected: list[Any], folder: Path) -> bool:
+def play(case: Case, expected: list[Any], folder: Path, engine: str) -> bool:
     """Prints a line; whether all was as it must be."""
-    server = start((*SETTINGS, ROLES, f"scheduler_config.record_path={folder}", *case.settings), 2)
+    roles = (ROLES, f"cluster_config.engine={engine}", f"scheduler_config.record_path={folder}")
+    server = start((*SETTINGS, *roles, *case.settings), 2)
     try:
         got = asyncio.run(crowd(server, case, len(expected)))
         told = asyncio.run(figures(server))
@@ -136,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--only", help="the case that begins so")
+    parser.add_argument("--engine", choices=tuple(EngineName), default=EngineName.LOCAL)
     args = parser.parse_args()
     columns = ["case", "requests", "equal bytes", "moved", "blocks", "ms a move", "restarts", "audits", "differ"]
     columns += ["bounds broken", "decided again"]
@@ -153,7 +157,7 @@ def main() -> int:
             finally:
                 server.stop()
         with tempfile.TemporaryDirectory() as folder:
-            good &= play(case, expected[settings], Path(folder))
+            good &= play(case, expected[settings], Path(folder), args.engine)
     return 0 if good else 1
 
 

@@ -7,14 +7,16 @@ import sys
 import types
 from typing import Any
 
-from fake_runner import FakeRunner
+from fake_runner import FakeRunner, FakeTransferPool
 from llm_serving.errors import ConfigError
 
 LOADS_FOR_EVER = 7
 """A device."""
 
 
-def load_runner(settings: Any, on_progress: Any, ranks_fd: int | None = None) -> tuple[FakeRunner, str]:
+def load_runner(
+    settings: Any, on_progress: Any, ranks_fd: int | None = None, transfer_fd: int | None = None
+) -> tuple[FakeRunner, str]:
     on_progress(f"compiling for {settings.device_target}")
     if settings.device_id == LOADS_FOR_EVER:
         signal.pause()
@@ -22,7 +24,12 @@ def load_runner(settings: Any, on_progress: Any, ranks_fd: int | None = None) ->
         raise ConfigError("pa_config.num_blocks: must be at least 2. Given: 1")
     runner: Any = FakeRunner(8, 4, settings.num_swap_blocks)
     runner.num_compilations = 1
-    runner.kv_tensors = types.SimpleNamespace(num_blocks=8, num_swap_blocks=settings.num_swap_blocks, block_bytes=0)
+    runner.kv_tensors = types.SimpleNamespace(
+        num_blocks=8,
+        num_swap_blocks=settings.num_swap_blocks,
+        block_bytes=16,
+        transfer=None if transfer_fd is None else FakeTransferPool(settings.num_transfer_blocks),
+    )
     return runner, ""
 
 

@@ -99,6 +99,7 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
             engine.notice = loaded.notice
             engine.computed_by = loaded.computed_by
             engine.machine = lambda: executor.machine
+            engine.block_link = lambda: executor.block_link
             yield engine
         finally:
             executor.close()

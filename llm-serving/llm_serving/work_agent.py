@@ -29,6 +29,7 @@ from llm_serving.errors import (
     TransportError,
 )
 from llm_serving.log import configure_logging, get_logger
+from llm_serving.transport.block_frames import max_frame_bytes
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
 from llm_serving.transport.codec import allowed_from_arrays, encode_output, step_from_arrays
@@ -53,6 +54,8 @@ from llm_serving.transport.messages import (
     Welcome,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.transport.transfer_memory import transfer_memory
+from llm_serving.worker.block_exchange import Pool, exchange_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
 
@@ -67,11 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
     configure_logging(args.log_level, name)
     threading.Thread(target=_end_with_the_master, name="parent-watch", daemon=True).start()
+    blocks = None
     try:
         if args.connect is None:
             channel = _channel(socket.socket(fileno=args.socket_fd))
         else:
             channel = connect(args.connect, args.token, args.secret_file)
+            if args.blocks_token is not None:
+                blocks = connect(args.connect, args.blocks_token, args.secret_file)
     except ConfigError as error:
         logger.error("%s", error)
         return AgentExit.NO_SECRET
@@ -79,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return AgentExit.UNREACHABLE
     try:
-        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd)
+        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks)
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
@@ -127,6 +133,7 @@ def serve(
     memory_fd: int | None = None,
     ranks_fd: int | None = None,
     transfer_fd: int | None = None,
+    blocks: Channel[MasterMessage] | None = None,
 ) -> None:
     """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
 
@@ -134,7 +141,8 @@ def serve(
         channel: To the master.
         memory_fd: Memory file with the arrays of steps; None: they are in their frames.
         ranks_fd: Memory of those that compute the replica together; None: this process computes it alone.
-        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: none are.
+        transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: there is none.
+        blocks: To the master, by which blocks are handed over where no memory is shared; None: none are.
 
     Raises:
         TransportError: The channel broke, or the master is gone.
@@ -151,8 +159,9 @@ def serve(
         return
     try:
         load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd)
-        load = load if transfer_fd is None else partial(load, transfer_fd=transfer_fd)
-        runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
+        with contextlib.nullcontext(transfer_fd) if blocks is None else transfer_memory() as memory:
+            load = load if memory is None else partial(load, transfer_fd=memory)
+            runner, notice = load(settings, on_progress=lambda text: channel.send(Progress(text)))
     except RankLostError:
         raise
     except LLMServingError as error:
@@ -164,6 +173,9 @@ def serve(
         return
     tensors = runner.kv_tensors
     sizes = tensors.num_blocks, tensors.num_swap_blocks
+    if blocks is not None:
+        blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
+        threading.Thread(target=_exchange, args=(blocks, tensors.transfer, channel), name="blocks", daemon=True).start()
     channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
@@ -172,6 +184,18 @@ def serve(
         buffers = InlineArrays(settings.num_buffers)
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
     answer_steps(channel, runner, buffers)
+
+
+def _exchange(blocks: Channel[MasterMessage], pool: Pool, steps: Channel[MasterMessage]) -> None:
+    """Without this connection, as without the other one, the WorkAgent ends: another one takes its place."""
+    try:
+        exchange_blocks(blocks, pool)
+    except ChannelClosedError:
+        pass
+    except Exception:
+        logger.exception("the channel of blocks broke")
+    with contextlib.suppress(OSError):
+        steps.shutdown()
 
 
 def answer_steps(channel: Channel[MasterMessage], runner: ModelRunner, buffers: SharedBuffers | InlineArrays) -> None:
@@ -261,6 +285,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transfer-fd", type=int, help="memory by which blocks are handed over, inherited")
     parser.add_argument("--connect", metavar="HOST:PORT", help="the master on another machine, in place of these two")
     parser.add_argument("--token", help="tells that master which start this is")
+    parser.add_argument("--blocks-token", help="the same of a second connection, by which blocks are handed over")
     parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)

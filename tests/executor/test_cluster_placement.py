@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import stand_in_work_agent
 from fake_runner import expected_output
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.cache import CacheConfig
+from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
@@ -29,7 +31,7 @@ from llm_serving.executor.supervised_executor import SupervisedExecutor
 from llm_serving.executor.supervisor import WorkAgentProcess, start_work_agent
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.inline_arrays import InlineArrays
-from llm_serving.transport.messages import Loaded, StepDone
+from llm_serving.transport.messages import Blocks, Loaded, StepDone
 from llm_serving.work_agent import connect
 from step_factories import sampling_input, step_input
 
@@ -126,6 +128,28 @@ def test_a_dead_one_is_replaced_by_another_connection(placement: ClusterPlacemen
     executor.restart("killed")
     assert answer(executor, 0) == expected_output(PROMPT, 1)
     executor.close()
+
+
+def test_blocks_come_and_go_by_a_connection_of_their_own_without_which_it_ends(
+    placement: ClusterPlacement, starter: ProcessStarter
+) -> None:
+    config = replace(a_config(), cluster=ClusterConfig(replicas=2, roles=("prefill", "decode"), num_transfer_blocks=4))
+    agent = start_work_agent(config, 0, lambda text: None, placement=placement)
+    assert agent.block_link is not None
+    blocks = Blocks([2, 7], [5, 6], [4, 3], bytes(range(32)))
+    agent.block_link.write(blocks)
+    assert agent.block_link.read([(2, 5), (7, 6)]) == blocks
+    executor = RemoteExecutor(agent.channel, agent.buffers)
+    assert answer(executor, 0) == expected_output(PROMPT, 1)
+    agent.block_link.close()
+    assert starter.processes[0].wait() == 0
+    agent.kill()
+
+
+def test_where_nothing_moves_there_is_one_connection(placement: ClusterPlacement) -> None:
+    agent = start(placement)
+    assert agent.block_link is None
+    agent.stop()
 
 
 def test_what_keeps_a_model_from_loading_is_told(placement: ClusterPlacement) -> None:

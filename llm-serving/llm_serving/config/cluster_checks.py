@@ -21,7 +21,6 @@ _ONLY_ALONE: Final = (
 )
 """Key, the value that it must have for several ranks, and why."""
 _FOR_ROLES: Final = (
-    (f"{SECTION}.engine", EngineName.LOCAL, "blocks are handed over through the memory of this machine"),
     (TENSOR_PARALLEL, 1, "ranks hand no blocks over"),
     ("model_config.mindir_path", None, "caches inside a graph are out of reach"),
     ("model_config.batching_strategy", "continuous", "a static batch ends where it began"),

@@ -36,7 +36,7 @@ class BlockMove(enum.IntEnum):
     SWAP_IN = 2
     """From a block of the host pool to a block of the cache."""
     EXPORT = 3
-    """From a block of the cache to a block of the transfer pool, which other WorkAgents of the machine read."""
+    """From a block of the cache to a block of the transfer pool, which other WorkAgents read."""
     IMPORT = 4
     """From a block of the transfer pool, whoever wrote it, to a block of the cache."""
 

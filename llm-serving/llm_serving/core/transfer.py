@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,12 @@ class Transfer:
     num_waited: int = 0
     """Steps that it has waited for its first place."""
     num_preemptions: int = 0
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Each with its epoch."""
+        return list(zip(self.block_ids, self.epochs, strict=True))
+
+    def without_blocks(self) -> Transfer:
+        """The same with everything to be computed again."""
+        return replace(self, block_ids=(), epochs=(), start=0, num_tokens=0)

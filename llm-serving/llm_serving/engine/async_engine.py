@@ -415,9 +415,12 @@ class AsyncEngine:
         opened = self._requests.get(request.request_id)
         if opened is not None:
             request.deadline = opened.deadline
-        for replica, engine in self._router.next_of():
+        brought = departure.brought
+        for replica, engine in self._router.next_of(None if brought is None else brought.replica):
             if not engine.scheduler.blocks.can_ever_hold(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
+            if self.replicas.bring(departure, replica):
+                return
             with contextlib.suppress(WorkerDiedError):
                 # In one message: the steps between two could finish it.
                 engine.take_over(departure, is_cancelled=opened is None or opened.is_cancelled)

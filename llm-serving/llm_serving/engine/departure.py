@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llm_serving.core.request import FinishReason, Request
@@ -9,6 +10,17 @@ from llm_serving.core.request_output import RequestOutput
 from llm_serving.core.transfer import Transfer
 from llm_serving.engine.audit import Answer
 from llm_serving.engine.output_processor import Produced
+from llm_serving.executor.block_link import BlockLink
+from llm_serving.kvcache.exports import TransferBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """That what a request takes along has been brought to another machine."""
+
+    replica: int
+    link: BlockLink
+    """To the WorkAgent that has it, as long as this is not closed."""
 
 
 class Departure(NamedTuple):
@@ -22,6 +34,20 @@ class Departure(NamedTuple):
     """What its client was told, where that is to be compared."""
     time: float
     """When its last step at that engine was replied to."""
+    brought: Brought | None = None
+    """None: what it takes along is where it was handed over."""
+
+    @property
+    def blocks(self) -> list[TransferBlock]:
+        """What it takes along."""
+        return [] if self.request.transfer is None else self.request.transfer.blocks
+
+    def leave_blocks(self) -> list[TransferBlock]:
+        """Has everything computed again; nobody needs these any more."""
+        blocks = self.blocks
+        if self.request.transfer is not None:
+            self.request.transfer = self.request.transfer.without_blocks()
+        return blocks
 
     def last_piece(self, error: str) -> RequestOutput:
         """What a client is told where nobody can go on with it."""

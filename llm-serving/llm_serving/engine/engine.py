@@ -32,6 +32,7 @@ from llm_serving.engine.receivers import Desk, receive
 from llm_serving.engine.recovery import Recovery
 from llm_serving.errors import LLMServingError, WorkerDiedError, WorkerError
 from llm_serving.executor.away import Away
+from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.executor import Executor, StepFailedError
 from llm_serving.executor.step_builder import StepBuilder
 from llm_serving.kvcache.exports import TransferBlock
@@ -96,6 +97,8 @@ class Engine:
         """By what its WorkAgent computes."""
         self.machine: Callable[[], str] = lambda: ""
         """Tells where its WorkAgent runs: the address, or nothing for the master's own machine."""
+        self.block_link: Callable[[], BlockLink | None] = lambda: None
+        """The way to its WorkAgent's part in moves; None: it shares memory with others."""
         self.load = LoadEstimator(scheduler.limits)
         self._lengths = AnswerLengths()
         self.journal = Journal() if journal is None else journal

@@ -54,6 +54,8 @@ class Moves:
     def arrive(self, departure: Departure) -> None:
         """Goes on with a request that another replica has begun."""
         request = departure.request
+        if departure.brought is not None and departure.brought.link.is_closed:
+            self.on_spent(departure.leave_blocks())
         self._auditor.resume(request, departure.audited)
         self._processor.resume(request, departure.produced)
         self._journal.arrived(request, class_of(request.priority, self._scheduler.classes), departure.time)
@@ -95,7 +97,7 @@ class Moves:
         departures = []
         for request, transfer, time in self._departing:
             if not self._processor.knows(request):  # it has ended since
-                self._scheduler.give_back(list(zip(transfer.block_ids, transfer.epochs, strict=True)))
+                self._scheduler.give_back(transfer.blocks)
                 continue
             produced, audited = self._processor.leave(request), self._auditor.leave(request.request_id)
             request.receiver = None

@@ -15,7 +15,8 @@ from typing import Literal, Protocol, TypeVar
 
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.engine.departure import Departure
+from llm_serving.engine.carrier import Carrier
+from llm_serving.engine.departure import Brought, Departure
 from llm_serving.engine.engine import Engine, Publish
 from llm_serving.engine.health import EngineHealth, health_of
 from llm_serving.engine.ledger import Ledger
@@ -64,6 +65,7 @@ class Replicas:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
         self._ledger = Ledger()
+        self._carrier = Carrier()
         self._reloaded: ServingConfig | None = None
         """What engines go by, where it is not what they are opened with."""
         self._drained: dict[int, threading.Event] = {}
@@ -119,6 +121,7 @@ class Replicas:
             engine.stop()
         for index in living:
             await asyncio.to_thread(self._threads[index].join)
+        await asyncio.to_thread(self._carrier.close)
 
     def living(self) -> dict[int, Engine]:
         return {index: engine for index, engine in list(self.engines.items()) if engine.dead is None}
@@ -168,6 +171,27 @@ class Replicas:
             blocks_of.setdefault(block[0] // self._num_transfer_blocks, []).append(block)
         for index, given in blocks_of.items():
             self.engines[index].give_back(given)
+
+    def bring(self, departure: Departure, index: int) -> bool:
+        """Whether what a request takes along is not at a replica that shall go on with it, and has to be brought there.
+
+        It then comes back with the next departures: with its blocks there, or without any, if they were lost.
+        """
+        blocks, brought = departure.blocks, departure.brought
+        if not blocks or (brought is not None and brought.replica == index):
+            return False
+        begun = blocks[0][0] // self._num_transfer_blocks
+        source, target = self.engines[begun].block_link(), self.engines[index].block_link()
+        if begun == index or source is None or target is None or self._stopping.is_set():
+            return False
+
+        def done(there: bool) -> None:
+            if not there:
+                self.give_back(departure.leave_blocks())
+            self._publish_departures([departure._replace(brought=Brought(index, target) if there else None)])
+
+        self._carrier.carry(begun, blocks, source, target, done)
+        return True
 
     def join(self, index: int) -> None:
         """A drained replica serves again, and loads if it has left. One that was not drained is left alone.

@@ -108,11 +108,11 @@ class Router:
         """Whether requests that begin at a replica go on at another."""
         return replica in self._prefilling
 
-    def next_of(self) -> list[tuple[int, Engine]]:
+    def next_of(self, preferred: int | None = None) -> list[tuple[int, Engine]]:
         """Living replicas that may go on with a request whose prompt is computed, the best first.
 
         Those that get requests before drained ones, those that are to decode before those that are not, those whose
-        WorkAgent is there before those where it is away; then those with the fewest requests.
+        WorkAgent is there before those where it is away; then the preferred one, and those with the fewest requests.
         """
         engines = self._replicas.living().items()
         return sorted(
@@ -121,6 +121,7 @@ class Router:
                 self._replicas.is_drained(each[0]),
                 self.moves(each[0]),
                 each[1].away is not None,
+                each[0] != preferred,
                 self._requests.num_of(each[1]),
                 each[0],
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class Starter(Protocol):
 
 
 class ClusterPlacement:
-    """Each WorkAgent has one connection, which lives and ends with it: what comes by it is of this start, no other.
+    """Each WorkAgent has a connection for steps, and one for blocks where they move, which live and end with it: what
+    comes by them is of this start, no other.
 
     Args:
         host: Address of this machine that the others connect to.
@@ -84,21 +86,28 @@ class ClusterPlacement:
     def start(
         self, index: int, settings: LoadModel, log_level: str, timeout_s: float | None, given_up: GivenUp | None
     ) -> Started:
-        token = secrets.token_hex(16)
+        token, blocks_token = secrets.token_hex(16), secrets.token_hex(16)
         host, port = self._listener.address
         arguments = ["--index", str(index), "--log-level", log_level, "--connect", f"{host}:{port}", "--token", token]
-        with self._listener.expecting(token) as arrival:
+        moves = settings.num_transfer_blocks > 0
+        if moves:
+            arguments += ["--blocks-token", blocks_token]
+        blocks = None
+        with self._listener.expecting(token) as arrival, self._listener.expecting(blocks_token) as of_blocks:
             process = self._starter.start(index, arguments)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(process.end, None)
+                undo.callback(process.kill)
                 channel = self._await(index, arrival, process, timeout_s, given_up)
+                undo.callback(channel.close)
+                if moves:
+                    blocks = self._await(index, of_blocks, process, timeout_s, given_up)
+                    undo.callback(blocks.close)
                 machine = _peer_of(index, channel)
-            except WorkerDiedError:
-                process.kill()
-                process.end(None)
-                raise
+                undo.pop_all()
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
         channel.send_timeout_s = settings.step_timeout_s
-        return Started(process, channel, InlineArrays(settings.num_buffers), machine)
+        return Started(process, channel, InlineArrays(settings.num_buffers), machine, blocks)
 
     def close(self) -> None:
         self._listener.close()
@@ -126,5 +135,4 @@ def _peer_of(index: int, channel: AgentChannel) -> str:
     try:
         return channel.peer
     except OSError as error:
-        channel.close()
         raise WorkerDiedError(f"WorkAgent {index} ended before it was ready: {error}") from error

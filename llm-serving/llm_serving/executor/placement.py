@@ -27,6 +27,8 @@ class Started(NamedTuple):
     buffers: SharedBuffers | InlineArrays
     machine: str = ""
     """Its address; empty: the master's own."""
+    blocks: AgentChannel | None = None
+    """By which blocks are handed over; None: through memory, or not at all."""
 
 
 class Placement(Protocol):

@@ -10,6 +10,7 @@ from llm_serving.core.continuation import Continuation
 from llm_serving.core.step import AllowedTokens, StepInput, StepOutput
 from llm_serving.errors import LLMServingError, WorkerDiedError
 from llm_serving.executor.away import Away
+from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.executor import RemoteExecutor, RestartFailedError
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.supervisor import WorkAgentProcess
@@ -103,6 +104,11 @@ class SupervisedExecutor:
     def machine(self) -> str:
         """Address of the one on which the WorkAgent of the moment runs, or ran; empty: the master's own."""
         return self._agent.machine
+
+    @property
+    def block_link(self) -> BlockLink | None:
+        """By which blocks of the WorkAgent of the moment come and go; closed when it is gone."""
+        return self._agent.block_link
 
     @property
     def next_step(self) -> int:

@@ -23,6 +23,7 @@ from llm_serving.errors import (
     WorkerDiedError,
 )
 from llm_serving.executor.agent_process import AgentLink, AgentProcess
+from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.placement import Placement, ThisMachine
 from llm_serving.transport.codec import max_step_bytes
@@ -58,6 +59,8 @@ class WorkAgentProcess:
     loaded: Loaded
     machine: str = ""
     """Address of the one it runs on; empty: the master's own."""
+    block_link: BlockLink | None = None
+    """By which blocks are handed over; None: through memory, or not at all."""
     _closed: bool = False
 
     def stop(self) -> None:
@@ -76,6 +79,8 @@ class WorkAgentProcess:
 
     def _close(self) -> None:
         self._closed = True
+        if self.block_link is not None:
+            self.block_link.close()
         self.channel.close()
         self.buffers.close()
 
@@ -109,10 +114,13 @@ def start_work_agent(
     if like is not None:
         settings = msgspec.structs.replace(settings, num_blocks=like.num_blocks, num_swap_blocks=like.num_swap_blocks)
     settings = placement.settings(settings)
-    process, channel, buffers, machine = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
+    started = placement.start(index, settings, config.serving.log_level, timeout_s, given_up)
+    process, channel, buffers, machine, blocks = started
     with contextlib.ExitStack() as undo:
         undo.callback(buffers.close)
         undo.callback(channel.close)
+        if blocks is not None:
+            undo.callback(blocks.close)
         undo.callback(_end_at_once, process)
         try:
             with contextlib.nullcontext() if given_up is None else given_up.breaks_off(process.kill):
@@ -123,7 +131,8 @@ def start_work_agent(
             _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
         undo.pop_all()
-    return WorkAgentProcess(index, process, channel, buffers, loaded, machine)
+    link = None if blocks is None else BlockLink(blocks, loaded.block_bytes, settings.step_timeout_s)
+    return WorkAgentProcess(index, process, channel, buffers, loaded, machine, link)
 
 
 def _load(

@@ -104,7 +104,7 @@ class Channel(Generic[Incoming]):
         Raises:
             OSError: It has ended.
         """
-        self._socket.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would take the keys from who reads
 
     def close(self) -> None:
         self._socket.close()

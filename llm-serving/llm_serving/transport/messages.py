@@ -14,6 +14,14 @@ master                                 WorkAgent
   |  -- Propose(continuations) ------->  |   while no step is under way, where there is a draft model
   |  <- Proposed(token_ids, error) ----  |
   |  -- Shutdown ---------------------->  |
+
+By a connection of their own, where blocks move between machines; one question at a time:
+
+  |  <- Arrived(token) ----------------  |
+  |  -- SendBlocks(blocks) ----------->  |
+  |  <- Blocks(blocks, content) -------  |   or BlocksRefused(error)
+  |  -- Blocks(blocks, content) ------>  |
+  |  <- BlocksTaken(blocks) -----------  |   or BlocksRefused(error)
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ import msgspec
 from llm_serving.core.computed_by import NOT_KNOWN, ComputedBy
 from llm_serving.core.continuation import Continuation
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 
 class ArrayLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -183,9 +191,49 @@ class Proposed(msgspec.Struct, tag="proposed", frozen=True):
     """Why there is nothing; usually empty."""
 
 
+class SendBlocks(msgspec.Struct, tag="send_blocks", frozen=True):
+    """Blocks of the transfer pool, each with the epoch that must stand beside it."""
+
+    block_ids: list[int]
+    epochs: list[int]
+
+
+class Blocks(msgspec.Struct, tag="blocks", frozen=True):
+    """What blocks of a transfer pool hold, for the same place in another one."""
+
+    block_ids: list[int]
+    epochs: list[int]
+    num_written: list[int]
+    """Tokens of each."""
+    content: bytes
+    """Keys of all of them in the first layer, their values, those of the second layer, and so on."""
+
+
+class BlocksTaken(msgspec.Struct, tag="blocks_taken", frozen=True):
+    block_ids: list[int]
+    epochs: list[int]
+
+
+class BlocksRefused(msgspec.Struct, tag="blocks_refused", frozen=True):
+    error: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-MasterMessage = Hello | LoadModel | RunStep | Allow | Propose | Shutdown
-AgentMessage = Arrived | Welcome | Progress | Loaded | Failed | StepEnding | StepDone | StepFailed | Proposed
+MasterMessage = Hello | LoadModel | RunStep | Allow | Propose | SendBlocks | Blocks | Shutdown
+AgentMessage = (
+    Arrived
+    | Welcome
+    | Progress
+    | Loaded
+    | Failed
+    | StepEnding
+    | StepDone
+    | StepFailed
+    | Proposed
+    | Blocks
+    | BlocksTaken
+    | BlocksRefused
+)

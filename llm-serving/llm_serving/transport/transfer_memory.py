@@ -1,4 +1,4 @@
-"""The memory by which WorkAgents of one machine hand blocks of the key/value cache over to each other."""
+"""The memory by which WorkAgents hand blocks of the key/value cache over: those of one machine share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer pool: memory of this machine by which WorkAgents hand blocks of the key/value cache over."""
+"""The transfer pool: memory by which WorkAgents hand blocks of the key/value cache over."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import numpy as np
 
 from llm_serving.backends.base import Array
 from llm_serving.core.step import Int32Array
+from llm_serving.errors import WorkerError
 
 _PAGE = 4096
 
 
 class TransferMemory:
-    """A file without a name that the master made and every WorkAgent of the machine has inherited.
+    """A file without a name that the master made and every WorkAgent of its machine has inherited.
+
+    A WorkAgent of another machine has one of its own: what others have written comes and goes by `read` and `write`.
 
     All of them have the same model and settings, so the sizes are the same. It is as long as the first of them makes
     it; its pages are taken when they are first written.
@@ -44,6 +47,60 @@ class TransferMemory:
             arrays.append(elements.reshape(shape))
             offset += size
         self.layers: tuple[tuple[Array, Array], ...] = tuple(zip(arrays[::2], arrays[1::2], strict=True))
+        self._arrays = arrays
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, all layers."""
+        return sum(array[0].nbytes for array in self._arrays)
+
+    def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]:
+        """Tokens written of each of these blocks, and what they hold: as `transport.messages.Blocks` says.
+
+        Raises:
+            WorkerError: There is no such block, or it is not the one of this epoch.
+        """
+        ids = self._ids(block_ids, epochs)
+        num_written = self.num_written[ids].tolist()
+        self._check_owners(ids, epochs)
+        content = b"".join([array[ids].tobytes() for array in self._arrays])
+        self._check_owners(ids, epochs)
+        return num_written, content
+
+    def write(
+        self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
+    ) -> None:
+        """The inverse of `read`, here; until it is done nobody may read these blocks.
+
+        Raises:
+            WorkerError: There is no such block, or the content is that of more or fewer.
+        """
+        ids = self._ids(block_ids, epochs)
+        if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
+            rule = f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, each with its tokens"
+            raise WorkerError(f"{rule}. Given: {len(content)} bytes, tokens of {len(num_written)}")
+        self.num_written[ids] = 0
+        offset = 0
+        for array in self._arrays:
+            shape = len(ids), *array.shape[1:]
+            given = np.frombuffer(content, array.dtype, math.prod(shape), offset)
+            array[ids] = given.reshape(shape)
+            offset += given.nbytes
+        self.epochs[ids] = epochs
+        self.num_written[ids] = num_written
+
+    def _ids(self, block_ids: Sequence[int], epochs: Sequence[int]) -> list[int]:
+        ids = list(block_ids)
+        if not ids or len(set(ids)) != len(ids) or len(epochs) != len(ids):
+            raise WorkerError(f"blocks must be named once, each with its epoch. Given: {ids}, epochs {list(epochs)}")
+        if not 0 <= min(ids) <= max(ids) < self.num_blocks:
+            raise WorkerError(f"blocks of the transfer pool must be from 0 to {self.num_blocks - 1}. Given: {ids}")
+        return ids
+
+    def _check_owners(self, ids: list[int], epochs: Sequence[int]) -> None:
+        others = (self.epochs[ids] != epochs) | (self.num_written[ids] <= 0)
+        if others.any():
+            raise WorkerError(f"block {ids[int(np.flatnonzero(others)[0])]} of the transfer pool is somebody else's")
 
 
 def _sizes(num_blocks: int, layers: Sequence[tuple[ms.Parameter, ms.Parameter]]) -> Iterator[int]:

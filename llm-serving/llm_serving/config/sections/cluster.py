@@ -34,9 +34,9 @@ class ClusterConfig:
     others may move there. None: all are `both`."""
 
     num_transfer_blocks: int | None = option(None, integer(1))
-    """Blocks of shared memory by which each `prefill` replica hands requests over. While there is no room a request
-    goes on where it is. None: as many as four requests of `model_config.max_generate_length` fill. Pages are taken when
-    they are first written."""
+    """Blocks of memory by which each `prefill` replica hands requests over: shared on one machine, of each WorkAgent
+    where `engine` is `ray`. While there is no room a request goes on where it is. None: as many as four requests of
+    `model_config.max_generate_length` fill. Pages are taken when they are first written."""
 
     cpus_per_replica: int | None = option(None, integer(1, 4096))
     """Cores that a WorkAgent asks Ray for, and computes with unless `device_config.num_threads` says otherwise. None:

@@ -1,0 +1,21 @@
+"""How many blocks of a transfer pool one frame takes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PIECE_BYTES: Final = 2**20
+"""Of a frame with several blocks, at most: what is on its way at once, beside the frames of steps."""
+MAX_BLOCKS: Final = 256
+_NAMES_BYTES: Final = 2**14
+"""Room for the numbers of so many blocks."""
+
+
+def blocks_a_frame(block_bytes: int) -> int:
+    """At least one, however large it is."""
+    return min(max(1, PIECE_BYTES // max(block_bytes, 1)), MAX_BLOCKS)
+
+
+def max_frame_bytes(block_bytes: int) -> int:
+    """Longest frame by which blocks travel."""
+    return blocks_a_frame(block_bytes) * block_bytes + _NAMES_BYTES

@@ -1,0 +1,42 @@
+"""How blocks of a WorkAgent's transfer pool come and go, where it shares no memory with others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llm_serving.errors import ProtocolError, WorkerError
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.messages import Blocks, BlocksRefused, BlocksTaken, MasterMessage, SendBlocks
+
+
+class Pool(Protocol):
+    """As `TransferMemory`."""
+
+    def read(self, block_ids: Sequence[int], epochs: Sequence[int]) -> tuple[list[int], bytes]: ...
+
+    def write(
+        self, block_ids: Sequence[int], epochs: Sequence[int], num_written: Sequence[int], content: bytes
+    ) -> None: ...
+
+
+def exchange_blocks(channel: Channel[MasterMessage], pool: Pool) -> None:
+    """Does what the master asks for, beside the steps: in a thread of its own, until the connection ends.
+
+    Raises:
+        TransportError: It has ended, or the master says something else.
+    """
+    while True:
+        channel.send(_answer(channel.receive(), pool))
+
+
+def _answer(message: MasterMessage, pool: Pool) -> Blocks | BlocksTaken | BlocksRefused:
+    try:
+        if isinstance(message, SendBlocks):
+            return Blocks(message.block_ids, message.epochs, *pool.read(message.block_ids, message.epochs))
+        if isinstance(message, Blocks):
+            pool.write(message.block_ids, message.epochs, message.num_written, message.content)
+            return BlocksTaken(message.block_ids, message.epochs)
+    except WorkerError as error:
+        return BlocksRefused(str(error))
+    raise ProtocolError(f"expected blocks, got {str(message)[:100]}")

@@ -1,0 +1,212 @@
+"""Replicas that share no memory: what a request takes along is brought to where it goes on, or computed again there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import Any
+
+import pytest
+from async_engine_setup import Setup
+from fake_runner import expected_output
+from llm_serving.core.request import FinishReason
+from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import WorkerError
+from llm_serving.executor.block_link import BlockLink
+
+PROMPT = list(range(3, 20))
+ROLES = ("prefill", "decode")
+ALL_AGAIN = len(PROMPT) + 19
+
+
+async def ask(engine: AsyncEngine, prompt: Sequence[int] = PROMPT) -> tuple[list[int], FinishReason | None]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    token_ids: list[int] = []
+    reason = None
+    async for piece in engine.generate(list(prompt), sampling, request_id="asked"):
+        token_ids += piece.token_ids
+        reason = piece.finish_reason
+    return token_ids, reason
+
+
+def tokens_computed(setup: Setup) -> list[int]:
+    return [sum(step.num_tokens for step in setup.runners[index].steps) for index in range(2)]
+
+
+async def num_handed_over(engine: AsyncEngine) -> int:
+    """Blocks of the first replica that nobody has given back."""
+    first = engine.replicas.engines[0]
+    return await asyncio.wrap_future(first.ask(lambda: first.scheduler.blocks.exports.pool.num_used_blocks))
+
+
+def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) -> None:
+    """Something happens when the pool of a replica has been asked to `read` or `write` once."""
+    pool = setup.pools[index]
+    really, calls = getattr(pool, name), []
+
+    def asked(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            happens()
+        return really(*args)
+
+    setattr(pool, name, asked)
+
+
+def note_calls(link: BlockLink, name: str, frames: list[str]) -> None:
+    really = getattr(link, name)
+
+    def noted(blocks: Any) -> Any:
+        answer = really(blocks)
+        frames.append(name)
+        return answer
+
+    setattr(link, name, noted)
+
+
+def test_blocks_travel_and_nothing_is_computed_again() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+            frames: list[str] = []
+            for link, name in ((setup.links[0], "read"), (setup.links[1], "write")):
+                note_calls(link, name, frames)
+            prompts = [[each, *PROMPT] for each in range(3)]
+            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
+            assert [answer for answer, _ in answers] == [expected_output(prompt, 20) for prompt in prompts]
+            assert frames == ["read", "write"] * (len(frames) // 2)  # no more than one is on its way
+            assert len(frames) == 2 * 3 * 5
+            assert await num_handed_over(engine) == 0
+        assert tokens_computed(setup) == [3 * (len(PROMPT) + 1), 3 * 19]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])
+def test_whoever_is_lost_in_the_middle_all_is_computed_again_where_it_goes_on(lost: int, index: int, name: str) -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+            between(setup, index, name, setup.links[lost]._channel.shutdown)
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+            assert setup.links[lost].is_closed
+            assert await num_handed_over(engine) == 0
+        assert tokens_computed(setup) == [len(PROMPT), ALL_AGAIN]
+
+    asyncio.run(run())
+
+
+def test_blocks_of_somebody_else_do_not_travel() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+
+            def belong_to_another() -> None:
+                setup.pools[0].tags.epochs[:] += 1
+
+            between(setup, 0, "read", belong_to_another)
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+            assert not setup.links[0].is_closed
+            assert await num_handed_over(engine) == 0
+        assert tokens_computed(setup)[1] == ALL_AGAIN
+
+    asyncio.run(run())
+
+
+def test_a_work_agent_without_room_for_them_computes_all_again() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+
+            def refuse() -> None:
+                raise WorkerError("no")
+
+            between(setup, 1, "write", refuse)
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+            assert await num_handed_over(engine) == 0
+        assert tokens_computed(setup)[1] == ALL_AGAIN
+
+    asyncio.run(run())
+
+
+def test_a_work_agent_that_is_replaced_before_the_request_comes_fails_no_step() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+            second = engine.replicas.engines[1]
+            take_over, failed = second.take_over, []
+
+            def replaced(*args: Any, **options: Any) -> None:
+                setup.links[1].close()
+                take_over(*args, **options)
+
+            second.take_over = replaced  # type: ignore[method-assign]
+            second._recover = failed.append  # type: ignore[method-assign]
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+            assert not failed
+            assert await num_handed_over(engine) == 0
+        assert tokens_computed(setup)[1] == ALL_AGAIN
+
+    asyncio.run(run())
+
+
+def test_where_the_other_is_drained_on_the_way_a_request_goes_on_with_its_blocks_where_it_was() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+
+            def drain() -> None:
+                engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
+
+            between(setup, 1, "write", drain)
+            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+        assert tokens_computed(setup) == [ALL_AGAIN, 0]
+
+    asyncio.run(run())
+
+
+def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+            loop, done = asyncio.get_running_loop(), Event()
+
+            def cancel() -> None:
+                engine.control.cancel("asked")
+                done.set()
+
+            def ask_to_cancel() -> None:
+                loop.call_soon_threadsafe(cancel)
+                done.wait()
+
+            between(setup, 1, "write", ask_to_cancel)
+            token_ids, reason = await ask(engine)
+            assert (token_ids, reason) == (expected_output(PROMPT, 1), FinishReason.ABORT)
+            assert await num_handed_over(engine) == 0
+
+    asyncio.run(run())
+
+
+def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
+    async def run() -> None:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        came, go_on = Event(), Event()
+
+        def hold() -> None:
+            came.set()
+            go_on.wait()
+
+        async with setup.running() as engine:
+            between(setup, 0, "read", hold)
+            asked = asyncio.create_task(ask(engine))
+            await asyncio.to_thread(came.wait)
+            stopping = asyncio.create_task(engine.stop())
+            while engine.replicas.living():
+                await asyncio.sleep(0)
+            go_on.set()
+            assert await asked == (expected_output(PROMPT, 1), FinishReason.UNAVAILABLE)
+            await stopping
+
+    asyncio.run(run())

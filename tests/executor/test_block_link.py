@@ -1,0 +1,140 @@
+"""Blocks on their way between master and WorkAgent, and what is not taken for them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_runner import FakeTransferPool
+from llm_serving.errors import TransportError, WorkerDiedError, WorkerError
+from llm_serving.executor.block_link import BlockLink
+from llm_serving.transport.block_frames import MAX_BLOCKS, PIECE_BYTES, blocks_a_frame, max_frame_bytes
+from llm_serving.transport.channel import Channel
+from llm_serving.transport.messages import AgentMessage, Blocks, BlocksTaken, MasterMessage, SendBlocks, StepDone
+from llm_serving.worker.block_exchange import exchange_blocks
+
+BLOCK_BYTES = 16
+"""Four tokens."""
+CONTENT = bytes(range(32))
+BLOCKS = Blocks([2, 5], [7, 8], [4, 3], CONTENT)
+ASKED = [(2, 7), (5, 8)]
+
+
+class Ends:
+    """The master's, and what the WorkAgent has."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        ours, theirs = socket.socketpair()
+        channel: Any = Channel(ours, AgentMessage)  # type: ignore[arg-type]
+        self.link = BlockLink(channel, BLOCK_BYTES, timeout_s)
+        self.agent: Channel[Any] = Channel(theirs, MasterMessage)  # type: ignore[arg-type]
+        self.pool = FakeTransferPool(8)
+
+    def serve(self) -> None:
+        with pytest.raises(TransportError):
+            exchange_blocks(self.agent, self.pool)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.link.close()
+    ends.agent.close()
+
+
+@pytest.fixture
+def serving(ends: Ends) -> Iterator[Ends]:
+    thread = threading.Thread(target=ends.serve)
+    thread.start()
+    yield ends
+    ends.link.close()
+    thread.join()
+
+
+def test_blocks_come_back_as_they_went(serving: Ends) -> None:
+    serving.link.write(BLOCKS)
+    serving.link.write(BLOCKS)  # the same again changes nothing
+    assert serving.link.read(ASKED) == BLOCKS
+    assert serving.link.read(ASKED[1:]) == Blocks([5], [8], [3], CONTENT[16:])
+
+
+def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: Ends) -> None:
+    serving.link.write(BLOCKS)
+    with pytest.raises(WorkerError, match="somebody else's"):
+        serving.link.read([(2, 7), (5, 9)])
+    assert not serving.link.is_closed
+    assert serving.link.read(ASKED) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Blocks([2, 5], [7, 9], [4, 3], CONTENT),
+        Blocks([2, 6], [7, 8], [4, 3], CONTENT),
+        Blocks([2], [7], [4], CONTENT[:16]),
+        Blocks([2, 5], [7, 8], [4, 3], CONTENT[:-1]),
+        Blocks([2, 5], [7, 8], [4, 3], CONTENT + bytes(1)),
+        Blocks([2, 5], [7, 8], [4], CONTENT),
+        Blocks([2, 5], [7, 8], [4, 3], bytes(max_frame_bytes(BLOCK_BYTES))),
+        BlocksTaken([2, 5], [7, 8]),
+        StepDone(0, b"", b"", {}),
+    ],
+    ids=["epoch", "block", "fewer", "short", "long", "tokens", "frame", "kind", "step"],
+)
+def test_what_was_not_asked_for_ends_the_connection(ends: Ends, reply: AgentMessage) -> None:
+    ends.agent.send(reply)
+    with pytest.raises(WorkerDiedError):
+        ends.link.read(ASKED)
+    assert ends.link.is_closed
+    with pytest.raises(WorkerDiedError, match="gone"):
+        ends.link.read(ASKED)
+
+
+def test_an_answer_that_comes_twice_is_not_that_to_the_next_question(ends: Ends) -> None:
+    ends.agent.send(BLOCKS)
+    ends.agent.send(BLOCKS)
+    assert ends.link.read(ASKED) == BLOCKS
+    with pytest.raises(WorkerDiedError):
+        ends.link.write(Blocks([1], [3], [4], CONTENT[:16]))
+    assert ends.link.is_closed
+
+
+def test_an_answer_that_comes_late_is_read_by_nobody() -> None:
+    ends = Ends(timeout_s=0.0)
+    with pytest.raises(WorkerDiedError, match="in time"):
+        ends.link.read(ASKED)
+    assert isinstance(ends.agent.receive(), SendBlocks)
+    with pytest.raises(TransportError):
+        ends.agent.send(BLOCKS)
+    ends.agent.close()
+
+
+def test_whoever_waits_is_told_when_it_is_closed(ends: Ends) -> None:
+    failed: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            ends.link.read(ASKED)
+        except WorkerDiedError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert isinstance(ends.agent.receive(), SendBlocks)
+    ends.link.close()
+    thread.join()
+    assert failed
+
+
+def test_a_frame_has_as_many_blocks_as_a_megabyte_has_room_for() -> None:
+    assert [blocks_a_frame(each) for each in (0, 1, 40_960, PIECE_BYTES, 10 * PIECE_BYTES)] == [
+        MAX_BLOCKS,
+        MAX_BLOCKS,
+        25,
+        1,
+        1,
+    ]

@@ -1,0 +1,91 @@
+"""Blocks of one machine's transfer pool in another's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from llm_serving.errors import WorkerError
+from llm_serving.worker.transfer_memory import TransferMemory
+
+SHAPES = ((4, 2, 3), (4, 6))
+BLOCK_BYTES = 2 * (6 * 2 + 6 * 1)
+
+
+def memory() -> Iterator[TransferMemory]:
+    fd = os.memfd_create("transfer")
+    caches: Any = [
+        SimpleNamespace(shape=(9, *shape[1:]), storage=np.zeros(1, dtype))
+        for shape, dtype in zip(SHAPES, (np.uint16, np.int8), strict=True)
+    ]
+    yield TransferMemory(fd, 4, [(caches[0], caches[0]), (caches[1], caches[1])])
+    os.close(fd)
+
+
+here, there = pytest.fixture(memory, name="here"), pytest.fixture(memory, name="there")
+
+
+def fill(pool: TransferMemory) -> None:
+    rng = np.random.default_rng(0)
+    for array in (each for layer in pool.layers for each in layer):
+        array[:] = rng.integers(0, 100, array.shape)
+    pool.epochs[:] = 5, 6, 7, 8
+    pool.num_written[:] = 4, 4, 3, 0
+
+
+def test_all_layers_of_a_block_arrive_and_no_other_block_changes(here: TransferMemory, there: TransferMemory) -> None:
+    fill(here)
+    num_written, content = here.read([2, 0], [7, 5])
+    assert (num_written, len(content)) == ([3, 4], 2 * BLOCK_BYTES)
+    there.write([2, 0], [7, 5], num_written, content)
+    for ours, theirs in zip(here.layers, there.layers, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (other[[2, 0]] == one[[2, 0]]).all()
+            assert not other[[1, 3]].any()
+    assert (there.epochs.tolist(), there.num_written.tolist()) == ([5, 0, 7, 0], [4, 0, 3, 0])
+    assert there.read([0], [5]) == here.read([0], [5])
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "epochs", "rule"),
+    [
+        ([0], [6], "block 0 of the transfer pool is somebody else's"),
+        ([0, 3], [5, 8], "block 3 of the transfer pool is somebody else's"),
+        ([4], [5], "blocks of the transfer pool must be from 0 to 3. Given: [4]"),
+        ([-1], [8], "blocks of the transfer pool must be from 0 to 3. Given: [-1]"),
+        ([0, 0], [5, 5], "blocks must be named once, each with its epoch. Given: [0, 0]"),
+        ([0, 1], [5], "blocks must be named once, each with its epoch. Given: [0, 1]"),
+        ([], [], "blocks must be named once, each with its epoch. Given: []"),
+    ],
+)
+def test_what_is_not_there_is_not_read(
+    here: TransferMemory, block_ids: list[int], epochs: list[int], rule: str
+) -> None:
+    fill(here)
+    with pytest.raises(WorkerError, match=re.escape(rule)):
+        here.read(block_ids, epochs)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "num_written", "num_bytes", "rule"),
+    [
+        ([0, 1], [4, 4], 2 * BLOCK_BYTES + 1, "Given: 73 bytes, tokens of 2"),
+        ([0, 1], [4, 4], BLOCK_BYTES, "2 blocks must come with 72 bytes, each with its tokens. Given: 36 bytes"),
+        ([0, 1], [4], 2 * BLOCK_BYTES, "Given: 72 bytes, tokens of 1"),
+        ([0, 4], [4, 4], 2 * BLOCK_BYTES, "blocks of the transfer pool must be from 0 to 3. Given: [0, 4]"),
+        ([1, 1], [4, 4], 2 * BLOCK_BYTES, "blocks must be named once"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    here: TransferMemory, block_ids: list[int], num_written: list[int], num_bytes: int, rule: str
+) -> None:
+    fill(here)
+    before = here.read([0, 1, 2], [5, 6, 7])
+    with pytest.raises(WorkerError, match=re.escape(rule)):
+        here.write(block_ids, [1] * len(block_ids), num_written, bytes(num_bytes))
+    assert here.read([0, 1, 2], [5, 6, 7]) == before
