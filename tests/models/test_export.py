@@ -1,9 +1,11 @@
 """The graphs out of Ascend's primitives: what a device reads in them, and that they run as they were exported."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from families.exported import NUM_BLOCKS, ROWS, differences, export, export_all, inputs_of, networks_of
 from graph_model import BLOCK_SIZE
+from llm_serving.backends.ascend import prompt_mask
 from llm_serving.core.choices import QuantizationName
 from llm_serving.lowering.step import STEP_INPUTS, dynamic_inputs
 from llm_serving.models.spec import ModelSpec
@@ -100,6 +102,22 @@ def test_the_mask_of_whole_prompts_lies_along_the_diagonal(exported):
         (mask,) = constants[MASK["FlashAttentionScore"]].tensors
         bits = np.frombuffer(mask.raw_data, np.uint16).astype(np.uint32) << 16
         assert (bits.view(np.float32).reshape(mask.dims) == np.triu(np.ones((128, 128)), 1)).all()
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 1.0), ("float16", -10000.0)])
+def test_what_the_mask_of_whole_prompts_hides_is_told_as_the_type_asks(dtype, hidden):
+    mask = prompt_mask(getattr(ms, dtype)).asnumpy().astype(np.float32)
+    assert (mask == np.triu(np.full((128, 128), hidden), 1)).all()
+
+
+def test_the_mask_of_paged_attention_takes_10000_off(exported):
+    written = exported[3]["states"].graph
+    nodes = {node.output[0]: node for node in written.node if node.output}
+    (mask,) = {node.input[MASK["PagedAttention"]] for node in nodes.values() if kind(node) == "PagedAttention"}
+    product = nodes[nodes[mask].input[0]]
+    assert (kind(nodes[mask]), kind(product)) == ("Cast", "Mul")
+    (taken_off,) = [nodes[each] for each in product.input if kind(nodes[each]) == "Constant"]
+    assert np.frombuffer(taken_off.attribute[0].tensors[0].raw_data, np.float32) == [-10000.0]
 
 
 @pytest.mark.parametrize("graph", ROWS)
