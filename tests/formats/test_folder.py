@@ -1,41 +1,98 @@
 """Which files of a folder are read, and how other forms are refused."""
 
-import shutil
+import json
+import shlex
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import read_tensors
 from model_factories import write_safetensors
+from safetensors.numpy import save_file
 
 A = {"a": np.zeros((2, 3), np.float32)}
 
 
+def error_of(source):
+    with pytest.raises(ModelError) as caught:
+        read_tensors(source)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
-    ("name", "command"),
+    ("name", "pattern"),
     [
-        ("pytorch_model.bin", "AutoModelForCausalLM"),
-        ("consolidated.00.pth", "transformers.models.llama.convert_llama_weights_to_hf"),
+        ("pytorch_model.bin", "pytorch_model*.bin"),
+        ("pytorch_model-00001-of-00002.bin", "pytorch_model*.bin"),
+        ("weights.bin", "*.bin"),
+        ("model.pth", "*.pth"),
+        ("model.pt", "*.pt"),
     ],
 )
-def test_a_form_that_is_not_read_comes_with_the_command_that_converts_it(tmp_path, name, command):
+def test_a_form_that_is_not_read_comes_with_the_command_that_converts_it(tmp_path, name, pattern):
     (tmp_path / name).write_bytes(b"x")
     for source in (tmp_path, tmp_path / name):
-        with pytest.raises(ModelError, match=f"{name} must be converted to safetensors first") as caught:
-            read_tensors(source)
-        assert command in str(caught.value)
-        assert f"{tmp_path}-safetensors" in str(caught.value)
+        error = error_of(source)
+        assert f"{name} must be converted to safetensors first, with torch and safetensors: python -c " in error
+        assert f'glob("{pattern}")' in error
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_the_command_is_python_that_compiles(tmp_path):
-    folder = tmp_path / "it's a model"
+def test_files_of_meta_are_of_another_form_altogether(tmp_path):
+    (tmp_path / "consolidated.00.pth").write_bytes(b"x")
+    command = f"convert_llama_weights_to_hf --input_dir {tmp_path} --output_dir {tmp_path}-safetensors --llama_version "
+    for source in (tmp_path, tmp_path / "consolidated.00.pth"):
+        assert command in error_of(source)
+
+
+class Tensor:
+    """What the command needs of a tensor of torch."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self.values))
+
+    def clone(self):
+        return Tensor(self.values.copy())
+
+
+def test_the_command_writes_what_is_read(tmp_path, monkeypatch):
+    folder = tmp_path / 'it\'s a "model" ü'
     folder.mkdir()
-    (folder / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ModelError) as caught:
-        read_tensors(folder)
-    program = str(caught.value).split('python -c "')[1].rpartition('"')[0]
-    compile(program, "command", "exec")
+    for number in (1, 2):
+        (folder / f"pytorch_model-{number}.bin").write_bytes(b"x")
+    (folder / "training_args.bin").write_bytes(b"x")
+    program = shlex.split(error_of(folder).partition("python -c ")[2])[0]
+
+    def load(file, device, weights_only):
+        assert (device, weights_only) == ("cpu", True)
+        return {file.stem: Tensor(np.ones((3, 2), np.float32).T)}
+
+    torch, saving = ModuleType("torch"), ModuleType("safetensors.torch")
+    torch.load = load
+    saving.save_file = lambda tensors, file, metadata: save_file(
+        {name: each.values for name, each in tensors.items()}, file, metadata
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", saving)
+    exec(program, {})
+    assert sorted(read_tensors(folder)) == ["pytorch_model-1", "pytorch_model-2"]
+
+
+def test_of_several_safetensors_the_one_with_the_usual_name_is_read(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", A)
+    write_safetensors(tmp_path / "consolidated.safetensors", {"layers.0.a": A["a"]})
+    assert list(read_tensors(tmp_path)) == ["a"]
+
+
+def test_all_missing_files_of_an_index_are_told(tmp_path):
+    files = {f"t{number}": f"model-{number}.safetensors" for number in range(7)}
+    write_safetensors(tmp_path / "model-3.safetensors", A)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert "names files that are missing: 6: model-0.safetensors; model-1.safetensors; " in error_of(tmp_path)
 
 
 def test_safetensors_win_over_other_forms(tmp_path):

@@ -92,6 +92,7 @@ def test_codes_of_more_bits_than_are_told_are_refused(tmp_path):
 def test_biases_of_zeros_may_be_there_and_others_may_not(tmp_path):
     write_quantized(tmp_path, LAYOUTS["GPTQ, 4 bits"], TINY)
     stored = WeightReader(tmp_path, check_folder(tmp_path).scheme)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     bias = {"model.layers.1.self_attn.q_proj.bias": np.zeros(64, np.float16)}
     write_safetensors(tmp_path / "model-2.safetensors", bias)
     spec = check_folder(tmp_path)

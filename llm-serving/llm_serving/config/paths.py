@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.errors import ConfigError
+from llm_serving.formats.folder import how_to_convert_file
 from llm_serving.hub import why_no_name
 from llm_serving.models.gguf import SUFFIX, is_gguf
 
@@ -89,7 +90,8 @@ def resolve_model(path: Path, folders: Sequence[Path], key: str, where: str, wri
     if found.is_dir():
         return _file_of(found) or found
     if not is_gguf(found):
-        raise ConfigError(f"{where}: {key}: {path} must be a folder in Hugging Face form, or a GGUF file")
+        what = f"must be a folder in Hugging Face form, or a GGUF file{how_to_convert_file(found)}"
+        raise ConfigError(f"{where}: {key}: {path} {what}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from llm_serving.errors import ModelError
 
 MOST_LISTED: Final = 5
-"""Tensors of one kind of difference that an error names."""
+"""Of what an error lists."""
 
 DERIVED: Final = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|(^|\.)freqs_(cos|sin)$")
 """Tables that some exporters write beside the weights."""
@@ -40,11 +40,12 @@ def check_tensors(
         if name in found and found[name] != shape
     ]
     kinds = (("missing", missing), ("no place for", extra), ("of another shape", misshapen))
-    told = [f"  {kind}: {_listed(each)}" for kind, each in kinds if each]
+    told = [f"  {kind}: {listed(each)}" for kind, each in kinds if each]
     if told:
         raise ModelError("\n".join([f"{where} does not hold the model of its config.json", *told]))
 
 
-def _listed(texts: list[str]) -> str:
+def listed(texts: list[str]) -> str:
+    """How many, and the first of them."""
     more = f"; and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
     return f"{len(texts)}: {'; '.join(texts[:MOST_LISTED])}{more}"

@@ -11,11 +11,13 @@ from typing import Final
 from llm_serving.core.files import read_regular
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.checkpoint import read_checkpoint
+from llm_serving.formats.compare import listed
 from llm_serving.formats.gguf import read_gguf
 from llm_serving.formats.packed import ReadableTensor
 from llm_serving.formats.safetensors import read_safetensors
 
 INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 
 _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]]]] = {
@@ -28,17 +30,19 @@ _READERS: Final[Mapping[str, Callable[[Path, bool], Mapping[str, ReadableTensor]
 _IN_FOLDERS: Final = (".safetensors", ".ckpt")
 """A folder is read by the first of which it has files."""
 
-_FROM_TRANSFORMERS: Final = (
-    'python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained({source}, torch_dtype='auto').save_pretrained({target}, safe_serialization=True)\""
-)
-_META: Final = (
-    "python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir {source} --output_dir {target}"
+_PICKLES: Final = ("pytorch_model*.bin", "*.bin", "consolidated*.pth", "*.pth", "*.pt")
+"""Patterns of files that are never read; those of the first that a folder has hold its weights."""
+_META: Final = "consolidated*.pth"
+"""Of which the names and the configuration are others, too."""
+
+_FROM_META: Final = (
+    "with torch and transformers 4: python -m transformers.models.llama.convert_llama_weights_to_hf "
+    "--input_dir {source} --output_dir {target} --llama_version VERSION, where VERSION is 2, 3, 3.1 or 3.2"
 )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the index, or else every file of the first form that is there.
+    """Those of the index, or the one with the usual name, or else every file of the first form that is there.
 
     Raises:
         ModelError: There is none; the text says what converts a form that is not read.
@@ -46,6 +50,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.exists():
         return _indexed(folder, index)
+    if (folder / SINGLE_NAME).exists():  # whatever else is there, perhaps the same weights by other names
+        return [folder / SINGLE_NAME]
     for ending in _IN_FOLDERS:
         if files := sorted(folder.glob(f"*{ending}")):
             return files
@@ -68,7 +74,9 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
     for file in files:
         reader = _READERS.get(file.suffix)
         if reader is None:
-            raise ModelError(f"{file} must be one of {', '.join(f'*{each}' for each in _READERS)}{_converting(file)}")
+            raise ModelError(
+                f"{file} must be one of {', '.join(f'*{each}' for each in _READERS)}{how_to_convert_file(file)}"
+            )
         for name, tensor in reader(file, packed).items():
             if name in tensors:
                 raise ModelError(f"{file}: tensor {name} stands twice, also in {tensors[name].file}")
@@ -78,25 +86,36 @@ def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor
 
 def how_to_convert(folder: Path) -> str:
     """What follows an error about a folder without weights that can be read; empty where it has none at all."""
-    for pattern in ("*.bin", "*.pth", "*.pt"):
+    for pattern in _PICKLES:
         if files := sorted(folder.glob(pattern)):
-            return _converting(files[0])
+            return _converting(files[0], pattern)
     if files := sorted(folder.glob("*.gguf")):
         return f"; {files[0].name} is a model by itself: name that file"
     return ""
 
 
-def _converting(file: Path) -> str:
-    command = {".bin": _FROM_TRANSFORMERS, ".pth": _META, ".pt": _META}.get(file.suffix)
-    if command is None:
-        return ""
+def how_to_convert_file(file: Path) -> str:
+    """The same of a file that was named itself."""
+    return next((_converting(file, pattern) for pattern in _PICKLES if file.match(pattern)), "")
+
+
+def _converting(file: Path, pattern: str) -> str:
     folder = file.resolve().parent
-    source, target = str(folder), f"{folder}-safetensors"
-    if command is _FROM_TRANSFORMERS:
-        spelled = command.format(source=repr(source), target=repr(target))
+    if pattern == _META:
+        source, target = shlex.quote(str(folder)), shlex.quote(f"{folder}-safetensors")
+        command = _FROM_META.format(source=source, target=target)
     else:
-        spelled = command.format(source=shlex.quote(source), target=shlex.quote(target))
-    return f"; {file.name} must be converted to safetensors first, with torch and transformers: {spelled}"
+        command = f"with torch and safetensors: python -c {shlex.quote(_program(folder, pattern))}"
+    return f"; {file.name} must be converted to safetensors first, {command}"
+
+
+def _program(folder: Path, pattern: str) -> str:
+    """Writes each file a second time, beside it. Needs no class of the family, and runs nothing that a pickle holds."""
+    files = f"pathlib.Path({json.dumps(str(folder), ensure_ascii=False)}).glob({json.dumps(pattern)})"
+    tensors = 'torch.load(f, "cpu", weights_only=True).items()'
+    copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors wants no tensors that share memory
+    saved = f'save_file({copied}, f.with_suffix(".safetensors"), {{"format": "pt"}})'
+    return f"import pathlib, torch; from safetensors.torch import save_file; [{saved} for f in {files}]"
 
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
@@ -110,6 +129,6 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
         # The index comes with the weights: it may name its neighbours only.
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
-        if not (folder / name).exists():
-            raise ModelError(f"{folder}: {name} is missing; {INDEX_NAME} names it")
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise ModelError(f"{folder}: {INDEX_NAME} names files that are missing: {listed(missing)}")
     return [folder / name for name in names]
