@@ -86,7 +86,7 @@ def main() -> None:
     dtypes = ("float32", "bfloat16", "float16")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models; default: all")
-    kernels = ("program", "primitives", "plain", "mindformers")
+    kernels = ("program", "primitives", "plain", "mindformers", "mindformers-legacy")
     parser.add_argument("--kernels", nargs="+", default=["program"], choices=kernels)
     parser.add_argument("--dtypes", nargs="+", default=dtypes[:2], choices=dtypes)
     arguments = parser.parse_args()
