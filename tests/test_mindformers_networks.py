@@ -64,7 +64,11 @@ def test_an_answer_depends_on_the_request_alone(
     ],
 )
 def test_logits_are_those_of_the_native_network_but_for_roundings(
-    tmp_path: Path, architecture: str, implementation: ImplementationName, dtype: str
+    tmp_path: Path,
+    architecture: str,
+    implementation: ImplementationName,
+    dtype: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     tied = architecture == "Qwen3ForCausalLM"
     spec = tiny_spec(architectures=[architecture], tie_word_embeddings=tied, rope_theta=1e6)
@@ -77,6 +81,7 @@ def test_logits_are_those_of_the_native_network_but_for_roundings(
     logits, expected = theirs.logits(step), native.logits(step)
     assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
     assert theirs.num_compilations == 1
+    assert "Param Origin" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)

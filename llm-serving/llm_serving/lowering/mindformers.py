@@ -16,7 +16,7 @@ from mindspore import nn
 
 from llm_serving.backends.base import Backend
 from llm_serving.errors import KernelError, ModelError
-from llm_serving.lowering.mindformers_package import module_of_mindformers, put
+from llm_serving.lowering.mindformers_package import module_of_mindformers, put, silently
 from llm_serving.lowering.parameters import Parameters
 from llm_serving.lowering.step import KVCaches
 from llm_serving.models.facts import Facts
@@ -87,7 +87,8 @@ def _built(spec: ModelSpec, backend: Backend, max_positions: int) -> nn.Cell:
     classes = CLASSES[spec.architecture]
     make_config = getattr(module_of_mindformers(classes.config_module), classes.config)
     make_network = getattr(module_of_mindformers(classes.module), classes.network)
-    network = make_network(make_config(**_facts(spec, backend.dtype, max_positions)))
+    with silently():
+        network = make_network(make_config(**_facts(spec, backend.dtype, max_positions)))
     network.add_flags_custom_mcore(is_prefill=False)  # PagedAttention, whatever the step
     model: nn.Cell = network.model
     model.return_hidden_states = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import logging
 import os
 import tempfile
@@ -59,6 +61,11 @@ def _quieten(mindformers_logger: logging.Logger) -> None:
         if isinstance(handler, logging.FileHandler):
             mindformers_logger.removeHandler(handler)
             handler.close()
+
+
+def silently() -> contextlib.redirect_stdout[io.StringIO]:
+    """While it builds a network MindFormers prints a table of all that its configuration says."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def put(network: nn.Cell, place: str, value: Any) -> None:
