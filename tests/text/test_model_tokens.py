@@ -44,6 +44,20 @@ def test_config_check_shows_them(tmp_path, capsys):
     assert '# a text ends with:\n#   - 2 "</s>" (config.json, generation_config.json, tokenizer)\n#   - 300 ' in printed
 
 
+def test_config_check_shows_what_requests_have_that_say_nothing_or_refuses_it(tmp_path, capsys):
+    check = ["config", "check", "--model", str(folder_with(tmp_path, 2, 2))]
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": -1, "max_new_tokens": 77, "do_sample": True}))
+    assert main(check) == 0
+    told = "# a request that says nothing has (generation_config.json): temperature 0.6, top_k 0, max_tokens 77\n"
+    assert told in capsys.readouterr().out
+    assert main([*check, "--set", "model_config.generation_config=none"]) == 0
+    assert "says nothing" not in capsys.readouterr().out
+    file.write_text('{"temperature": "hot"}')
+    assert main(check) == 2
+    assert f"error: {file}: `temperature` must be" in capsys.readouterr().err
+
+
 def test_config_check_refuses_a_folder_without_a_tokenizer(tmp_path, capsys):
     (folder_with(tmp_path, 2, 2) / "tokenizer.model").unlink()
     assert main(["config", "check", "--model", str(tmp_path)]) == 2

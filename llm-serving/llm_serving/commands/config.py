@@ -11,6 +11,7 @@ from llm_serving.commands.stored_models import check_weights, stored_size
 from llm_serving.config import ServingConfig
 from llm_serving.config.paths import REFERENCE_YAML
 from llm_serving.config.report import describe
+from llm_serving.core.generation_defaults import GENERATION_CONFIG, generation_defaults
 from llm_serving.errors import ConfigError
 from llm_serving.models.spec import ModelSpec
 
@@ -38,7 +39,7 @@ def add_to(commands: Subcommands) -> None:
 def run_check(arguments: argparse.Namespace) -> int:
     config = load(arguments)
     check_weights(config)
-    text = "\n".join([describe(config), *_tokens(config), *_memory(config), *_bounds(config)])
+    text = "\n".join([describe(config), *_tokens(config), *_sampling(config), *_memory(config), *_bounds(config)])
     with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, may leave early
         print(text, flush=True)
     return 0
@@ -62,6 +63,22 @@ def _tokens(config: ServingConfig) -> list[str]:
     lines = ["# a text ends with:", *(f"#   - {line}" for line in describe_end_tokens(config.model, tokenizer))]
     notice = notice_of_unknown_tokens(tokenizer, ModelSpec.from_folder(path).vocab_size)
     return lines if notice is None else [*lines, f"# notice: {notice}"]
+
+
+def _sampling(config: ServingConfig) -> list[str]:
+    """What requests have that say nothing, as a comment.
+
+    Raises:
+        ModelError: `generation_config.json` holds what no request may have, and so no server starts.
+    """
+    if config.model.generation_config == "none":
+        return []
+    defaults = generation_defaults(config.model.model_path)
+    told = ", ".join(
+        f"{name} {value:.7g}" if isinstance(value, float) else f"{name} {value}"  # they are of single precision
+        for name, value in defaults.items()
+    )
+    return [f"# a request that says nothing has ({GENERATION_CONFIG}): {told}"] if told else []
 
 
 def _memory(config: ServingConfig) -> list[str]:
