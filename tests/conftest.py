@@ -5,6 +5,7 @@ What needs the operator library comes late, since it may be compiling meanwhile.
 
 import gc
 import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,10 +36,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: lateness(item.path))
 
 
-def pytest_collection_finish() -> None:
-    """MindSpore collects garbage for every graph it compiles: it should not walk over thousands of tests each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is imported and found here is garbage, so nobody looks for any.
+
+    MindSpore does for every graph it compiles: it should not walk over thousands of tests each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @cache  # of a file's tests all ask
