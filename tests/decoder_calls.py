@@ -1,5 +1,6 @@
 """A small Llama, computed by the operators of the library one after the other."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +84,15 @@ def create_layer(
     inner: int = INNER,
     seed: int = 1,
 ) -> Layer:
+    vectors, weights = _drawn(dtype, head_dim, attention_bias, mlp_bias, hidden, inner, seed)
+    return Layer(*vectors, *map(packed, weights))
+
+
+@functools.cache  # for all instruction sets
+def _drawn(
+    dtype: str, head_dim: int, attention_bias: bool, mlp_bias: bool, hidden: int, inner: int, seed: int
+) -> tuple[list[Typed | None], list[Typed]]:
+    """The vectors of a layer, and its weights before they are packed."""
     rng = np.random.default_rng(seed)
     q_width = NUM_HEADS * head_dim
     qkv_width = q_width + 2 * NUM_KV_HEADS * head_dim
@@ -91,13 +101,13 @@ def create_layer(
         return typed(rng.standard_normal(size), dtype) if present else None
 
     def weight(n: int, k: int) -> Typed:
-        return packed(typed(rng.standard_normal((n, k)) / np.sqrt(k), dtype))
+        return typed(rng.standard_normal((n, k)) / np.sqrt(k), dtype)
 
     gains = (typed(rng.standard_normal(hidden), dtype) for _ in range(2))
     attention_biases = (vector(size, attention_bias) for size in (qkv_width, hidden))
     mlp_biases = (vector(size, mlp_bias) for size in (2 * inner, hidden))
     shapes = (qkv_width, hidden), (hidden, q_width), (2 * inner, hidden), (hidden, inner)
-    return Layer(*gains, *attention_biases, *mlp_biases, *(weight(*shape) for shape in shapes))
+    return [*gains, *attention_biases, *mlp_biases], [weight(*shape) for shape in shapes]
 
 
 def create_decoder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ BY_ADDRESS = {
     *("token_ids", "positions", "slot_mapping", "block_tables", "query_lens", "context_lens", "sample_indices"),
     "result",
 }
+_program_of = functools.cache(program_of)
 _MULTIPLIED = frozenset({"weight", "gate_up", "down"})
 
 
@@ -57,7 +59,7 @@ def create_caches(runnable: Runnable, num_blocks: int = 24) -> list[Blocks]:
 
 def runnable_of(network: Network, arrays: Mapping[Weight, Any], dtype: str) -> Runnable:
     """The program of a network with values for its weights; those of products are packed."""
-    program = program_of(network, dtype)
+    program = _program_of(network, dtype)
     multiplied = {weight for each in network.operations for role, weight in each.weights.items() if role in _MULTIPLIED}
 
     def given(weight: Weight) -> Typed:

@@ -1,5 +1,6 @@
 """Operations of `program` by themselves: a table holds the input, and the unit matrix is the head."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,9 @@ ATTENTION = {
     "all": {"window": 70, "largest": 5.0, "slopes": np.array([1.0, 0.3, 0.1, 0.0], np.float32)},
 }
 SCALE = 0.2
+COUNT = 150
+TABLE = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
+SLOTS = [TABLE[i // 16] * 16 + i % 16 for i in range(COUNT)]
 
 
 def attention_of(
@@ -133,24 +137,29 @@ def attention_of(
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_with_windows_caps_and_slopes(isa: str, dtype: str, head_dim: int, kind: str) -> None:
-    count, options = 150, ATTENTION[kind]
-    x = random(count, 8 * head_dim, dtype)
-    table = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7]
-    step = step_of_rows(count, [table], [count])
-    step = Step(**{**vars(step), "slots": [table[i // 16] * 16 + i % 16 for i in range(count)]})
-    runnable = attention_of(x, head_dim, **options)
+    step = step_of_rows(COUNT, [TABLE], [COUNT])
+    step = Step(**{**vars(step), "slots": SLOTS})
+    runnable = attention_of(random(COUNT, 8 * head_dim, dtype), head_dim, **ATTENTION[kind])
     y = run(runnable, step, create_caches(runnable))
-    q, k, v = np.split(x.values.astype(np.float64), [4 * head_dim, 6 * head_dim], axis=1)
+    assert_close(typed(y.array, dtype), *expected_attention(dtype, head_dim, kind))
+
+
+@functools.cache  # for all instruction sets
+def expected_attention(dtype: str, head_dim: int, kind: str) -> tuple[Array, Array]:
+    """Of random rows, and how far a result may be from it."""
+    options = ATTENTION[kind]
+    x = random(COUNT, 8 * head_dim, dtype).values.astype(np.float64)
+    q, k, v = np.split(x, [4 * head_dim, 6 * head_dim], axis=1)
     caches = [np.zeros((24, 16, 2, head_dim)) for _ in range(2)]
-    reference.store_kv(k, v, *caches, np.array(step.slots))
-    given = padded([table]).array, [count], [count], SCALE
+    reference.store_kv(k, v, *caches, np.array(SLOTS))
+    given = padded([TABLE]).array, [COUNT], [COUNT], SCALE
     expected = reference.attention(q, *caches, *given, **options)
     magnitude = reference.attention(q, caches[0], np.abs(caches[1]), *given, **options)
     # As in test_attention.py; a cap and its distance add their own rounding to a score.
     score = 2 * head_dim * FLOAT32_UNIT * np.abs(q).max() * np.abs(k).max() * head_dim * SCALE
-    score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + count)
-    delta = np.expm1(score) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * count * FLOAT32_UNIT
-    assert_close(typed(y.array, dtype), expected, 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected))
+    score += 8 * FLOAT32_UNIT * (options.get("largest", 0.0) + COUNT)
+    delta = np.expm1(score) + 8 * FLOAT32_UNIT + ROUNDING_UNIT[dtype] + 4 * COUNT * FLOAT32_UNIT
+    return expected, 2.2 * delta * magnitude + ROUNDING_UNIT[dtype] * np.abs(expected)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)

@@ -1,5 +1,6 @@
 """Products of 8-bit weights with rows brought to 8 bits: the bits of the twin, on every instruction set."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instruction_sets import isas_of_codes, real_isas
-from kernel_calls import Array, assert_close, call, coded, empty, integers, linear, scalar, status_of, typed
+from kernel_calls import Array, Typed, assert_close, call, coded, empty, integers, linear, scalar, status_of, typed
 from llm_serving.formats.quantized import quantize_w8
 from llm_serving.kernels import library, reference, w8a8
 
@@ -52,12 +53,21 @@ ROWS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ROWS)
 def test_bits_are_those_of_the_twin(isa_of_codes: str, kind: str, dtype: str) -> None:
+    for x, codes, scales, expected in products(kind, dtype):
+        bits = linear(x, coded(codes, scales, dtype), "float32").bits
+        assert np.array_equal(bits, expected), (*x.array.shape, len(codes))
+
+
+@functools.cache  # for all instruction sets
+def products(kind: str, dtype: str) -> list[tuple[Typed, Array, Array, Array]]:
+    """Rows, codes and scales of each shape, and the bits that the twin makes of them."""
     rng = np.random.default_rng(1)
+    found = []
     for m, n, k in SHAPES:
         codes, scales = random_weight(rng, n, k)
         x = typed(ROWS[kind](rng, m, k), dtype)
-        bits = linear(x, coded(codes, scales, dtype), "float32").bits
-        assert np.array_equal(bits, w8a8.linear(x.values, codes, scales).view(np.uint32)), (m, n, k)
+        found.append((x, codes, scales, w8a8.linear(x.values, codes, scales).view(np.uint32)))
+    return found
 
 
 @settings(max_examples=40, deadline=None)
