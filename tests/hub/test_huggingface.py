@@ -49,6 +49,14 @@ def test_only_what_is_served_is_downloaded_and_weights_come_last(hub):
     assert "0.4 MB" in said[0]
 
 
+def test_templates_in_a_folder_of_their_own_come_too(hub):
+    wanted, unwanted = "additional_chat_templates/tool_use.jinja", "additional_chat_templates/more/x.jinja"
+    hub.models["Tiny/Llama"] = StoredModel(tiny_files() | {wanted: b"{{ messages }}", unwanted: b"x"})
+    folder = hub_package.locate("Tiny/Llama").folder
+    assert (folder / wanted).read_bytes() == b"{{ messages }}"
+    assert not (folder / unwanted).exists()
+
+
 def test_the_cache_is_the_one_of_the_ecosystem(hub, caches):
     folder = get().folder
     assert folder == caches / "hf/hub/models--Tiny--Llama/snapshots" / COMMIT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ SINGLE_NAME: Final = "model.safetensors"
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken")
 """Patterns of files of which one is enough to read and write text."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _MAX_SMALL_BYTES: Final = 2**27
 _MAX_INDEX_BYTES: Final = 2**26
 
@@ -27,9 +29,10 @@ def small_files(sizes: Mapping[str, int]) -> list[str]:
     """Configuration and tokenizer, config.json first: what decides whether the model can be served.
 
     Args:
-        sizes: File name -> bytes of all that a hub has; of files in folders only `POOLING_FILES` are wanted.
+        sizes: File name -> bytes of all that a hub has. Of files in folders only `POOLING_FILES` and templates are
+            wanted.
     """
-    wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES]
+    wanted = [name for name in sizes if _matches(name, _SMALL) or name in POOLING_FILES or _TEMPLATE.fullmatch(name)]
     names = [name for name in wanted if sizes[name] <= _MAX_SMALL_BYTES]
     unwanted = [name for name in names if name.endswith(".index.json") and name != INDEX_NAME]
     return sorted(set(names) - set(unwanted), key=lambda name: (name != CONFIG_NAME, name))
