@@ -102,7 +102,7 @@ async def lose(server: Server, client: httpx.AsyncClient, sent: signal.Signals, 
     agents = server.work_agents()
     agents[turn % len(agents)].send_signal(sent)
     while await metric(client, "llm_serving:worker_restarts_total") == restarts:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # a start takes seconds
 
 
 def now_and_then(sent: signal.Signals, times: int) -> Disturb:

@@ -33,7 +33,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> str:
 
 async def reach(client: httpx.AsyncClient, state: str) -> None:
     while (await client.get("/v1/replicas")).json()["replicas"][1]["state"] != state:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
 
 
 def test_a_replica_leaves_and_joins_under_load_and_nothing_is_lost() -> None:
