@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families.exactness import Served, differing
-from families.precision import served
+from families.models import Prompt
+from families.precision import greedy, served
 from graph_model import GraphModel, backend
 from llm_serving.config import load_config
 from llm_serving.core.choices import ImplementationName
@@ -80,8 +81,26 @@ def test_logits_are_those_of_the_native_network_but_for_roundings(
     )
     logits, expected = theirs.logits(step), native.logits(step)
     assert np.abs(logits - expected).max() < LARGEST_DIFFERENCE[dtype] * np.abs(expected).max()
+    if dtype == "float16":  # fewer digits make more of them equally good
+        prompt = Prompt(np.arange(40), *[np.zeros(0)] * 3)
+        assert greedy(theirs, prompt, 64)[1] == greedy(native, prompt, 64)[1]
     assert theirs.num_compilations == 1
     assert "Param Origin" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("llama3.1", MINDFORMERS), ("llama3.1", LEGACY), ("qwen3", MINDFORMERS), ("glm4", MINDFORMERS)],
+)
+def test_greedy_tokens_are_those_of_the_native_network(
+    tmp_path: Path, name: str, implementation: ImplementationName
+) -> None:
+    tokens = []
+    for kernels in (implementation, "primitives"):
+        model, golden, longest = served(name, tmp_path / kernels, kernels, "float16")
+        tokens.append([greedy(model, prompt, longest)[1] for prompt in golden.prompts.values()])
+    assert tokens[0] == tokens[1]
+    assert min(map(len, tokens[0])) > 1
 
 
 @pytest.mark.parametrize("dtype", LARGEST_DIFFERENCE)
