@@ -136,12 +136,16 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        code = f"""(() => {{
+        """Of the first element that is shown, once it stays where it is: a page that loads moves what stands below."""
+        code = f"""(async () => {{
             const node = document.querySelector({json.dumps(selector)});
             if (!node) return null;
             node.scrollIntoView({{block: "center", behavior: "instant"}});
+            const before = node.getBoundingClientRect();
+            await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
             const at = node.getBoundingClientRect();
-            return at.width ? [at.x + at.width / 2, at.y + at.height / 2] : null;
+            const x = at.x + at.width / 2, y = at.y + at.height / 2;
+            return at.width && at.x === before.x && at.y === before.y ? [x, y] : null;
         }})()"""
         x, y = self._until(lambda: self.run(code), selector, TIMEOUT_S)
         return x, y
