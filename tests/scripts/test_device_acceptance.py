@@ -74,7 +74,8 @@ class TestPrecision:
         assert {"| qwen3 | 0.49% | 48 of 48 |", "| gemma2 | no windows |  |"} <= set(found.lines)
 
     def test_a_device_that_takes_the_process_along_is_named(self):
-        found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel"))
+        places = "", "- C++ Call Stack: (For framework developers)", "mindspore/core/utils/ms_context.cc:291 Set"
+        found = precision.examine("ascend", [], fails("loading", "RuntimeError: no kernel", *places))
         assert found.faults == ["ended with 1: RuntimeError: no kernel", "no model was computed"]
 
     def test_a_device_that_hangs(self, monkeypatch):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from acceptance.device.outcome import Outcome, table
+from acceptance.device.outcome import Outcome, reason, table
 
 TITLE = "Load"
 SCRIPT = Path(__file__).parents[3] / "performance" / "test_serving_performance.py"
@@ -40,8 +40,8 @@ def examine(port: int, rate: float, seconds: float, folder: Path, script: Path =
         except subprocess.TimeoutExpired:
             return Outcome.failed(TITLE, f"the load test took longer than {LIMIT_S:.0f} s")
         if done.returncode != 0:
-            last = ((done.stderr or done.stdout).strip().splitlines() or ["no output"])[-1]
-            return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {last}")
+            told = reason(done.stderr or done.stdout)
+            return Outcome.failed(TITLE, f"the load test ends with {done.returncode}: {told}")
     logs = sorted((folder / "testLog").glob("*.log"), key=lambda path: path.stat().st_mtime)
     found = DONE.findall(logs[-1].read_text()) if logs else []
     if not found:

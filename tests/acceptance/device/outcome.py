@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -31,6 +32,13 @@ class Outcome:
     @property
     def verdict(self) -> str:
         return "FAILED" if self.faults else "passed"
+
+
+def reason(said: str) -> str:
+    """Why a program failed, by what it said: its last error, behind which MindSpore lists its own places."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\w*Error|\w*Exception|error): ", line)]
+    return (errors or lines or ["no output"])[-1]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from acceptance.device.outcome import Outcome, table
+from acceptance.device.outcome import Outcome, reason, table
 
 TITLE = "Precision"
 GATE = 0.005
@@ -38,8 +38,7 @@ def examine(device: str, names: Sequence[str], command: Sequence[str] | None = N
     except subprocess.TimeoutExpired:
         return Outcome.failed(TITLE, f"the models took longer than {TIMEOUT_S:.0f} s")
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    ending = [] if done.returncode == 0 else [f"ended with {done.returncode}: {last}"]
+    ending = [] if done.returncode == 0 else [f"ended with {done.returncode}: {reason(done.stderr)}"]
     return judge(told, ending)
 
 

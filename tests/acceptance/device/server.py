@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from acceptance.device.outcome import PartError
+from acceptance.device.outcome import PartError, reason
 
 COMMAND = Path(sys.executable).with_name("llm-serving")
 START_S = 1800.0
@@ -84,8 +84,7 @@ def serving(arguments: Sequence[str], command: str | Path = COMMAND) -> Iterator
             [command, "start", *place, *arguments], capture_output=True, text=True, timeout=START_S, check=False
         )
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise PartError(f"the server does not start, exit code {done.returncode}: {last}")
+            raise PartError(f"the server does not start, exit code {done.returncode}: {reason(done.stderr)}")
         yield Server(port, Path(run_dir) / str(port))
     except subprocess.TimeoutExpired:
         raise PartError(f"the server does not answer within {START_S:.0f} s") from None
