@@ -148,9 +148,9 @@ class World:
     def run(self, until: float = math.inf) -> None:
         """Goes on until nothing is left to do, or to the time given."""
         while self.clock.now < until:
-            if self.engine.has_unfinished_requests:
-                self.engine.step()
-            elif self._events:
+            if self.engine.step():
+                continue
+            if self._events:
                 self.pass_time(self._events[0][0])
             else:
                 break
