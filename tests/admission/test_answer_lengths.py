@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from llm_serving.admission import answer_lengths
 from llm_serving.admission.answer_lengths import MEMORY, MIN_ALIKE, MIN_ENDS, AnswerLengths, Asked, beginnings_of
+from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 
 OPEN = SamplingParams(max_tokens=100)
@@ -23,7 +24,7 @@ def seen(*lengths: int, asked: Asked = ASKED) -> AnswerLengths:
 
 
 def remaining(answers, num_output, request, quantile):
-    found = answers.remaining(num_output, request)
+    found = answers.beside(()).remaining(num_output, request)
     return None if found is None else found.at(quantile)
 
 
@@ -95,3 +96,56 @@ def test_beginnings_that_were_met_longest_ago_are_forgotten(monkeypatch: pytest.
             answers.ended(80, asked(number))
     assert len(answers._alike) == 8
     assert [remaining(answers, 0, asked(number), 0.0) for number in (7, 19, 0)] == [80, 80, 3]
+
+
+def under_way(num_output: int, sequence: int, *prompt: int) -> Request:
+    request = Request(request_id="x", prompt_token_ids=[1], sampling=OPEN, stop_token_ids=frozenset())
+    request.output_token_ids = [5] * num_output
+    request.sequence, request.beginnings = sequence, beginnings_of(prompt)
+    return request
+
+
+def at_quarters(answers: AnswerLengths, running: list[Request], request: Asked = ASKED) -> list[int]:
+    found = answers.beside(running).remaining(0, request)
+    assert found is not None
+    return [found.at(quantile) for quantile in (0.1, 0.3, 0.6, 0.9)]
+
+
+def test_the_short_ones_of_those_that_began_together_are_not_all() -> None:
+    """Eight have ended, and eight that came with them are longer already: who comes next may be either."""
+    answers = seen(*[4] * MIN_ENDS)
+    assert at_quarters(answers, []) == [4, 4, 4, 4]
+    running = [under_way(20 + number, 100) for number in range(MIN_ENDS)]
+    assert at_quarters(answers, running)[:2] == [4, 4]
+    assert min(at_quarters(answers, running)[2:]) > 27
+
+
+def test_what_runs_is_expected_to_get_as_far_as_those_that_got_further() -> None:
+    answers = seen(*[10] * 4, *[60] * 4)
+    running = [under_way(20, 100) for _ in range(8)]
+    # 4 of 16 have ended at 10; what the eight weigh goes to the four that got further.
+    assert at_quarters(answers, running) == [10, 60, 60, 60]
+
+
+def test_those_that_run_count_for_prompts_that_begin_as_theirs_do() -> None:
+    answers = seen(*[4] * MIN_ENDS, asked=asked(1, 2, 3))
+    for number in range(MIN_ENDS):
+        answers.ended(4, asked(7, 8, number))
+    running = [under_way(50, 100, 7, 8, number) for number in range(20, 30)]
+    assert at_quarters(answers, running, asked(1, 2, 3)) == [4, 4, 4, 4]
+    assert at_quarters(answers, running, asked(7, 8, 99))[2] > 50
+
+
+def test_a_long_one_counts_with_those_that_came_when_it_did_and_not_with_the_newest() -> None:
+    """The short answers that came with it are forgotten; beside the newest of them it would seem to be common."""
+    answers = AnswerLengths()
+    for sequence in range(2 * MEMORY):
+        answers.ended(4, ASKED, sequence)
+    assert at_quarters(answers, [under_way(90, 3)] * 200) == [4, 4, 4, 4]
+
+
+def test_who_ends_by_its_length_alone_says_nothing_of_others() -> None:
+    answers = seen(*[4] * MIN_ENDS)
+    certain = under_way(50, 100)
+    certain.sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    assert at_quarters(answers, [certain] * 50) == [4, 4, 4, 4]

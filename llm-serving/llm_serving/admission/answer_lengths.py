@@ -1,10 +1,15 @@
-"""How long answers get: as those to prompts that begin alike have got lately, and otherwise as all have."""
+"""How long answers get: as those to prompts that begin alike have got lately, and otherwise as all have.
+
+Of answers that began together the short ones end first. So those that run count too, as longer than they are by now:
+what is told is the estimate of Kaplan and Meier.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from llm_serving.core.request import Request
@@ -22,6 +27,10 @@ MAX_BEGINNINGS: Final = 4096
 """Remembered; those that were met longest ago are forgotten."""
 LONGEST_BEGINNING: Final = 1024
 """Tokens of a prompt that are looked at."""
+
+
+_Name = int | tuple[int, int]
+"""Of a kind of answers: binary digits of the most tokens, 0 for all; with them a beginning."""
 
 
 class Asked(NamedTuple):
@@ -42,22 +51,91 @@ def beginnings_of(prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple([hash(tuple(prompt_token_ids[:length])) for length in (num_tokens, *reversed(lengths))])
 
 
+class Expected(NamedTuple):
+    """Lengths that an answer may come to, as shares of the most."""
+
+    shares: Sequence[float]
+    """Ascending."""
+    weights: Sequence[float]
+    """Of each and all before it together."""
+    longest: float
+    """That has ended."""
+
+    def middle(self, share: float) -> float:
+        """Of those beyond a share; where there are none, of what is left of the most."""
+        first = bisect_right(self.shares, share)
+        if first == len(self.shares):
+            return (share + 1) / 2
+        before = self.weights[first - 1] if first else 0.0
+        return self.shares[bisect_right(self.weights, (before + self.weights[-1]) / 2, first, len(self.shares) - 1)]
+
+
 class _Shares:
     """The newest answers of a kind, as shares of the most they might have had."""
 
     def __init__(self, memory: int) -> None:
-        self._newest: deque[float] = deque()
+        self._newest: deque[tuple[float, int]] = deque()
         self._memory = memory
-        self.ascending: list[float] = []
-        """Never changed in place."""
+        self._ascending: list[tuple[float, int]] = []
+        """Never changed in place; with each share the number of its request."""
+        self._since = -1
+        """Of the requests that came after this one, each that has ended is remembered."""
 
-    def add(self, share: float) -> None:
-        ascending = self.ascending[:]
+    def add(self, share: float, sequence: int) -> None:
+        ascending = self._ascending[:]
         if len(self._newest) == self._memory:
-            ascending.remove(self._newest.popleft())
-        self._newest.append(share)
-        insort(ascending, share)
-        self.ascending = ascending
+            forgotten = self._newest.popleft()
+            ascending.remove(forgotten)
+            self._since = max(self._since, forgotten[1])
+        self._newest.append((share, sequence))
+        insort(ascending, (share, sequence))
+        self._ascending = ascending
+
+    def expected(
+        self, running: Sequence[tuple[float, int]], num_least: int, others: Expected | None = None
+    ) -> Expected | None:
+        """What is expected of requests like these; None where fewer than `num_least` have ended.
+
+        With those that run only those count that came after all that are forgotten, so that long and short ones are
+        among them as they came.
+
+        Args:
+            running: The shares that requests of the kind have got to, with their numbers.
+            num_least: That must have ended.
+            others: Of a wider kind, for those that got further than all of this one.
+        """
+        ended, since = self._ascending, self._since
+        if len(ended) < num_least:
+            return None
+        going = [(share, True) for share, sequence in running if sequence > since]
+        kept = [(share, False) for share, sequence in ended if sequence > since] if going else []
+        if not kept:
+            return Expected([share for share, _ in ended], range(1, len(ended) + 1), ended[-1][0])
+        return _estimated(sorted(kept + going), kept[-1][0], others)
+
+
+def _estimated(answers: Sequence[tuple[float, bool]], longest: float, others: Expected | None) -> Expected:
+    """Kaplan and Meier: what one that runs weighs goes to those that got further, in equal parts.
+
+    Where none did, it will as others do.
+
+    Args:
+        answers: Ascending shares, and whether they run on.
+        longest: Of those that do not.
+        others: Of a wider kind.
+    """
+    shares: list[float] = []
+    weights: list[float] = []
+    weight = 1.0
+    for num_left, (share, runs) in zip(range(len(answers) - 1, -1, -1), answers, strict=True):
+        if runs and num_left:
+            weight += weight / num_left
+            continue
+        if runs:
+            share = (share + 1) / 2 if others is None else others.middle(share)
+        shares.append(share)
+        weights.append(weight)
+    return Expected(shares, list(accumulate(weights)), longest)
 
 
 class Remaining(NamedTuple):
@@ -67,19 +145,22 @@ class Remaining(NamedTuple):
     """That it has."""
     most: int
     """It may have."""
-    shares: Sequence[float] | None = None
-    """Ascending, of the most: what requests like it came to. None: it will have the most."""
+    expected: Expected | None = None
+    """What requests like it come to. None: it will have the most."""
     first: int = 0
     """Of these that is more than it has."""
 
     def at(self, quantile: float) -> int:
         """So that this share of requests like it gets fewer."""
-        if self.shares is None:
+        if self.expected is None:
             return self.most - self.num_output
-        num_longer = len(self.shares) - self.first
-        if num_longer == 0:
+        shares, weights, _ = self.expected
+        if self.first == len(shares):
             return max(1, round(quantile * (self.most - self.num_output)))
-        return max(1, round(self.shares[self.first + int(quantile * num_longer)] * self.most) - self.num_output)
+        before = weights[self.first - 1] if self.first else 0.0
+        weight = before + quantile * (weights[-1] - before)
+        number = bisect_right(weights, weight, self.first, len(shares) - 1)
+        return max(1, round(shares[number] * self.most) - self.num_output)
 
 
 class AnswerLengths:
@@ -91,20 +172,51 @@ class AnswerLengths:
         self._alike: dict[tuple[int, int], _Shares] = {}
         """By these digits and a beginning, in the order in which they were met last."""
 
-    def ended(self, num_output: int, asked: Asked) -> None:
-        """A request has ended after so many tokens."""
+    def ended(self, num_output: int, asked: Asked, sequence: int = 0) -> None:
+        """A request has ended after so many tokens; those with higher numbers came later."""
         sampling = asked.sampling
         if is_certain(sampling):
             return
         share, size = min(1.0, num_output / sampling.max_tokens), sampling.max_tokens.bit_length()
         for each in (0, size):
-            self._of_size.setdefault(each, _Shares(MEMORY)).add(share)
+            self._of_size.setdefault(each, _Shares(MEMORY)).add(share, sequence)
         for beginning in asked.beginnings:
             shares = self._alike.pop((size, beginning), None) or _Shares(MEMORY_ALIKE)
-            shares.add(share)
+            shares.add(share, sequence)
             self._alike[size, beginning] = shares
         while len(self._alike) > MAX_BEGINNINGS:
             del self._alike[next(iter(self._alike))]
+
+    def beside(self, running: Sequence[Request]) -> LengthsNow:
+        """What is told while these run."""
+        return LengthsNow(self._of_size, self._alike, running)
+
+
+class LengthsNow:
+    """Lengths as they are told at one moment.
+
+    Args:
+        of_size: As `AnswerLengths` has them.
+        alike: As well.
+        running: The requests that are under way.
+    """
+
+    def __init__(
+        self, of_size: dict[int, _Shares], alike: dict[tuple[int, int], _Shares], running: Sequence[Request]
+    ) -> None:
+        self._of_size = of_size
+        self._alike = alike
+        self._running: dict[_Name, list[tuple[float, int]]] = {}
+        self._known: dict[_Name, Expected | None] = {}
+        for request in running:
+            if is_certain(request.sampling) or request.is_finished:
+                continue
+            most = request.sampling.max_tokens
+            reached = (min(1.0, len(request.output_token_ids) / most), request.sequence)
+            size = most.bit_length()
+            kinds: list[_Name] = [0, size, *[(size, beginning) for beginning in request.beginnings]]
+            for kind in kinds:
+                self._running.setdefault(kind, []).append(reached)
 
     def remaining(self, num_output: int, asked: Asked) -> Remaining | None:
         """What a request that has so many tokens may still get; None where too little has been seen."""
@@ -112,23 +224,30 @@ class AnswerLengths:
         if is_certain(asked.sampling):
             return Remaining(num_output, most)
         has = num_output / most
-        shares = self._like(asked, has)
-        if len(shares) < MIN_ALIKE:
+        expected = self._like(asked, has)
+        if expected is None:
             return None
-        return Remaining(num_output, most, shares, bisect_right(shares, has) if num_output else 0)
+        return Remaining(num_output, most, expected, bisect_right(expected.shares, has) if num_output else 0)
 
-    def _like(self, asked: Asked, share: float) -> Sequence[float]:
-        """Ascending shares of the requests most like this one of which some got further than it has; maybe none."""
+    def _like(self, asked: Asked, share: float) -> Expected | None:
+        """Of the requests most like this one of which some got further than it has; maybe of all."""
         size = asked.sampling.max_tokens.bit_length()
+        others = self._expected(size, self._of_size.get(size), MIN_ENDS)
+        others = others or self._expected(0, self._of_size.get(0), MIN_ENDS)
         for beginning in asked.beginnings:
-            alike = self._alike.get((size, beginning))
-            if alike is not None and len(alike.ascending) >= MIN_ALIKE and alike.ascending[-1] > share:
-                return alike.ascending
-        for each in (size, 0):
-            found = self._of_size.get(each)
-            if found is not None and len(found.ascending) >= MIN_ENDS:
-                return found.ascending
-        return ()
+            alike = self._expected((size, beginning), self._alike.get((size, beginning)), MIN_ALIKE, others)
+            if alike is not None and alike.longest > share:
+                return alike
+        return others
+
+    def _expected(
+        self, kind: _Name, shares: _Shares | None, num_least: int, others: Expected | None = None
+    ) -> Expected | None:
+        if shares is None:
+            return None
+        if kind not in self._known:
+            self._known[kind] = shares.expected(self._running.get(kind, ()), num_least, others)
+        return self._known[kind]
 
 
 def is_certain(sampling: SamplingParams) -> bool:

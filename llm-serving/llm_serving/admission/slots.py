@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
-from llm_serving.admission.answer_lengths import AnswerLengths, Asked, Remaining, asked_of
+from llm_serving.admission.answer_lengths import AnswerLengths, Asked, LengthsNow, Remaining, asked_of
 from llm_serving.core.request import Request
 
 GOLDEN: Final = 0.6180339887498949
@@ -39,6 +39,10 @@ class Slots:
         """Of those who have a slot, or for whose answers something has one."""
         return frozenset([each.asked.request_id for each in self._running])
 
+    @cached_property
+    def _now(self) -> LengthsNow:
+        return self._lengths.beside(self._running)
+
     def steps_until_free(
         self, ahead: Sequence[Asked], num_slots: int, max_rank: int | None, tenant: str | None = None
     ) -> int | None:
@@ -59,7 +63,7 @@ class Slots:
 
     def _median(self, running: Sequence[Request], ahead: Sequence[Asked], num_slots: int) -> int | None:
         """Of several guesses; what is known of each request is looked up once for all of them."""
-        remaining = self._lengths.remaining
+        remaining = self._now.remaining
         of_running = [remaining(len(each.output_token_ids), asked_of(each)) for each in running]
         of_ahead = [remaining(0, each) for each in ahead]
         placed = [each for each in of_running if each is not None]

@@ -609,7 +609,7 @@ class Engine:
         self._outputs.append(piece)
 
     def _note_length(self, request: Request) -> None:
-        self._lengths.ended(len(request.output_token_ids), asked_of(request))
+        self._lengths.ended(len(request.output_token_ids), asked_of(request), request.sequence)
 
     def _flush(self) -> None:
         if self._outputs:
