@@ -27,6 +27,7 @@ GLM4 = {
     "rmsnorm": True, "add_bias_linear": False, "add_qkv_bias": True, "multi_query_attention": True,
     "multi_query_group_num": 2, "eos_token_id": [3, 4, 5], "pad_token_id": 3, "post_layer_norm": True,
 }  # fmt: skip
+LONGEST = {"ChatGLMModel": 8192, "Qwen3ForCausalLM": 4096, "Glm4ForCausalLM": 4096}
 QWEN2 = {"qkv_has_bias": True, "n_kv_heads": 2, "intermediate_size": 96, "theta": 1000000.0}
 
 
@@ -44,13 +45,14 @@ QWEN2 = {"qkv_has_bias": True, "n_kv_heads": 2, "intermediate_size": 96, "theta"
         (LLAMA, "Baichuan7BV2ForCausalLM", "BaichuanForCausalLM"),
         (LLAMA, "Baichuan13BV2ForCausalLM", "BaichuanForCausalLM"),
         (GLM4, "ChatGLM2ForConditionalGeneration", "ChatGLMModel"),
+        (QWEN3 | {"architectures": ["Glm4ForCausalLM"], "attention_bias": True}, "", "Glm4ForCausalLM"),
     ],
 )
 def test_each_family_is_found(config: dict[str, Any], network: str, architecture: str) -> None:
     spec = ModelSpec.from_mindformers(config, network=network)
     assert spec.architecture == architecture
     assert (spec.vocab_size, len(spec.caches), spec.network.hidden) == (200, 2, 64)
-    assert spec.max_position_embeddings == {"ChatGLMModel": 8192, "Qwen3ForCausalLM": 4096}.get(architecture, 2048)
+    assert spec.max_position_embeddings == LONGEST.get(architecture, 2048)
     assert spec.num_parameters > 0
 
 
@@ -124,3 +126,19 @@ def test_experts_in_a_section_of_their_own_are_refused(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(content | {"moe_config": {"expert_num": 8}}))
     with pytest.raises(ModelError, match=r"`moe_config.expert_num` must be 1: .* Given: 8"):
         read_mindformers(path)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "changes", "intermediate"),
+    [
+        (4096, {}, 11008),
+        (5120, {}, 13824),
+        (8192, {"ffn_dim_multiplier": 1.3}, 28672),
+        (8192, {"ffn_dim_multiplier": 1.3, "multiple_of": 4096}, 28672),
+        (4096, {"ffn_dim_multiplier": 1.3, "multiple_of": 1024}, 14336),
+    ],
+)
+def test_what_is_left_out_is_what_mindformers_takes(hidden: int, changes: dict[str, Any], intermediate: int) -> None:
+    config = LLAMA | {"hidden_size": hidden, "num_heads": hidden // 128, "multiple_of": 256, "rms_norm_eps": None}
+    spec = ModelSpec.from_mindformers(config | changes)
+    assert (spec.fact("intermediate_size"), spec.fact("rms_norm_eps")) == (intermediate, 1e-5)

@@ -12,6 +12,7 @@ from llm_serving.models.facts import Facts
 
 _FAMILIES: Final[Mapping[str, str]] = {
     "ChatGLM": chatglm.ARCHITECTURE,
+    "Glm4For": "Glm4ForCausalLM",
     "Baichuan": "BaichuanForCausalLM",
     "InternLM3": "InternLM3ForCausalLM",
     "InternLM2": "InternLM2ForCausalLM",
@@ -69,16 +70,18 @@ def _architecture(facts: Facts, network: str) -> str:
 def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
     """Facts of the kind that MindFormers' Llama has, and the networks made from it.
 
-    It leaves `intermediate_size` out for the first Llama models: it follows from the rule of their reference code, two
-    thirds of four times the width, times `ffn_dim_multiplier`, rounded up to `multiple_of`.
+    It leaves `intermediate_size` out for the first Llama models: it follows from the rule of its code, two thirds of
+    four times the width, before that times `ffn_dim_multiplier` and a hundredth, rounded up to `multiple_of`.
     """
     heads = facts.integer("num_heads")
     hidden = facts.integer("hidden_size")
     intermediate = facts.integer("intermediate_size", 0, least=0)
     if not intermediate:
         multiple = facts.integer("multiple_of", 256)
-        width = int(facts.number("ffn_dim_multiplier", 1.0) * int(8 * hidden / 3))
-        intermediate = multiple * math.ceil(width / multiple)
+        width = 4 * hidden
+        if facts.has("ffn_dim_multiplier"):
+            width = int((facts.number("ffn_dim_multiplier") + 0.01) * width)
+        intermediate = multiple * math.ceil(int(2 * width / 3) / multiple)
     positions = "model_max_length" if network.startswith("Baichuan13B") else "max_position_embeddings"
     longest = facts.integer("max_position_embedding", facts.integer("seq_length", 2048))
     theta, scaling = _rotation(facts)
@@ -92,7 +95,7 @@ def _of_llama(facts: Facts, architecture: str, network: str) -> dict[str, Any]:
         "num_hidden_layers": facts.integer("num_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.integer("n_kv_heads", heads),
-        "rms_norm_eps": facts.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": facts.number("rms_norm_eps", 1e-5),
         "rope_theta": theta,
         **({"rope_scaling": scaling} if scaling else {}),
         "tie_word_embeddings": facts.boolean("tie_word_embeddings"),
