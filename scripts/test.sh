@@ -21,9 +21,12 @@ pytest=("$venv/bin/python" -m pytest -c "$config" --rootdir "$root")
 if [ $# -eq 0 ]; then
     processes=$(($(nproc) + 2))
     set -- tests --numprocesses $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder
-    # Beside the types: leaves the byte code of all tests, which otherwise each process would compile.
-    "${pytest[@]}" tests --collect-only --quiet >/dev/null 2>&1 &
-    collected=$!
+    # Beside the types: leaves the byte code of tests that have changed, which otherwise each process would compile.
+    if [ ! -e "$venv/collected" ] || [ -n "$(find tests -name '*.py' -newer "$venv/collected" -print -quit)" ]; then
+        { touch "$venv/collected.next" && "${pytest[@]}" tests --collect-only --quiet &&
+            mv "$venv/collected.next" "$venv/collected"; } >/dev/null 2>&1 &
+        collected=$!
+    fi
 fi
 (cd llm-serving && "$venv/bin/mypy")
 [ -z "${collected:-}" ] || wait "$collected" || true # what is wrong there the tests say
