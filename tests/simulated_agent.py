@@ -24,6 +24,7 @@ from llm_serving.transport.codec import allowed_from_arrays, encode_output, step
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import AgentMessage, Allow, Loaded, RunStep, StepDone, StepEnding, StepFailed
 from llm_serving.transport.shared_arrays import SharedBuffers
+from simulated_block_link import SimulatedBlockLink
 from simulated_clock import Clock
 from simulated_network import Place
 
@@ -99,6 +100,10 @@ class SimulatedAgent:
         if isinstance(self.buffers, SharedBuffers):
             self._mapping = SharedBuffers(self.buffers.fd, NUM_BUFFERS, BUFFER_BYTES)
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks
+        self.block_link: Any = None
+        if place is not None and transfer is not None:  # that of a machine is its own
+            transfer = FakeTransferPool(len(transfer.blocks))
+            self.block_link = SimulatedBlockLink(rng, transfer, place, self._end)
         self._runner = FakeRunner(*sizes, blocks.window.num_tokens, transfer)
         self._reads_at_once = rng.random() < 0.5
         self._unread: deque[RunStep | Allow] = deque()
@@ -118,6 +123,8 @@ class SimulatedAgent:
             self._mapping.close()
             self.buffers.close()
             self._mapping = None
+        if self.block_link is not None:
+            self.block_link.close()
         self._dead = True
 
     stop = kill
@@ -157,6 +164,9 @@ class SimulatedAgent:
             if not self._replies:
                 self._work()
         place.take_time()
+
+    def _end(self) -> None:
+        self._dead = True
 
     # --- as a WorkAgent ---------------------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ The door, the scheduler, the blocks, the engine, the executors and the frames of
 threads, event loop, the processes of the WorkAgents, their sockets and their model are simulated. A simulated WorkAgent
 may be slow, hang, die before or after it computed, fail a step or a row, answer twice, answer another step or garbage;
 it may read a step as soon as it is sent or only when the master waits; it may run on a machine that is lost, or whose
-link to the master is slow or cut, in one direction or in both (`simulated_network.py`). Clients come together, are
-refused, leave in any state of their request. Rules change while all that goes on. After every step the laws that hold
-at every moment are checked; at the end, that every request has ended and that what it got is what it would have got
-alone.
+link to the master is slow or cut, in one direction or in both (`simulated_network.py`), also while blocks are on their
+way (`simulated_block_link.py`). Clients come together, are refused, leave in any state of their request. Rules change
+while all that goes on. After every step the laws that hold at every moment are checked; at the end, that every request
+has ended and that what it got is what it would have got alone.
 
     python tests/simulation.py --seeds 100000 --processes 2 [--machines 3]
 """
@@ -57,6 +57,7 @@ from llm_serving.scheduler.rules import Rules
 from llm_serving.transport.messages import Loaded
 from scheduler_loads import STAY
 from simulated_agent import BAD_ROW, POISON, Faults, SimulatedAgent
+from simulated_block_link import SimulatedCarrier
 from simulated_client import ANYWHERE, MAX_MODEL_LEN, RESTARTING, Client, draw_clients
 from simulated_clock import Clock
 from simulated_network import SimulatedNetwork
@@ -127,6 +128,7 @@ class Replica:
             restart_wait_s=self.restart_wait_s,
             drafter=rng.choice((None, guesses)),
         )
+        self.engine.block_link = lambda: self.executor.block_link
 
     def _start(self, like: Loaded | None, timeout_s: float | None) -> SimulatedAgent:
         simulation = self._simulation
@@ -143,7 +145,7 @@ class Replica:
             self.faults,
             self.scheduler.blocks,
             simulation.let_clients_act,
-            transfer=simulation.transfer,
+            transfer=simulation.transfer if simulation.num_transfer_blocks else None,
         )
         agent = make() if simulation.network is None else simulation.network.start(make)
         self.agents.append(agent)
@@ -203,9 +205,7 @@ class Simulation:
         scheduler = _draw_scheduler(rng)
         self.network = _draw_network(random.Random(f"network {seed}"), self.clock, num_machines)
         config = _draw_config(rng, scheduler)
-        self._cluster = ClusterConfig()
-        if self.network is None:  # what is handed over stays on one machine
-            self._cluster = _draw_cluster(random.Random(f"roles {seed}"), config)
+        self._cluster = _draw_cluster(random.Random(f"roles {seed}"), config)
         self._config = config = replace(config, cluster=self._cluster)
         self.num_transfer_blocks = config.num_transfer_blocks
         self.transfer = FakeTransferPool(self.num_transfer_blocks * config.num_replicas)
@@ -215,6 +215,8 @@ class Simulation:
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
+        self._carrier = SimulatedCarrier()
+        self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
         num_replicas = rng.choice((1, 1, 1, 2))
         if num_machines:
             num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
@@ -257,11 +259,13 @@ class Simulation:
             for replica in self.replicas:
                 replica.stop()
         progressed = [replica.step() for replica in self.replicas]
+        if self._carrier.has_work and (self.rng.random() < 0.5 or not any(progressed)):
+            self._carrier.bring()
         for counter in ("bound_violations", "audit_mismatch"):
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
-        return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls
+        return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
 
     # --- the clients ------------------------------------------------------------------------------------------------
 
@@ -375,6 +379,11 @@ class Simulation:
     def _check_client(self, client: Client) -> None:
         assert client.stream is not None
         name = client.stream.request_id
+        none_lives = all(replica.engine.dead is not None for replica in self.replicas)
+        if not client.has_ended and none_lives and self._cluster.roles is not None:
+            if client.left_in is None:
+                self._check_end_on_its_way(client)
+            return
         assert client.has_ended, f"{name} waits for ever"
         client.check_answer()
         if client.left_in is None:
@@ -391,6 +400,13 @@ class Simulation:
             assert waited or replica.is_unlucky(poisoned), f"{name} ended with an error that it did not cause: {error}"
         if client.is_poisoned:
             assert failed or reason is FinishReason.ABORT, f"{name} survived the poison"
+
+    def _check_end_on_its_way(self, client: Client) -> None:
+        """No replica was left when its blocks came: the master itself tells its end."""
+        assert client.stream is not None
+        read = [_run(client.stream.__anext__()) for _ in range(len(client.told) + 1)]
+        assert read[:-1] == client.told and read[-1].finish_reason is FinishReason.UNAVAILABLE
+        client.told.append(read[-1])
 
     def _a_start_failed(self, replica: Replica) -> bool:
         return bool(

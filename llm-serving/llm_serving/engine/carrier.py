@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from llm_serving.errors import WorkerError
-from llm_serving.executor.block_link import BlockLink
 from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.log import get_logger
+from llm_serving.transport.messages import Blocks
 
 logger = get_logger(__name__)
+
+
+class Link(Protocol):
+    """As `BlockLink`."""
+
+    blocks_a_frame: int
+
+    def read(self, blocks: Sequence[TransferBlock]) -> Blocks: ...
+
+    def write(self, blocks: Blocks) -> None: ...
 
 
 class Carrier:
@@ -27,8 +38,8 @@ class Carrier:
         self,
         replica: int,
         blocks: Sequence[TransferBlock],
-        source: BlockLink,
-        target: BlockLink,
+        source: Link,
+        target: Link,
         done: Callable[[bool], None],
     ) -> None:
         """Begins to bring blocks of a replica to the pool behind `target`.
@@ -37,7 +48,7 @@ class Carrier:
         """
         if replica not in self._threads:
             self._threads[replica] = ThreadPoolExecutor(1, f"carrier-{replica}")
-        self._threads[replica].submit(lambda: done(_carried(blocks, source, target)))
+        self._threads[replica].submit(lambda: done(carried(blocks, source, target)))
 
     def close(self) -> None:
         """Waits for what is under way, which ends when its WorkAgents do."""
@@ -45,7 +56,8 @@ class Carrier:
             thread.shutdown()
 
 
-def _carried(blocks: Sequence[TransferBlock], source: BlockLink, target: BlockLink) -> bool:
+def carried(blocks: Sequence[TransferBlock], source: Link, target: Link) -> bool:
+    """Whether all of them are where they shall be."""
     try:
         for piece in _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame)):
             target.write(source.read(piece))
