@@ -168,6 +168,14 @@ class TestAnswers:
         with pytest.raises(PartError, match=told):
             ask(Pretended.url, answers.bodies(1))
 
+    def test_the_promise_is_that_of_the_work_agent(self, tmp_path):
+        log = tmp_path / "server.log"
+        log.write_text("INFO started\n")
+        assert Server(9, tmp_path).promise == "nothing is said"
+        notice = "--set: device_config.exactness: fast is for steps of whole prompts"
+        log.write_text(f"WARNING {notice}\nINFO device_config.exactness: fast: the same request\nINFO ready\n")
+        assert Server(9, tmp_path).promise == "fast: the same request"
+
     def test_nothing_to_kill(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Server, "work_agents", lambda server: [])
         with pytest.raises(PartError, match="no WorkAgent is running"):

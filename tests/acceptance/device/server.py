@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,7 +25,8 @@ COMMAND = Path(sys.executable).with_name("llm-serving")
 START_S = 1800.0
 STOP_S = 120.0
 ANSWER_S = 600.0
-PROMISE = "device_config.exactness: "
+PROMISE = re.compile(r"device_config\.exactness: ((?:exact|fast): .*)")
+"""A WorkAgent's, not a notice of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Server:
     @property
     def promise(self) -> str:
         """What its log says of exactness."""
-        lines = (self.folder / "server.log").read_text(errors="replace").splitlines()
-        return next((line.split(PROMISE, 1)[1] for line in lines if PROMISE in line), "nothing is said")
+        found = PROMISE.search((self.folder / "server.log").read_text(errors="replace"))
+        return "nothing is said" if found is None else found[1]
 
     def work_agents(self) -> list[int]:
         """Ids of the processes with the model."""
