@@ -42,12 +42,15 @@ class TwoLengths:
 
     def begin(self, prompt: Text) -> None:
         self._lookup = Lookup(prompt, "", LENGTH, self._finished)
+        self._lookup.look()
 
     def guess(self) -> list[int]:
         return self._lookup.guess(MAX_GUESSES)
 
     def take(self, token_id: int) -> None:
         self._lookup.append(token_id)
+        if not self._lookup.has_guess:
+            self._lookup.look()
 
     def end(self, answer: Text) -> None:
         self._finished.add([("", tuple(answer))])

@@ -91,6 +91,7 @@ MEASURE_IN_PROCESS = {
     "kernel_benchmark.py",
     "kernel_cases.py",
     "load_benchmark.py",
+    "lookup_cost.py",
     "lookup_lengths.py",
     "loop_holds.py",
     "machine_limits.py",

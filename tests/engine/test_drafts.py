@@ -75,6 +75,30 @@ def test_every_token_is_a_piece_of_its_own_guessed_or_not() -> None:
     assert [piece[2] for piece in pieces[0]] == list(range(1, 31))
 
 
+class PayingDrafter(GuessingDrafter):
+    pays = property(lambda self: True, lambda self, value: None)
+
+
+def test_a_step_that_computes_a_prompt_is_formed_ahead_as_it_checks_no_guesses() -> None:
+    harness = Harness(drafter=PayingDrafter(random.Random(3)), block_size=16, max_num_batched_tokens=8)
+    harness.engine.submit(create_request(4, request_id="a", max_tokens=200))
+    for _ in range(10):
+        harness.engine.step()
+    harness.engine.submit(create_request(64, request_id="b", max_tokens=4))
+    num_under_way = []
+    while not harness.pieces["b"]:
+        harness.engine.step()
+        num_under_way.append(len(harness.engine._in_flight))
+    assert len(num_under_way) > 8
+    assert min(num_under_way[2:-2]) == 1  # none but the newest has been collected
+    harness.run()
+    plain = Harness(block_size=16)
+    assert [harness.token_ids(each) for each in "ab"] == [
+        run(plain, create_request(length, request_id=each, max_tokens=limit)) and plain.token_ids(each)
+        for each, length, limit in (("a", 4, 200), ("b", 64, 4))
+    ]
+
+
 def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
     harness = guessing()
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))

@@ -44,6 +44,7 @@ from llm_serving.observe.scheduler_state import SchedulerState, scheduler_state
 from llm_serving.observe.swap_metrics import SwapLoad
 from llm_serving.scheduler import Schedule, Scheduler
 from llm_serving.scheduler.rules import Rules
+from llm_serving.scheduler.wait_reason import NO_ROOM
 from llm_serving.speculation import Drafter
 from llm_serving.text.tokenizer import Tokenizer
 
@@ -373,11 +374,19 @@ class Engine:
         That costs the master's time in each step; but what is guessed depends on all that has been said, and whoever
         waits for replies takes part in every other step only if one is formed ahead.
         """
-        if self._max_steps_in_flight == 1 or (self._drafter is not None and self._drafter.pays):
+        if self._max_steps_in_flight == 1:
+            return True
+        if self._drafter is not None and self._drafter.pays and not self._prompts_come():
             return True
         running = self.scheduler.running
         num_waiting = sum([request.waits_for_reply for request in running])
         return num_waiting * (self._step_s + self._host_s) > 2 * len(running) * self._host_s
+
+    def _prompts_come(self) -> bool:
+        """Whether, as far as is known, the next step computes prompts, and so checks no guesses."""
+        blocked = self.scheduler.blocked
+        room = blocked is None or blocked.reason in NO_ROOM
+        return self._num_left > 0 or (room and len(self.scheduler.waiting) > 0)
 
     def _collect(self) -> None:
         output = self._executor.collect()
@@ -398,10 +407,12 @@ class Engine:
         self.journal.replied(now, right)
         self.num_steps += 1
         num_tokens = schedule.num_tokens
+        ended = [request for request in updated if request.is_finished]
         if self._drafter is not None:
-            self._tell_drafter(self._drafter, schedule, updated, right)
+            decoded = num_tokens == len(output.token_ids)
+            self._tell_drafter(self._drafter, schedule, num_tokens if decoded else 0, ended, right)
         self._record(schedule, num_tokens)
-        self._measure(schedule, num_tokens, sum([request.is_finished for request in updated]))
+        self._measure(schedule, num_tokens, len(ended))
 
     def _allow(self) -> None:
         """Tells the WorkAgent what the oldest step in flight may choose, as all before it have been replied to.
@@ -412,17 +423,18 @@ class Engine:
             self._executor.allow(self._builder.allowed(self._in_flight[0]))
 
     def _tell_drafter(
-        self, drafter: Drafter, schedule: Schedule, updated: list[Request], right: Mapping[int, int]
+        self, drafter: Drafter, schedule: Schedule, num_decoded: int, ended: list[Request], right: Mapping[int, int]
     ) -> None:
-        if schedule.num_tokens == schedule.num_samples:  # no prompts
+        """`num_decoded`: tokens of the step; 0 where it computed prompts."""
+        if num_decoded:
             waiting_s = self._host_s if self._max_steps_in_flight > 1 else 0.0
-            drafter.measured(schedule.num_tokens, self._step_s, waiting_s)
+            drafter.measured(num_decoded, self._step_s, waiting_s)
         if schedule.has_drafts:
             for row in schedule.rows:
                 if row.num_drafts:
                     num_right = right.get(row.request.sequence, 0)
                     self._metrics.drafted(drafter.checked(row.request, row.num_drafts, num_right))
-        drafter.replied(updated, len(schedule.rows))
+        drafter.replied(ended, len(schedule.rows))
 
     def _measure(self, schedule: Schedule, num_tokens: int, num_ended: int) -> None:
         if num_ended:

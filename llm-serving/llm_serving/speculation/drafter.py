@@ -1,10 +1,10 @@
 """Who is guessed for, how far, and whether that pays.
 
 What a request says is compared with what would have been looked up, checked or not, so how often guesses of it are
-right is known before one of them costs anything. Where they are mostly wrong it is looked at now and then, as often as
-takes a small share of the time of steps: whether there is a guess, and as long as that is right. A draft that is right
-brings a token; any draft costs what a token adds to a step, and as long as drafts are worth waiting for replies no step
-is formed while the one before it is computed.
+right is known before one of them costs anything. A comparison takes little; a look for a guess, where there is none or
+it has turned out to be wrong, takes more: as long as guesses do not pay there are as many looks as take a small share
+of the time of steps. A draft that is right brings a token; any draft costs what a token adds to a step, and as long as
+drafts are worth waiting for replies no step is formed while the one before it is computed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from llm_serving.speculation.step_cost import StepCost
 from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS, Trust
 
 MOST_HITS: Final = 0.98
+HIT_PARTS: Final = 64
 MOST_DELAY: Final = 0.03
 """Of a step's time: what drafts may cost requests without any, shared among all that run."""
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
 HOPELESS: Final = 0.25
-"""Share of right guesses below which a request that has said something else is looked at now and then only."""
+"""Share of right guesses below which a request that has said something else waits for its turn to be looked at."""
 LOOK_SHARE: Final = 0.0025
-"""Of the time of steps, that looking at such requests may take, all of them together."""
+"""Of the time of steps, that looks may take which are not paid for."""
 LOOK_S: Final = 2.5e-6
 """Seconds of a look, before one was measured."""
 LOOK_MEMORY: Final = 64
 """Steps after which their measured time counts 1/e."""
-FEW: Final = 2
-"""Tokens that are compared one by one when one of them is looked at; of more, the index takes note only."""
+SELDOM: Final = 2
+"""Steps from one that is followed to the next, while guesses do not pay."""
+TAKEN_TOGETHER: Final = 8
+"""One in so many of those that run has to end before finished answers are taken, as many together cost little more than
+one."""
 
 
 class _State:
@@ -57,6 +61,28 @@ class _State:
         """Of the newest drafts; those behind them are forced."""
         self.proposer = Proposer.NGRAM
         """Whose these are."""
+
+    def compare(self, output: list[int]) -> bool:
+        """Compares the newest tokens with what was guessed, up to the first wrong one; returns whether there still is
+        a guess."""
+        lookup, hits, num_tokens = self.lookup, self.hits, len(output)
+        for index in range(self.num_tokens, num_tokens):
+            right = lookup.append(output[index])
+            hits += (right - hits) / HIT_MEMORY
+            if not right:
+                lookup.extend(output[index + 1 :])
+                break
+        self.hits, self.num_tokens = hits, num_tokens
+        return lookup.has_guess
+
+    def look(self, output: list[int]) -> bool:
+        """Looks for a guess behind the newest token; returns whether there is one."""
+        if num_new := len(output) - self.num_tokens:
+            self.lookup.extend(output[-num_new:])
+            self.hits *= (1 - 1 / HIT_MEMORY) ** num_new
+            self.num_tokens += num_new
+        self.lookup.look()
+        return self.lookup.has_guess
 
 
 class Drafter:
@@ -87,15 +113,24 @@ class Drafter:
         self._finished = FinishedAnswers(ngram_length, finished_tokens)
         self._states: dict[Request, _State] = {}
         self._followed: dict[Request, _State] = {}
-        """Those of whom something is, rightly of late: each of their tokens is compared with it."""
+        """Those for whom there is a guess: each of their tokens is compared with it."""
         self._predictable: dict[Request, _State] = {}
         """Those of them whose guesses are mostly right."""
+        self._lost: dict[Request, _State] = {}
+        """Those without a guess of whom one may be right: the new ones, and those guessed rightly of late."""
         self._constrained: dict[Request, _State] = {}
+        self._ended: list[tuple[str, tuple[int, ...]]] = []
+        """Answers that have not been taken yet, with their namespaces."""
         self._to_visit: deque[Request] = deque()
         """All, the one next that has not been looked at for the longest time."""
         self._visits = 0.0
         """How many of them are to be looked at; the fraction is left for the next step."""
+        self._turn_of_lost = True
+        self._num_steps = 0
+        """Replied to since the newest one that was followed."""
         self._cost = StepCost()
+        self._worth: dict[tuple[int, int], tuple[int, float]] = {}
+        """By rows of a step and share of right guesses (in `HIT_PARTS`): how far to guess, and what it brings."""
         self.pays = False
         """Whether drafts are worth what they cost, waiting for replies included."""
         self._host_s = 0.0
@@ -103,13 +138,14 @@ class Drafter:
     def begin(self, request: Request) -> None:
         """Guesses for a request from now on, unless it is answered in another way than token by token."""
         if request.form is None and request.sampling.max_tokens > 1:
+            if not self._states:
+                self._take_ended()
             lookup = Lookup(request.prompt_token_ids, request.cache_namespace, self._ngram_length, self._finished)
             trust = None if self._model is None else self._model.begin()
             state = self._states[request] = _State(lookup, trust)
             if request.walk is not None:
                 self._constrained[request] = state
-            if lookup.has_guess:
-                self._followed[request] = state
+            self._lost[request] = state
             self._to_visit.append(request)
 
     def drafts(self, num_running: int, *, waits: bool) -> list[tuple[Request, list[int]]]:
@@ -149,22 +185,24 @@ class Drafter:
         counts = ((proposer, num_proposed, right), (Proposer.FORCED, num_forced, num_right - right))
         return [each for each in counts if each[1]]
 
-    def replied(self, updated: Iterable[Request], num_rows: int) -> None:
-        """Requests have got tokens by a step of so many rows."""
-        followed, ended = self._followed, []
-        for request in updated:
-            if request.status is FINISHED:
-                ended.append(request)
-            elif (state := followed.get(request)) is not None:
-                self._follow(request, state)
-        self._end(ended)
-        self._visit(num_rows)
-        asked = self._asked()
-        self.pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
+    def replied(self, ended: Iterable[Request], num_rows: int) -> None:
+        """Requests have got tokens by a step of so many rows, some of them their last ones."""
+        for request in ended:
+            self._end(request)
+        if len(self._ended) * TAKEN_TOGETHER >= num_rows:
+            self._take_ended()
+        self._num_steps += 1
+        if self.pays or self._num_steps >= SELDOM:
+            self._compare()
+            self._visit(num_rows, self._num_steps)
+            self._num_steps = 0
+            asked = self._asked()
+            self.pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
         self._cost.note(num_tokens, seconds)
+        self._worth.clear()
         self._host_s = host_s
 
     def _asked(self) -> dict[Request, _State]:
@@ -204,7 +242,7 @@ class Drafter:
     def _guess(self, request: Request, state: _State, num_running: int, proposed: list[int]) -> list[int]:
         guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
         if request in self._predictable:
-            guesses, state.proposer = state.lookup.guess(self._reach(state.hits, num_running)), Proposer.NGRAM
+            guesses, state.proposer = state.lookup.guess(self._looked_up(state.hits, num_running)[0]), Proposer.NGRAM
         state.num_proposed = len(guesses)
         if request.walk is None:
             return guesses
@@ -227,53 +265,75 @@ class Drafter:
             return 0
         return min(self._max_drafts, int(math.log(max(worth, 1e-3)) / math.log(hits)))
 
+    def _looked_up(self, hits: float, num_rows: int) -> tuple[int, float]:
+        """How far to guess what is looked up, and the tokens that this brings."""
+        key = num_rows, int(HIT_PARTS * hits)
+        if (known := self._worth.get(key)) is None:
+            hits = key[1] / HIT_PARTS
+            reach = self._reach(hits, num_rows)
+            known = self._worth[key] = reach, _expected(hits, reach)
+        return known
+
     def _pays(self, num_rows: int, asked: Mapping[Request, _State]) -> bool:
         """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
         for those who get none."""
         step_s = self._cost.seconds_of(num_rows)
         if not step_s or not num_rows:
             return True
-        gain, cost = 0.0, self._host_s
+        num_drafts, gain = 0, 0.0
         for state in self._predictable.values():
-            hits, reach = min(state.hits, MOST_HITS), self._reach(state.hits, num_rows)
-            gain += hits * (1 - hits**reach) / (1 - hits)
-            cost += reach * self._cost.seconds_a_token
+            reach, brought = self._looked_up(state.hits, num_rows)
+            gain += brought
+            num_drafts += reach
+        cost = self._host_s
         if self._model is not None and asked:
             share_s, farthest = self._model.pass_s / len(asked), 0
             for state in asked.values():
                 assert state.trust is not None
-                hits = min(state.trust.hits, MOST_HITS)
-                reach = self._reach(hits, num_rows, share_s)
-                gain += hits * (1 - hits**reach) / (1 - hits)
-                cost += reach * self._cost.seconds_a_token
+                reach = self._reach(state.trust.hits, num_rows, share_s)
+                gain += _expected(state.trust.hits, reach)
+                num_drafts += reach
                 farthest = max(farthest, reach)
             cost += farthest * self._model.pass_s
+        cost += num_drafts * self._cost.seconds_a_token
         num_without = num_rows - len(self._predictable) - len(asked)
         return gain / num_rows > cost / step_s and num_without * cost <= MOST_DELAY * num_rows * step_s
 
-    def _follow(self, request: Request, state: _State) -> None:
-        """Compares the newest tokens with what was guessed."""
-        output = request.output_token_ids
-        hits, append, right = state.hits, state.lookup.append, True
-        for index in range(state.num_tokens, len(output)):
-            right = append(output[index])
-            hits += (right - hits) / HIT_MEMORY
-        state.hits, state.num_tokens = hits, len(output)
-        has_guess = state.lookup.has_guess
-        if hits >= LEAST_HITS and has_guess:
-            self._predictable[request] = state
-        else:
+    def _compare(self) -> None:
+        """Compares what those who are followed have said with what was guessed."""
+        wrong = []
+        for request, state in self._followed.items():
+            if not state.compare(request.output_token_ids):
+                wrong.append((request, state))
+            elif state.hits >= LEAST_HITS:
+                self._predictable[request] = state
+        if not wrong:
+            return
+        pays = self.pays
+        for request, state in wrong:
+            del self._followed[request]
             self._predictable.pop(request, None)
-        if hits >= HOPELESS or (right and has_guess):
-            self._followed[request] = state
-        else:
-            self._followed.pop(request, None)
+            if state.hits >= HOPELESS:
+                self._lost[request] = state
+                if pays:
+                    self._look(request, state)
 
-    def _visit(self, num_rows: int) -> None:
-        """Looks at some who are not followed, and forgets who ended unnoticed."""
+    def _look(self, request: Request, state: _State) -> None:
+        self._lost.pop(request, None)
+        if state.look(request.output_token_ids):
+            self._followed[request] = state
+            if state.hits >= LEAST_HITS:
+                self._predictable[request] = state
+
+    def _visit(self, num_rows: int, num_steps: int) -> None:
+        """Looks at some who are not followed, those of whom a guess may be right and all others in turns.
+
+        As many as `num_steps` steps have time for.
+        """
         step_s = self._cost.seconds_of(num_rows)
         most = float(len(self._to_visit))
-        self._visits = min(most, self._visits + LOOK_SHARE * step_s / self._look_s) if step_s else most
+        num_new = num_steps * LOOK_SHARE * step_s / self._look_s
+        self._visits = min(most, self._visits + num_new) if step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
         if self._clock is None or not num_visits:
@@ -287,35 +347,40 @@ class Drafter:
 
     def _look_at(self, num_visits: int) -> None:
         for _ in range(num_visits):
-            request = self._to_visit.popleft()
-            state = self._states.get(request)
-            if state is None:
-                continue
+            if self._lost and self._turn_of_lost:
+                self._turn_of_lost = False
+                request = next(reversed(self._lost))
+            else:
+                self._turn_of_lost = True
+                request = self._to_visit.popleft()
+                if request not in self._states:
+                    continue
+                self._to_visit.append(request)
+            state = self._states[request]
             if request.status is FINISHED:  # without a reply
                 self._forget(request)
-                continue
-            self._to_visit.append(request)
-            num_new = len(request.output_token_ids) - state.num_tokens
-            if num_new and request not in self._followed:
-                self._take(request, state, num_new)
+            elif request not in self._followed:
+                self._look(request, state)
 
-    def _take(self, request: Request, state: _State, num_new: int) -> None:
-        if num_new > FEW:
-            state.lookup.extend(request.output_token_ids[state.num_tokens :])
-            state.hits *= (1 - 1 / HIT_MEMORY) ** num_new
-            state.num_tokens += num_new
-        self._follow(request, state)
-
-    def _end(self, requests: Iterable[Request]) -> None:
-        known = [request for request in requests if request in self._states]
-        for request in known:
+    def _end(self, request: Request) -> None:
+        if request in self._states:
             self._forget(request)
-        self._finished.add([(request.cache_namespace, tuple(request.output_token_ids)) for request in known])
+            self._ended.append((request.cache_namespace, tuple(request.output_token_ids)))
+
+    def _take_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        self._finished.add(ended)
 
     def _forget(self, request: Request) -> None:
         del self._states[request]
-        for states in (self._followed, self._predictable, self._constrained):
+        for states in (self._followed, self._predictable, self._lost, self._constrained):
             states.pop(request, None)
+
+
+def _expected(hits: float, reach: int) -> float:
+    """Right guesses of so many, each of which is right with the probability `hits` if the one before it is."""
+    hits = min(hits, MOST_HITS)
+    return hits * (1 - hits**reach) / (1 - hits)
 
 
 def _is_ready(request: Request) -> bool:

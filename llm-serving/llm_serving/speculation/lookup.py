@@ -8,7 +8,7 @@ several places the newest counts, and it is followed as long as it tells the tru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from llm_serving.speculation.finished_answers import FinishedAnswers
@@ -22,24 +22,40 @@ TOKEN_BITS: Final = 32
 
 
 class Lookup:
-    """Guesses the tokens of one request. Runs for each token of all of them, so it makes little of each."""
+    """Guesses the tokens of one request.
 
-    __slots__ = ("_finished", "_index", "_length", "_mask", "_namespace", "_ngram", "_places", "_source", "_tokens")
+    `append` runs for each token of all that are followed and does little; what takes longer, a `look` does: it takes
+    note of what followed what since the last one, and finds where the newest tokens stood before.
+    """
+
+    __slots__ = (
+        "_finished",
+        "_index",
+        "_length",
+        "_mask",
+        "_namespace",
+        "_ngram",
+        "_num_noted",
+        "_places",
+        "_source",
+        "_tokens",
+    )
 
     def __init__(self, prompt_token_ids: Sequence[int], namespace: str, length: int, finished: FinishedAnswers) -> None:
+        """Has no guess before the first look."""
         self._tokens = list(prompt_token_ids[-MAX_INDEXED_TOKENS:])
         self._namespace = namespace
         self._length = length
         self._finished = finished
-        self._places = dict(_followed(self._tokens, length, length))
+        self._places: dict[Ngram, int] = {}
         """What `length` tokens in a row were followed by the newest time: the index of it."""
         self._mask = (1 << length * TOKEN_BITS) - 1
-        self._ngram = ngram_of(self._tokens[-length:])
-        """The newest tokens."""
+        self._ngram: Ngram = 0
+        self._num_noted = 0
+        """Tokens that the newest look has seen; `_ngram` is the last of them."""
         self._source: Sequence[int] | None = None
         self._index = 0
         """The guess is what stands there; none without a source."""
-        self._find()
 
     @property
     def has_guess(self) -> bool:
@@ -55,34 +71,32 @@ class Lookup:
         return guessed
 
     def append(self, token_id: int) -> bool:
-        """Takes the token that did follow; returns whether it had been guessed."""
-        source, tokens, before = self._source, self._tokens, self._ngram
-        num_before = len(tokens)
-        right = source is not None and source[self._index] == token_id
-        tokens.append(token_id)
-        self._ngram = (before << TOKEN_BITS | token_id) & self._mask
-        if right and source is not None and self._index + 1 < len(source):
-            self._index += 1
+        """Takes the token that did follow; returns whether it had been guessed, else there is no guess any more."""
+        source, index = self._source, self._index
+        self._tokens.append(token_id)
+        if source is None:
+            return False
+        right = source[index] == token_id
+        if right and index + 1 < len(source):
+            self._index = index + 1
         else:
-            self._find()
-        if num_before >= self._length:
-            self._places[before] = num_before
+            self._source = None
         return right
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Takes tokens that followed, without a look at what would have been guessed of each."""
-        tokens, length = self._tokens, self._length
-        start = max(0, len(tokens) - length)
-        tokens += token_ids
-        self._places.update(_followed(tokens[start:], length, start + length))
-        self._ngram = ngram_of(tokens[-length:])
-        self._find()
+        self._tokens += token_ids
+        self._source = None
 
-    def _find(self) -> None:
+    def look(self) -> None:
+        """Looks for what may follow the newest token."""
         self._source = None
         tokens, length = self._tokens, self._length
+        if len(tokens) < length:
+            return
+        self._note()
         found = self._finished.find(self._namespace, tokens, 2 * length)
-        if found is None and len(tokens) >= length:
+        if found is None:
             if (index := self._places.get(self._ngram)) is not None:
                 found = tokens, index
             else:
@@ -90,17 +104,14 @@ class Lookup:
         if found is not None:
             self._source, self._index = found
 
-
-def ngram_of(tokens: Sequence[int]) -> Ngram:
-    """These tokens as one number."""
-    ngram = 0
-    for token_id in tokens:
-        ngram = ngram << TOKEN_BITS | token_id
-    return ngram
-
-
-def _followed(tokens: Sequence[int], length: int, first: int) -> Iterable[tuple[Ngram, int]]:
-    """Each `length` tokens in a row that something follows, with numbers that count from `first`."""
-    mask, ngram = (1 << length * TOKEN_BITS) - 1, ngram_of(tokens[: length - 1])
-    ngrams = [ngram := (ngram << TOKEN_BITS | token_id) & mask for token_id in tokens[length - 1 : -1]]
-    return zip(ngrams, range(first, first + len(ngrams)), strict=True)
+    def _note(self) -> None:
+        tokens, places, mask, ngram = self._tokens, self._places, self._mask, self._ngram
+        start = self._num_noted
+        if not start:
+            start = self._length
+            for token_id in tokens[:start]:
+                ngram = ngram << TOKEN_BITS | token_id
+        for index in range(start, len(tokens)):
+            places[ngram] = index
+            ngram = (ngram << TOKEN_BITS | tokens[index]) & mask
+        self._ngram, self._num_noted = ngram, len(tokens)
