@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 import pytest
-from constraint_runs import random_answer
-from fakes import FakeEngine
+from constraint_runs import allowed_ids, random_answer
+from fakes import DEMO_TOKENIZER, FakeEngine
 from jsonschema_rs import validator_for
 from llm_serving.errors import RequestError
 from llm_serving.server import answer_form
@@ -129,10 +129,21 @@ def test_one_of_two_texts(path: str, field: str, value: Any) -> None:
     assert answers(path, **{field: value}) == {"yes", "no"}
 
 
-@pytest.mark.parametrize("value", [{"type": "text"}, None, {}])
+@pytest.mark.parametrize("value", [{"type": "text"}, None])
 def test_any_text(value: Any) -> None:
-    _, engine = ask(CHAT, response_format=value, guided_choice=[])
+    _, engine = ask(CHAT, response_format=value, guided_choice=None)
     assert engine.submitted[0].sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"guided_json": {}}, {"json_schema": {}}, {"structured_outputs": {"json": {}}}], ids=str
+)
+def test_a_schema_that_says_nothing_asks_for_json(fields: dict[str, Any]) -> None:
+    _, engine = ask(CHAT, **fields)
+    constraint = engine.submitted[0].constraint
+    assert constraint is not None
+    first = b"".join(map(DEMO_TOKENIZER.token_bytes, allowed_ids(constraint.begin().allowed_words([]))))
+    assert b"{" in first and b"x" not in first
 
 
 def test_all_choices_keep_to_the_form() -> None:
@@ -171,7 +182,10 @@ def test_a_schema_that_cannot_be_compiled(path: str, field: str, value: Any, par
         ({"response_format": response_format({}, strict="yes")}, "response_format.json_schema.strict"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_regex": "("}, "guided_regex"),

@@ -362,7 +362,7 @@ class TestPromptLogprobs:
     ("field", "value"),
     [
         ("suffix", "end"),
-        ("structured_outputs", {"json": {}}),
+        ("structured_outputs", {}),
     ],
 )
 def test_what_is_not_served_is_refused(field, value):

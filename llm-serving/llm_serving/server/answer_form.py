@@ -58,7 +58,7 @@ def asked_form(request: object, names: Mapping[str, str] | None = None) -> Answe
     forms = [
         form
         for name, read in _READERS.items()
-        if _asks(value := getattr(request, name, None)) and (form := read(name, value, request)) is not None
+        if (value := getattr(request, name, None)) is not None and (form := read(name, value, request)) is not None
     ]
     if len(forms) > 1:
         raise RequestError(forms[1].field, f"must not be given together with `{forms[0].field}`")
@@ -107,11 +107,6 @@ async def compiled(engine: AsyncEngine, form: AnswerForm | None, source: str) ->
 def text_of(constraint: TokenConstraint | None) -> str | None:
     """The parameter of sampling that stands for a constraint."""
     return None if constraint is None else constraint.grammar.text
-
-
-def _asks(value: Any) -> bool:
-    """Whether a field asks for anything."""
-    return value is not None and value != [] and value != {}
 
 
 def _compile(engine: AsyncEngine, form: AnswerForm) -> TokenConstraint:
@@ -240,7 +235,7 @@ def _structured_outputs(field: str, value: Any, request: object) -> AnswerForm |
     forms = [
         form
         for name, read in readers.items()
-        if _asks(value.get(name)) and (form := read(f"{field}.{name}", value[name], spaces)) is not None
+        if value.get(name) is not None and (form := read(f"{field}.{name}", value[name], spaces)) is not None
     ]
     if len(forms) != 1:
         raise RequestError(field, f"must have one of {', '.join(readers)}")
