@@ -3,7 +3,7 @@
     python contest_simulation.py [--num-prompts 1500] [--rate 10] [--seed 1] [--profile profiles/contest_npu.yaml]
 
 Nothing runs on a device. The shipping scheduler forms every step under a virtual clock; how long a step takes is in the
-profile, which says what was published and how it was fitted. The first two rows of the table, whose prompts are padded
+profile, which says what was published and how it was fitted. The rows with a published figure, whose prompts are padded
 to 4,096 tokens as they were, say how well it fits, and the others what it predicts.
 """
 
@@ -142,6 +142,8 @@ OLDER = (UNCACHED, "model_config.prefill_batch_size=1", "scheduler_config.compos
 SERIAL = (*OLDER, "model_config.decode_batch_size=1")
 FORK = (*OLDER, f"model_config.decode_batch_size={SLOTS}", "scheduler_config.max_consecutive_prefill_steps=100000")
 """Prompts before everything else."""
+STATIC = (*FORK, "model_config.batching_strategy=static")
+"""Nobody joins a batch that has begun."""
 OURS = (UNCACHED, f"model_config.decode_batch_size={SLOTS}", "device_config.device_target=Ascend")
 POLICIES = ("prefill_first", "decode_first", "mixed", "throughput")
 
@@ -165,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     at_once = given._replace(arrivals=[0.0] * len(given.prompts))
     rows = [
         ("one request after the other, padded", "3,000-3,500", given, time, SERIAL),
+        ("batches of 128 that run to their ends, a prompt a step, padded", "-", given, time, STATIC),
         ("128 slots, a prompt a step, padded (the fork)", f"{FORK_S:.0f}", given, time, FORK),
         ("the same, not padded", "-", given, unpadded, FORK),
     ]
