@@ -5,7 +5,8 @@
 
 Each takes some minutes. The first tunes `--config` for each goal; the second starts a server for each YAML, plays the
 goal's load on it over HTTP and compares what clients saw with what was predicted. What was measured already is kept;
-`--only` names goals. Random YAMLs turn the knobs that `tune` turns, by `--seed`.
+`--only` names goals. Random YAMLs turn the knobs that `tune` turns, by `--seed`. How heavy a load is and what is asked
+follow from what the profile predicts of `--config`, so that there is something to tune on fast machines and slow ones.
 """
 
 from __future__ import annotations
@@ -37,22 +38,28 @@ from llm_serving.whatif.workload import read_workload
 
 
 class Task(NamedTuple):
-    """A goal and a load, as their files have them."""
+    """A goal and a load, as their files have them but for what depends on the machine.
+
+    RATE stands for `OVERLOAD` times the requests a second that the configuration is predicted to answer, LIMIT for half
+    of what it is predicted to have of the figure `halved`.
+    """
 
     goal: str
     load: str
+    halved: str = ""
 
 
 LENGTHS: Final = "prompt_tokens: {median: 40, p99: 200}, answer_tokens: {median: 40, p99: 120}"
 TASKS: Final = {
     "promises": Task(
         "most: goodput\n",
-        f"streams:\n    people: {{rate: 200, ends_s: 4, class: interactive, {LENGTHS}}}\n",
+        f"streams:\n    people: {{rate: RATE, ends_s: 4, class: interactive, {LENGTHS}}}\n",
     ),
     "first tokens": Task(
-        "constraints: {interactive.ttft_p50_ms: 80}\nmost: output_tokens\n",
+        "constraints: {interactive.ttft_p50_ms: LIMIT}\nmost: output_tokens\n",
         "streams:\n    people: {rate: 12, ends_s: 3, class: interactive, prompt_tokens: 40, answer_tokens: 16}\n"
         "    bulk: {concurrency: 96, requests: 160, class: batch, prompt_tokens: 300, answer_tokens: 60}\n",
+        halved="interactive.ttft_p50_ms",
     ),
     "smooth streams": Task(
         "constraints: {standard.ttft_p99_ms: 1500}\nleast: interactive.itl_p99_ms\n",
@@ -61,6 +68,9 @@ TASKS: Final = {
         "    prompts: {rate: 15, ends_s: 3, class: standard, prompt_tokens: 500, answer_tokens: 4}\n",
     ),
 }
+OVERLOAD: Final = 2.0
+CLOSED: Final = f"streams:\n    all: {{concurrency: 128, requests: 600, class: interactive, {LENGTHS}}}\n"
+"""What tells how many requests a second are answered at most."""
 WARM: Final = f"streams:\n    all: {{concurrency: 16, requests: 48, {LENGTHS}}}\n"
 VOCABULARY: Final = "vocab_size: 1024\n"
 DEFAULT, TUNED = "default", "tuned"
@@ -80,8 +90,18 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path("goal").write_text(TASKS[self.name].goal)
-        self.path("load").write_text(f"seed: {self.seed}\n{VOCABULARY}{TASKS[self.name].load}")
+        if self.path("goal").exists():
+            return
+        task = TASKS[self.name]
+        rate = f"{OVERLOAD * self._predicted_of(CLOSED)['requests_per_s']:.4g}" if "RATE" in task.load else ""
+        figures = self._predicted_of(task.load.replace("RATE", rate))
+        limit = f"{figures[task.halved] / 2:.3g}" if task.halved else ""
+        self.path("goal").write_text(task.goal.replace("LIMIT", limit))
+
+    def _predicted_of(self, load: str) -> Figures:
+        """Figures of the configuration under a load, which stays the one of this goal."""
+        self.path("load").write_text(f"seed: {self.seed}\n{VOCABULARY}{load}")
+        return self.predicted(self.config, [])
 
     @property
     def goal(self) -> Goal:
