@@ -64,6 +64,9 @@ def carried(blocks: Sequence[TransferBlock], source: Link, target: Link) -> bool
     except WorkerError as error:
         logger.warning("what a request takes along is lost on its way, and is computed again: %s", error)
         return False
+    except Exception:  # whoever waits for them is told all the same
+        logger.exception("blocks were not brought; what they hold is computed again")
+        return False
     return True
 
 
