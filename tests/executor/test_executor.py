@@ -181,6 +181,15 @@ class TestCollect:
         with pytest.raises(StepMismatchError, match="expected the reply to step 0, got "):
             agent.executor.collect()
 
+    @pytest.mark.parametrize("reply", [encode_output(output(0, 50)), Progress("loading")])
+    def test_what_comes_when_nothing_is_in_flight_is_not_used(self, agent, reply):
+        agent.executor.submit(a_step(0))
+        agent.reply(0, 50)
+        agent.executor.collect()
+        agent.channel.send(reply)
+        with pytest.raises(StepMismatchError, match="expected nothing, got "):
+            agent.executor.collect()
+
     def test_a_failed_step_does_not_end_the_executor(self, agent):
         agent.executor.submit(a_step(0))
         agent.executor.submit(a_step(1))

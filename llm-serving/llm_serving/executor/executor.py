@@ -245,9 +245,10 @@ class RemoteExecutor(Unsupervised):
         while not self._replies:
             self._receive()
         reply = self._replies.popleft()
-        expected = self._in_flight.popleft()
-        if not isinstance(reply, StepDone | StepFailed) or reply.step != expected.step:
-            raise StepMismatchError(f"expected the reply to step {expected.step}, got {str(reply)[:100]}")
+        expected = self._in_flight.popleft().step if self._in_flight else None
+        if not isinstance(reply, StepDone | StepFailed) or reply.step != expected:
+            wanted = "nothing" if expected is None else f"the reply to step {expected}"
+            raise StepMismatchError(f"expected {wanted}, got {str(reply)[:100]}")
         if isinstance(reply, StepFailed):
             raise StepFailedError(reply.error)
         self.num_compilations = reply.num_compilations
