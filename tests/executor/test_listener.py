@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -77,6 +78,28 @@ def test_one_that_comes_when_nobody_waits_any_more_is_closed(listener: Listener)
         arrival._queue.put(arrival._queue.get(timeout=DEADLINE_S))  # it is here, and nobody has asked for it
     assert is_closed(agent._socket)
     agent.close()
+
+
+def test_without_threads_it_turns_away_and_goes_on(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, num_failed = threading.Thread.start, 0
+
+    def fail_first(thread: threading.Thread) -> None:
+        nonlocal num_failed
+        if thread._target == listener._welcome and num_failed < module.MAX_HANDSHAKES:  # type: ignore[attr-defined]
+            num_failed += 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_first)
+    for _ in range(module.MAX_HANDSHAKES):
+        with socket.create_connection(listener.address, DEADLINE_S) as connection:
+            assert is_closed(connection)
+    with listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+    agent.close()
+    channel.close()
 
 
 def test_the_silent_delay_nobody(listener: Listener) -> None:

@@ -68,10 +68,14 @@ class Listener:
                     return
                 threading.Event().wait(0.2)  # until there are descriptors again
                 continue
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._welcome, args=(connection, peer[0]), daemon=True).start()
-            else:
+            if not self._places.acquire(blocking=False):
                 connection.close()
+                continue
+            try:
+                threading.Thread(target=self._welcome, args=(connection, peer[0]), daemon=True).start()
+            except RuntimeError:  # no thread can be had now
+                connection.close()
+                self._places.release()
 
     def _welcome(self, connection: socket.socket, peer: str) -> None:
         taken = False
