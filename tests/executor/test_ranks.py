@@ -76,13 +76,21 @@ def test_all_are_told_and_each_its_rank(ranks: Ranks) -> None:
     assert [(each.rank, each.num_ranks) for each in received if isinstance(each, LoadModel)] == [(0, 2), (1, 2)]
 
 
-def test_one_rank_alone_tells_of_progress_and_of_the_end_of_a_step(ranks: Ranks) -> None:
+def test_one_rank_alone_tells_of_the_end_of_a_step(ranks: Ranks) -> None:
     ranks.master.send(RunStep(0, 0, (), announce_ending=True))
     assert [agent.receive(10).announce_ending for agent in ranks.agents] == [True, False]  # type: ignore[union-attr]
-    ranks.agents[1].send(Progress("reading"))
+    ranks.agents[1].send(StepEnding(1))
     ranks.agents[0].send(StepEnding(0))
     assert ranks.master.receive(10) == StepEnding(0)
-    ranks.all_say(Progress("compiling"), StepEnding(0))
+
+
+def test_each_rank_tells_of_its_progress_also_while_others_wait_for_it(ranks: Ranks) -> None:
+    ranks.agents[0].send(Loaded(8, 2, ""))
+    ranks.agents[1].send(Progress("reading"))
+    assert ranks.master.receive(10) == Progress("rank 1: reading")
+    ranks.agents[1].send(Loaded(8, 2, ""))
+    assert ranks.master.receive(10) == Loaded(8, 2, "")
+    ranks.agents[0].send(Progress("compiling"))
     assert ranks.master.receive(10) == Progress("compiling")
 
 

@@ -30,7 +30,7 @@ class RankChannels:
     """What is said goes to every rank; what comes counts once all of them have said the same.
 
     So a step has been replied to when no rank reads its arrays any more, and tokens that ranks do not agree on reach
-    nobody. Rank 0 alone tells of progress and of a step that is about to end; whoever fails to load says so for all.
+    nobody. Rank 0 alone tells of a step that is about to end; whoever fails to load says so for all.
     """
 
     def __init__(self, channels: Sequence[AgentChannel]) -> None:
@@ -62,12 +62,12 @@ class RankChannels:
         while not all(self._said):
             for rank in self._ready(deadline):
                 message = self._channels[rank].receive(None if deadline is None else deadline - time.monotonic())
-                if isinstance(message, Failed):
+                if isinstance(message, Progress) and rank:
+                    return Progress(f"rank {rank}: {message.text}")
+                if isinstance(message, Failed | Progress) or (isinstance(message, StepEnding) and not rank):
                     return message
-                if not isinstance(message, Progress | StepEnding):
+                if not isinstance(message, StepEnding):
                     self._said[rank].append(message)
-                elif rank == 0:
-                    return message
         first, *others = (said.popleft() for said in self._said)
         for rank, other in enumerate(others, 1):
             if _compared(other) != _compared(first):
