@@ -168,6 +168,23 @@ def test_nobody_ends_for_what_others_are_found_to_have_done(error: Exception) ->
     assert {harness.last(poison.request_id).finish_reason for poison in poisons} == {FinishReason.ERROR}
 
 
+def test_poison_that_only_a_vector_meets_is_found_too() -> None:
+    harness = FragileHarness()
+    requests = [create_request(4 + i, max_tokens=6, seed=i) for i in range(3)]
+    poison = create_request(5, max_tokens=0)
+    poison.wants_vector = True
+
+    def spoil(step: StepInput) -> None:
+        if step.num_vectors:
+            raise StepFailedError("poison")
+
+    harness.executor.spoil = spoil
+    harness.submit(*requests, poison)
+    harness.run()
+    assert harness.last(poison.request_id).error == "poison"
+    harness.assert_exact(*requests)
+
+
 def test_a_failure_that_comes_of_no_single_request_ends_after_a_few() -> None:
     harness = FragileHarness()
     requests = [create_request(4, max_tokens=3) for _ in range(3)]

@@ -169,4 +169,5 @@ def _copy(request: Request) -> Request:
         sampling=replace(request.sampling, max_tokens=max_tokens, min_tokens=min_tokens),
         stop_token_ids=request.stop_token_ids,
         constraint=request.constraint,
+        wants_vector=request.wants_vector,
     )
