@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 from engine_harness import Harness
 from factories import create_classes, create_request
@@ -168,6 +170,25 @@ def test_a_dead_work_agent_ends_every_request_and_refuses_more() -> None:
     with pytest.raises(WorkerDiedError, match="killed"):
         harness.engine.submit(create_request(4))
     harness.engine.abort(requests[0].request_id)
+
+
+def test_an_engine_that_has_ended_gives_its_descriptor_back_and_uses_it_no_more() -> None:
+    harness = Harness()
+    own = harness.engine._wake_fd
+    harness.engine.stop()
+    harness.engine.run()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(own)
+    others = os.eventfd(0, os.EFD_NONBLOCK)
+    if others != own:  # now it is
+        os.dup2(others, own)
+        os.close(others)
+    harness.engine.abort("nobody")
+    harness.engine.stop()
+    harness.engine.close()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(own)
+    os.close(own)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -250,12 +250,17 @@ class Engine:
         """Ends the loop after the steps in flight; unfinished requests end with an error."""
         with self._inbox_lock:
             self._stopping = True
+            if self.dead is None:
+                self._wake()
         self._executor.give_up()
-        os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Gives back the descriptor it is woken by; it is not stepped any more."""
-        os.close(self._wake_fd)
+        """Gives back the descriptor it is woken by, as `run` does in the end: it is not stepped any more."""
+        with self._inbox_lock:
+            self.dead = self.dead or "the engine is closed"
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        if wake_fd >= 0:
+            os.close(wake_fd)
 
     @property
     def away(self) -> Away | None:
@@ -301,6 +306,7 @@ class Engine:
             reason, kind = f"internal error: {error}", FinishReason.ERROR
             logger.exception("engine loop ends")
         self._shut(reason, kind)
+        self.close()
 
     def step(self) -> bool:
         """Submits the next step as late as it can, then collects the oldest; False when there was nothing to do."""
@@ -611,6 +617,10 @@ class Engine:
             if self.dead is not None:
                 raise WorkerDiedError(self.dead)
             self._inbox.append(message)
+            self._wake()
+
+    def _wake(self) -> None:
+        """To be called with the lock and while the engine lives: its descriptor may be somebody else's later."""
         os.eventfd_write(self._wake_fd, 1)
 
     def _take_inbox(self) -> None:
