@@ -168,6 +168,22 @@ def test_a_paused_request_goes_on_with_another_token() -> None:
     assert again.output_token_ids == [7, 7, 5]
 
 
+def test_a_deadline_that_was_put_off_counts_where_a_request_gets_another_place() -> None:
+    files = MemoryFiles()
+    recorded = create_recorded(files, order="deadline", max_num_seqs=1, max_overtakes=4)
+    first, second = (create_request(4, request_id=name, max_tokens=1) for name in ("first", "second"))
+    first.deadline, second.deadline = 10.0, 20.0
+    for request in (first, second):
+        recorded.add(request)
+    recorded.put_off(first, 30.0)
+    for request in (first, second):
+        recorded.reprioritise(request, 1)
+    order = [schedule.rows[0].request.request_id for schedule in run_load(recorded, [])]
+    assert order == ["second", "first"]
+    (data,) = files.files
+    assert replay(data).hash == seal(data)
+
+
 def test_all_of_a_request_that_decisions_depend_on_is_recorded() -> None:
     """A new field of `Request` belongs either into `Added` or into the second list here."""
     derived = {"sequence", "request_class", "queue_key", "status", "paused", "num_computed_tokens", "admission"}

@@ -224,9 +224,12 @@ class Engine:
     def put_off(self, request_id: str, deadline: float | None) -> None:
         """Gives a request until a later deadline, or for ever with None. To be called by the engine's thread."""
         request = self._processor.find(request_id)
-        if request is not None:
-            request.deadline = deadline
-            self._deadlines.add(request)
+        if request is None or request.receiver is None:
+            return
+        request.deadline = deadline
+        for each in request.receiver.computed:
+            self.scheduler.put_off(each, deadline)
+        self._deadlines.add(request)
 
     def reload(self, rules: Rules) -> None:
         """Goes on by other rules. To be called by the engine's thread."""

@@ -29,6 +29,7 @@ from llm_serving.recording.records import (
     GivenBack,
     Header,
     Paused,
+    PutOff,
     Reloaded,
     Reprioritised,
     Resumed,
@@ -265,6 +266,11 @@ class RecordedScheduler(Scheduler):
         if not request.is_finished:
             self._record(Reprioritised(request.sequence, priority))
         return super().reprioritise(request, priority)
+
+    def put_off(self, request: Request, deadline: float | None) -> None:
+        if not request.is_finished:
+            self._record(PutOff(request.sequence, deadline))
+        super().put_off(request, deadline)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if not request.is_finished:

@@ -21,7 +21,7 @@ from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.scheduler.schedule import PromptResults
 
 MAGIC: Final = b"llm-serving scheduler recording\n"
-FORMAT: Final = 12
+FORMAT: Final = 13
 SEAL_BYTES: Final = 8
 _LENGTH = struct.Struct("<II")
 _COMPLEMENT: Final = 0xFFFFFFFF
@@ -128,6 +128,11 @@ class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="repriorit
     priority: int
 
 
+class PutOff(msgspec.Struct, array_like=True, frozen=True, tag="put_off"):
+    sequence: int
+    deadline: float | None
+
+
 class ServedElsewhere(msgspec.Struct, array_like=True, frozen=True, tag="served_elsewhere"):
     """What other replicas have served."""
 
@@ -171,6 +176,7 @@ Event = (
     | Paused
     | Resumed
     | Reprioritised
+    | PutOff
     | Ended
     | Departed
     | GivenBack

@@ -26,6 +26,7 @@ from llm_serving.recording.records import (
     Event,
     GivenBack,
     Paused,
+    PutOff,
     Reader,
     Reloaded,
     Reprioritised,
@@ -151,6 +152,8 @@ class Replay:
                 scheduler.resume(request)
             case Reprioritised(sequence, priority):
                 scheduler.reprioritise(self._requests[sequence], priority)
+            case PutOff(sequence, deadline):
+                scheduler.put_off(self._requests[sequence], deadline)
             case ServedElsewhere(service):
                 scheduler.served_elsewhere({(name, tenant): num_tokens for name, tenant, num_tokens in service})
             case Reloaded(layouts, nodes):

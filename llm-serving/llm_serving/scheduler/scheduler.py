@@ -273,6 +273,10 @@ class Scheduler:
             return False
         return self._deciders.reprioritiser.move(request, priority, self._step)
 
+    def put_off(self, request: Request, deadline: float | None) -> None:
+        """Gives a request until another deadline, or for ever with None; its place stays until it gets another."""
+        request.deadline = deadline
+
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks are free at once. Ending it twice changes nothing."""
         if request.is_finished:
