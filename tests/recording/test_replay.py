@@ -314,10 +314,21 @@ def test_another_format_and_another_state_are_refused() -> None:
         ({"nodes": [["scheduler.scheduler:Lost", []]]}, "does not fit this version"),
         ({"nodes": [["config.loader:Path", []]]}, "no part of a scheduler's state"),
         ({"nodes": []}, "does not fit this version"),
+        ({"nodes": [["array", [2**40], "i"]]}, "does not fit this version"),
+        ({"nodes": [["list", [1, 2, 3]]]}, "does not fit this version"),
+        ({"nodes": [["dict", [], []], ["tuple", [[0], [0]]]]}, "does not fit this version"),
     ]:
         header = msgspec.structs.replace(reader.header, **changes)
         with pytest.raises(RecordingError, match=text):
             replay(MAGIC + Chain().frame(encode(header)))
+
+
+def test_nonsense_under_a_right_seal_is_damage() -> None:
+    reader, chain = replay(small_recording())._reader, Chain()
+    for nonsense in (b"\x93\xa6finish\x01\xa1\xff", b"\x93\xa6finish\x01" + b"\x91" * 5000):
+        with pytest.raises(RecordingError, match=r"record 1 at byte \d+ is damaged"):
+            replay(MAGIC + chain.frame(reader.header_payload) + chain.frame(nonsense))
+        chain = Chain()
 
 
 def test_a_step_that_is_not_there_is_named() -> None:

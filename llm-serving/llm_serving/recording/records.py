@@ -140,6 +140,18 @@ class ServedElsewhere(msgspec.Struct, array_like=True, frozen=True, tag="served_
     """Class, tenant, tokens."""
 
 
+class Dealt(msgspec.Struct, array_like=True, frozen=True, tag="deal"):
+    """`deal`: places of tenants that all schedulers share."""
+
+    places: dict[str, int]
+
+
+class PutAhead(msgspec.Struct, array_like=True, frozen=True, tag="put_ahead"):
+    """`put_ahead`: classes that have had more than their share of all schedulers."""
+
+    names: list[str]
+
+
 class Reloaded(msgspec.Struct, array_like=True, frozen=True, tag="reload"):
     """`reload`: the rules, as `Header` has the state."""
 
@@ -181,6 +193,8 @@ Event = (
     | Departed
     | GivenBack
     | ServedElsewhere
+    | Dealt
+    | PutAhead
     | Reloaded
     | CacheLost
 )
@@ -260,7 +274,7 @@ class Reader:
                 raise _damaged(number, offset, "it, or one before it, is not what was written")
             try:
                 record = _decode(payload)
-            except msgspec.MsgspecError as error:
+            except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
                 raise _damaged(number, offset, str(error)) from None
             yield Entry(number, offset, payload, record)
             number, offset = number + 1, offset + _LENGTH.size + len(body)

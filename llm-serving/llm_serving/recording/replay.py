@@ -18,6 +18,7 @@ from llm_serving.recording.records import (
     Asked,
     CacheLost,
     Chain,
+    Dealt,
     Decided,
     Departed,
     Drafted,
@@ -26,6 +27,7 @@ from llm_serving.recording.records import (
     Event,
     GivenBack,
     Paused,
+    PutAhead,
     PutOff,
     Reader,
     Reloaded,
@@ -55,15 +57,19 @@ class Replay:
         self.on_decision: Callable[[Schedule, float], None] = lambda schedule, now: None
         """Told of each schedule that is the recorded one, and of the time it was made at."""
         self._reader = reader
-        state, self._open = restore(reader.header.layouts, reader.header.nodes)
+        state = restore(reader.header.layouts, reader.header.nodes)
         self.scheduler = object.__new__(Scheduler)
-        vars(self.scheduler).update(state)
-        self._requests: dict[int, Request] = {each.sequence: each for each in self.scheduler._requests.values()}
+        try:
+            attributes, self._open = state
+            vars(self.scheduler).update(attributes)
+            self._requests: dict[int, Request] = {each.sequence: each for each in self.scheduler._requests.values()}
+            self._encoder = DecisionEncoder(self.scheduler.blocks)
+            self.first_step = self.next_step = self.scheduler._step
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RecordingError(f"its state does not fit this version: {error!r}") from None
         self._ids = {sequence: request.request_id for sequence, request in self._requests.items()}
-        self._encoder = DecisionEncoder(self.scheduler.blocks)
         self._chain = Chain()
         self._chain.add(reader.header_payload)
-        self.first_step = self.next_step = self.scheduler._step
 
     @property
     def hash(self) -> str:
@@ -156,6 +162,10 @@ class Replay:
                 scheduler.put_off(self._requests[sequence], deadline)
             case ServedElsewhere(service):
                 scheduler.served_elsewhere({(name, tenant): num_tokens for name, tenant, num_tokens in service})
+            case Dealt(places):
+                scheduler.deal(places)
+            case PutAhead(names):
+                scheduler.put_ahead(names)
             case Reloaded(layouts, nodes):
                 scheduler.reload(restore(layouts, nodes))
             case CacheLost():

@@ -56,7 +56,7 @@ def restore(layouts: Layouts, nodes: list[Any]) -> Any:
         for node in nodes:
             made.append(_make(node, layouts, made))
         return made[-1]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise RecordingError(f"its state does not fit this version: {error!r}") from None
 
 
