@@ -9,6 +9,7 @@ from factories import create_request
 from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import Drafter
+from llm_serving.speculation.drafter import LEAST_SWEPT, RARELY
 
 AGAIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -66,6 +67,18 @@ def test_while_a_step_is_on_its_way_only_who_waits_for_replies_gets_drafts() -> 
     assert drafter.drafts(2, waits=False) == [(waiting, AGAIN[:4])]
     waiting.num_tokens_in_flight = 1
     assert drafter.drafts(2, waits=False) == []
+
+
+def test_who_waits_for_replies_is_guessed_for_behind_the_newest_token_though_guesses_do_not_pay() -> None:
+    drafter = Drafter(4, 3)
+    request = predictable(drafter, rounds=3, bad_words=((500, 6),))
+    for num_tokens in (1, 2, 9):
+        drafter.measured(num_tokens, 0.01 + 0.001 * num_tokens, 0.1)
+    for index in range(16):
+        answer(drafter, request, [AGAIN[index % 8]])
+        assert not drafter.pays
+        following = [AGAIN[(index + 1 + ahead) % 8] for ahead in range(4)]
+        assert drafter.drafts(1, waits=False) == [(request, following)]
 
 
 class Walk:
@@ -154,6 +167,46 @@ def test_guesses_that_cost_as_much_as_they_bring_are_not_made() -> None:
     assert not drafter.pays
 
 
+def test_a_step_that_was_put_off_does_not_end_guesses() -> None:
+    drafter = Drafter(8, 3)
+    request = predictable(drafter, rounds=4)
+    for num_tokens in (1, 2, 9, 9, 9):
+        drafter.measured(num_tokens, 0.01, 0.001)
+    drafter.measured(9, 0.01, 0.05)
+    answer(drafter, request, AGAIN)
+    assert drafter.pays
+
+
+def test_the_time_to_make_guesses_counts() -> None:
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 0.2  # as long as twenty steps
+        return now
+
+    for told, pays in ((None, True), (clock, False)):
+        drafter = Drafter(8, 3, clock=told)
+        request = predictable(drafter, rounds=6)
+        for _ in range(100):
+            for num_tokens in (1, 2, 9):
+                drafter.measured(num_tokens, 0.01 + 0.001 * num_tokens, 0.0)
+            drafter.drafts(1, waits=True)
+            answer(drafter, request, AGAIN)
+        assert drafter.pays is pays
+
+
+def test_a_few_tokens_are_free_beside_one_and_cost_beside_many() -> None:
+    for num_rows in (1, 128):
+        drafter = Drafter(8, 3)
+        for num_tokens in (*range(1, 10), *range(120, 138)) * 20:
+            drafter.measured(num_tokens, 0.01 * max(1.0, num_tokens / 32), 0.001)
+        requests = many_who_repeat_themselves(drafter, num_rows)
+        assert drafter.pays is (num_rows == 1)
+        guessed = [(request, AGAIN) for request in requests] if num_rows == 1 else []
+        assert drafter.drafts(num_rows, waits=drafter.pays) == guessed
+
+
 def test_what_others_get_of_a_step_counts() -> None:
     drafter = Drafter(8, 3)
     request = predictable(drafter, rounds=4)
@@ -188,7 +241,31 @@ def test_requests_that_ended_without_a_reply_are_forgotten() -> None:
     for _ in range(20):
         drafter.replied([], 1)
     assert not drafter.pays
-    assert not (drafter._states or drafter._followed or drafter._predictable or drafter._to_visit)
+    assert not (drafter._states or drafter._followed or drafter._predictable)
+
+
+def test_whoever_ended_without_a_reply_is_not_counted_on() -> None:
+    drafter = Drafter(4, 3)
+    costly(drafter, 8, 0.0005)  # hardly anybody is looked at
+    drafter.measured(1, 0.0005, 0.0)
+    new = create_request(4, max_tokens=200)
+    new.status = RequestStatus.RUNNING
+    drafter.begin(new)
+    aborted = [predictable(drafter, rounds=3) for _ in range(20)]
+    for request in aborted:
+        request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+    answer(drafter, new, [500, 501])
+    assert not drafter._predictable
+
+
+def test_no_more_is_kept_of_those_who_ended_without_a_reply_than_of_others() -> None:
+    drafter = Drafter(4, 3)
+    for _ in range(1000):
+        request = create_request(4, max_tokens=200)
+        drafter.begin(request)
+        request.status = RequestStatus.FINISHED
+    assert len(drafter._states) <= LEAST_SWEPT
+    assert len(drafter._lost) <= LEAST_SWEPT
 
 
 def many_who_repeat_themselves(drafter: Drafter, count: int, num_new: int = 30) -> list:
@@ -267,8 +344,8 @@ def costly(drafter: Drafter, num_rows: int, step_s: float) -> None:
 
 def test_where_guesses_do_not_pay_wrong_ones_are_looked_for_again_as_often_as_is_cheap() -> None:
     drafter = Drafter(4, 3)
-    costly(drafter, 40, 0.0005)  # a step has time for one look
-    requests = [create_request(4, max_tokens=1000) for _ in range(40)]
+    costly(drafter, 30, 0.0005)  # a step has time for half a look
+    requests = [create_request(4, max_tokens=1000) for _ in range(30)]
     num_looks = 0
     find = drafter._finished.find
 
@@ -284,10 +361,41 @@ def test_where_guesses_do_not_pay_wrong_ones_are_looked_for_again_as_often_as_is
     for index in range(400):
         for request in requests:
             request.output_token_ids.append(index if index % 8 == 0 else index % 8)  # seven that are known, one new
-        drafter.replied([], 40)
+        drafter.replied([], 30)
     assert not drafter.pays
     assert drafter._followed
     assert 200 <= num_looks <= 2 * 400 + 2  # by two lengths
+
+
+def test_where_right_guesses_would_not_pay_nobody_is_compared() -> None:
+    drafter = Drafter(4, 3)
+    requests = many_who_repeat_themselves(drafter, 64)
+    assert len(drafter._followed) == 64
+    costly(drafter, 64, 0.001)
+    num_compared = 0
+    said = 0
+
+    def say(num_steps, num_rows):
+        nonlocal num_compared, said
+        for _ in range(num_steps):
+            before = sum(state.num_tokens for state in drafter._states.values())
+            for request in requests:
+                request.output_token_ids.append(AGAIN[said % 8])
+                request.num_computed_tokens = request.num_tokens - 1
+            said += 1
+            drafter.replied([], num_rows)
+            num_compared += sum(state.num_tokens for state in drafter._states.values()) > before
+
+    say(64, 64)
+    assert not drafter.pays
+    assert num_compared == 0
+    for num_tokens in range(1, 300, 20):
+        drafter.measured(num_tokens, 0.001, 0.0)  # a smaller model
+    say(RARELY, 64)
+    assert num_compared
+    assert drafter.pays
+    following = [AGAIN[(said + ahead) % 8] for ahead in range(4)]
+    assert {tuple(token_ids) for _, token_ids in drafter.drafts(64, waits=True)} == {tuple(following)}
 
 
 def test_those_who_were_guessed_rightly_and_all_others_are_looked_at_in_turns() -> None:

@@ -9,22 +9,21 @@ drafts are worth waiting for replies no step is formed while the one before it i
 
 from __future__ import annotations
 
-import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from llm_serving.core.choices import Proposer
 from llm_serving.core.clock import Clock
+from llm_serving.core.continuation import MAX_CONTINUATIONS
 from llm_serving.core.request import FINISHED, RUNNING, Request
 from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
 from llm_serving.speculation.lookup import Lookup
 from llm_serving.speculation.step_cost import StepCost
 from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS, Trust
+from llm_serving.speculation.worth import MOST_HITS, Worth, expected
 
-MOST_HITS: Final = 0.98
-HIT_PARTS: Final = 64
 MOST_DELAY: Final = 0.03
 """Of a step's time: what drafts may cost requests without any, shared among all that run."""
 FINISHED_TOKENS: Final = 2**18
@@ -37,8 +36,15 @@ LOOK_S: Final = 2.5e-6
 """Seconds of a look, before one was measured."""
 LOOK_MEMORY: Final = 64
 """Steps after which their measured time counts 1/e."""
+HOST_MEMORY: Final = 16
+"""Steps after which the master's measured time for one counts 1/e."""
 SELDOM: Final = 2
 """Steps from one that is followed to the next, while guesses do not pay."""
+RARELY: Final = 16
+"""Steps until it is asked again whether they could, where they could not if all were right."""
+MANY: Final = 32
+"""To ask that takes as long as to compare so many."""
+LEAST_SWEPT: Final = 64
 TAKEN_TOGETHER: Final = 8
 """One in so many of those that run has to end before finished answers are taken, as many together cost little more than
 one."""
@@ -111,7 +117,10 @@ class Drafter:
         self._model = model
         self._ngram_length = ngram_length
         self._finished = FinishedAnswers(ngram_length, finished_tokens)
-        self._states: dict[Request, _State] = {}
+        self._states: OrderedDict[Request, _State] = OrderedDict()
+        """The first is the one that has not been looked at for the longest time."""
+        self._swept_at = LEAST_SWEPT
+        """Of so many, those are forgotten that ended without a reply."""
         self._followed: dict[Request, _State] = {}
         """Those for whom there is a guess: each of their tokens is compared with it."""
         self._predictable: dict[Request, _State] = {}
@@ -121,19 +130,24 @@ class Drafter:
         self._constrained: dict[Request, _State] = {}
         self._ended: list[tuple[str, tuple[int, ...]]] = []
         """Answers that have not been taken yet, with their namespaces."""
-        self._to_visit: deque[Request] = deque()
-        """All, the one next that has not been looked at for the longest time."""
         self._visits = 0.0
         """How many of them are to be looked at; the fraction is left for the next step."""
         self._turn_of_lost = True
         self._num_steps = 0
         """Replied to since the newest one that was followed."""
+        self._follows_every = SELDOM
+        """So many."""
         self._cost = StepCost()
-        self._worth: dict[tuple[int, int], tuple[int, float]] = {}
-        """By rows of a step and share of right guesses (in `HIT_PARTS`): how far to guess, and what it brings."""
+        self._worth: Worth | None = None
+        """By the newest step."""
+        self._step_s = 0.0
+        """Of the newest step."""
+        self._host_s: float | None = None
+        """What it costs that no step is formed ahead."""
+        self._guess_s = 0.0
+        """Seconds to make the guesses for a request."""
         self.pays = False
         """Whether drafts are worth what they cost, waiting for replies included."""
-        self._host_s = 0.0
 
     def begin(self, request: Request) -> None:
         """Guesses for a request from now on, unless it is answered in another way than token by token."""
@@ -146,7 +160,8 @@ class Drafter:
             if request.walk is not None:
                 self._constrained[request] = state
             self._lost[request] = state
-            self._to_visit.append(request)
+            if len(self._states) >= self._swept_at:
+                self._sweep()
 
     def drafts(self, num_running: int, *, waits: bool) -> list[tuple[Request, list[int]]]:
         """What to guess in the next step.
@@ -159,16 +174,20 @@ class Drafter:
         Raises:
             WorkerError: The WorkAgent whose draft model was asked is gone.
         """
-        asked = self._asked() if waits and self.pays else {}
+        pays = waits and self.pays
+        asked = self._asked() if pays else {}
         if not self._predictable and not self._constrained and not asked:
             return []
         proposed = self._proposed(asked, num_running)
+        began = 0.0 if self._clock is None else self._clock()
         found = []
         for request, state in {**self._constrained, **self._predictable, **asked}.items():
-            if _is_ready(request) and ((waits and self.pays) or request.waits_for_reply):
+            if (pays or request.waits_for_reply) and _is_ready(request):
                 token_ids = self._guess(request, state, num_running, proposed.get(request, []))
                 if token_ids:
                     found.append((request, token_ids))
+        if self._clock is not None and pays and found:
+            self._guess_s += ((self._clock() - began) / len(found) - self._guess_s) / HOST_MEMORY
         return found
 
     def checked(self, request: Request, num_drafts: int, num_right: int) -> list[tuple[Proposer, int, int]]:
@@ -192,18 +211,24 @@ class Drafter:
         if len(self._ended) * TAKEN_TOGETHER >= num_rows:
             self._take_ended()
         self._num_steps += 1
-        if self.pays or self._num_steps >= SELDOM:
-            self._compare()
-            self._visit(num_rows, self._num_steps)
-            self._num_steps = 0
-            asked = self._asked()
-            self.pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
+        if self._num_steps < self._follows_every:
+            return
+        num_steps, self._num_steps = self._num_steps, 0
+        if len(self._followed) >= MANY and not self._could_pay(num_rows):
+            self.pays, self._follows_every = False, RARELY
+            return
+        self._compare()
+        self._visit(min(num_steps, SELDOM))
+        asked = self._asked()
+        self.pays = pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
+        self._follows_every = 1 if pays else SELDOM
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
         self._cost.note(num_tokens, seconds)
-        self._worth.clear()
-        self._host_s = host_s
+        self._worth = None
+        self._step_s = seconds
+        self._host_s = host_s if self._host_s is None else self._host_s + (host_s - self._host_s) / HOST_MEMORY
 
     def _asked(self) -> dict[Request, _State]:
         """Those for whom the draft model is to be asked; nobody while a prompt waits or is computed."""
@@ -222,9 +247,10 @@ class Drafter:
     def _proposed(self, asked: Mapping[Request, _State], num_running: int) -> dict[Request, list[int]]:
         if self._model is None or not asked:
             return {}
+        worth, share_s = self._worth_of(num_running), self._model.pass_s / len(asked)
         proposed = self._model.propose(
             [
-                (request, self._reach(state.trust.hits, num_running, self._model.pass_s / len(asked)))
+                (request, worth.reach(state.trust.hits, share_s))
                 for request, state in asked.items()
                 if state.trust is not None and _is_ready(request)
             ]
@@ -240,13 +266,14 @@ class Drafter:
         self._model.checked(state.trust, request, 1, 0)
 
     def _guess(self, request: Request, state: _State, num_running: int, proposed: list[int]) -> list[int]:
+        worth = self._worth_of(num_running)
         guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
-        if request in self._predictable:
-            guesses, state.proposer = state.lookup.guess(self._looked_up(state.hits, num_running)[0]), Proposer.NGRAM
+        if request in self._predictable and state.compare(request.output_token_ids):
+            guesses, state.proposer = state.lookup.guess(worth.looked_up(state.hits)[0]), Proposer.NGRAM
         state.num_proposed = len(guesses)
         if request.walk is None:
             return guesses
-        reach = self._reach(state.forced_hits, num_running) if state.forced_hits >= LEAST_HITS else 0
+        reach = worth.reach(state.forced_hits) if state.forced_hits >= LEAST_HITS else 0
         if not guesses and not reach:
             return []
         possible = request.walk.possible(request.output_token_ids, guesses, max(len(guesses), reach))
@@ -256,59 +283,64 @@ class Drafter:
             self._proposed_in_vain(request, state)
         return possible
 
-    def _reach(self, hits: float, num_rows: int, proposing_s: float = 0.0) -> int:
-        """How far to guess: the last draft brings as much as it costs, `proposing_s` to make it included."""
-        hits = min(hits, MOST_HITS)
-        step_s = self._cost.seconds_of(num_rows)
-        worth = num_rows * (self._cost.seconds_a_token + proposing_s) / step_s if step_s else 0.0
-        if worth >= hits:
-            return 0
-        return min(self._max_drafts, int(math.log(max(worth, 1e-3)) / math.log(hits)))
-
-    def _looked_up(self, hits: float, num_rows: int) -> tuple[int, float]:
-        """How far to guess what is looked up, and the tokens that this brings."""
-        key = num_rows, int(HIT_PARTS * hits)
-        if (known := self._worth.get(key)) is None:
-            hits = key[1] / HIT_PARTS
-            reach = self._reach(hits, num_rows)
-            known = self._worth[key] = reach, _expected(hits, reach)
-        return known
+    def _worth_of(self, num_rows: int) -> Worth:
+        if self._worth is None or self._worth.num_rows != num_rows:
+            num_guessed = len(self._predictable) + len(self._constrained)
+            if self._model is not None:
+                num_guessed += MAX_CONTINUATIONS
+            self._worth = Worth(self._cost, num_rows, max(1, min(num_guessed, num_rows)), self._max_drafts)
+        return self._worth
 
     def _pays(self, num_rows: int, asked: Mapping[Request, _State]) -> bool:
         """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
         for those who get none."""
-        step_s = self._cost.seconds_of(num_rows)
-        if not step_s or not num_rows:
+        if not self._step_s or not num_rows:
             return True
+        worth = self._worth_of(num_rows)
         num_drafts, gain = 0, 0.0
         for state in self._predictable.values():
-            reach, brought = self._looked_up(state.hits, num_rows)
+            reach, brought = worth.looked_up(state.hits)
             gain += brought
             num_drafts += reach
-        cost = self._host_s
+        cost = self._waiting_s(len(self._predictable) + len(asked))
         if self._model is not None and asked:
             share_s, farthest = self._model.pass_s / len(asked), 0
             for state in asked.values():
                 assert state.trust is not None
-                reach = self._reach(state.trust.hits, num_rows, share_s)
-                gain += _expected(state.trust.hits, reach)
+                reach = worth.reach(state.trust.hits, share_s)
+                gain += expected(state.trust.hits, reach)
                 num_drafts += reach
                 farthest = max(farthest, reach)
             cost += farthest * self._model.pass_s
-        cost += num_drafts * self._cost.seconds_a_token
+        cost += self._cost.further(num_rows, num_drafts)
         num_without = num_rows - len(self._predictable) - len(asked)
-        return gain / num_rows > cost / step_s and num_without * cost <= MOST_DELAY * num_rows * step_s
+        return gain / num_rows > cost / worth.step_s and num_without * cost <= MOST_DELAY * num_rows * worth.step_s
+
+    def _could_pay(self, num_rows: int) -> bool:
+        """Whether more tokens would come in the same time if guesses were right for all that run."""
+        step_s = self._cost.seconds_of(num_rows)
+        return not step_s or any(
+            expected(MOST_HITS, reach)
+            > (self._waiting_s(num_rows) + self._cost.further(num_rows, reach * num_rows)) / step_s
+            for reach in {1, self._max_drafts}
+        )
+
+    def _waiting_s(self, num_guessed: int) -> float:
+        """What drafts for so many cost a step before they are computed."""
+        return (self._host_s or 0.0) + num_guessed * self._guess_s
 
     def _compare(self) -> None:
         """Compares what those who are followed have said with what was guessed."""
-        wrong = []
+        wrong, gone = [], []
         for request, state in self._followed.items():
-            if not state.compare(request.output_token_ids):
+            if request.status is FINISHED:  # without a reply
+                gone.append(request)
+            elif not state.compare(request.output_token_ids):
                 wrong.append((request, state))
             elif state.hits >= LEAST_HITS:
                 self._predictable[request] = state
-        if not wrong:
-            return
+        for request in gone:
+            self._forget(request)
         pays = self.pays
         for request, state in wrong:
             del self._followed[request]
@@ -325,15 +357,14 @@ class Drafter:
             if state.hits >= LEAST_HITS:
                 self._predictable[request] = state
 
-    def _visit(self, num_rows: int, num_steps: int) -> None:
+    def _visit(self, num_steps: int) -> None:
         """Looks at some who are not followed, those of whom a guess may be right and all others in turns.
 
         As many as `num_steps` steps have time for.
         """
-        step_s = self._cost.seconds_of(num_rows)
-        most = float(len(self._to_visit))
-        num_new = num_steps * LOOK_SHARE * step_s / self._look_s
-        self._visits = min(most, self._visits + num_new) if step_s else most
+        most = float(len(self._states))
+        num_new = num_steps * LOOK_SHARE * self._step_s / self._look_s
+        self._visits = min(most, self._visits + num_new) if self._step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
         if self._clock is None or not num_visits:
@@ -346,21 +377,18 @@ class Drafter:
         self._look_s += (min(seconds, 4 * self._look_s) - self._look_s) / LOOK_MEMORY
 
     def _look_at(self, num_visits: int) -> None:
-        for _ in range(num_visits):
+        for _ in range(min(num_visits, len(self._states))):
             if self._lost and self._turn_of_lost:
                 self._turn_of_lost = False
                 request = next(reversed(self._lost))
             else:
                 self._turn_of_lost = True
-                request = self._to_visit.popleft()
-                if request not in self._states:
-                    continue
-                self._to_visit.append(request)
-            state = self._states[request]
+                request = next(iter(self._states))
+                self._states.move_to_end(request)
             if request.status is FINISHED:  # without a reply
                 self._forget(request)
             elif request not in self._followed:
-                self._look(request, state)
+                self._look(request, self._states[request])
 
     def _end(self, request: Request) -> None:
         if request in self._states:
@@ -371,16 +399,15 @@ class Drafter:
         ended, self._ended = self._ended, []
         self._finished.add(ended)
 
+    def _sweep(self) -> None:
+        for request in [each for each in self._states if each.status is FINISHED]:
+            self._forget(request)
+        self._swept_at = max(LEAST_SWEPT, 2 * len(self._states))
+
     def _forget(self, request: Request) -> None:
         del self._states[request]
         for states in (self._followed, self._predictable, self._lost, self._constrained):
             states.pop(request, None)
-
-
-def _expected(hits: float, reach: int) -> float:
-    """Right guesses of so many, each of which is right with the probability `hits` if the one before it is."""
-    hits = min(hits, MOST_HITS)
-    return hits * (1 - hits**reach) / (1 - hits)
 
 
 def _is_ready(request: Request) -> bool:
