@@ -43,6 +43,7 @@ class Greeting(asyncio.Protocol):
     weight = 0
     welcome = None
     unread_since: float | None = None
+    descriptor: int | None = None
 
     def __init__(self, address: str) -> None:
         self.address = address

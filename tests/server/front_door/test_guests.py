@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_serving.server.front_door.guests import Guests, address_of
+from llm_serving.server.front_door.guests import SEARCH_PAUSE_S, Guests, address_of
 
 
 class Guest:
@@ -80,6 +80,49 @@ class TestPlaces:
         assert not guests.admit(Guest("a"))
         assert guests.admit(Guest("d"))
         assert [first.ended, second.ended] == [True, False]
+
+    def test_those_who_are_all_served_are_not_looked_at_for_each_who_comes(self):
+        looks, now = [], [0.0]
+
+        class Served(Guest):
+            @property
+            def is_served(self):
+                looks.append(self)
+                return True
+
+            @is_served.setter
+            def is_served(self, value):
+                pass
+
+        guests = Guests(9, 3, 100, clock=lambda: now[0])
+        admitted(guests, Served(), Served(), Served())
+        assert not any(guests.admit(Guest()) for _ in range(100))
+        assert len(looks) == 3
+        now[0] += SEARCH_PAUSE_S
+        assert not guests.admit(Guest())
+        assert len(looks) == 6
+
+    def test_no_address_pauses_the_search_for_others(self):
+        guests = Guests(3, 9, 100, clock=lambda: 0.0)
+        crowd = admitted(guests, *(Guest(heard=False) for _ in range(3)))
+        assert not guests.admit(Guest())
+        assert guests.admit(Guest("b"))
+        assert [each.ended for each in crowd] == [True, False, False]
+
+    def test_who_finds_no_place_is_told_a_later_time_than_the_one_before(self):
+        now = [0.0]
+        guests = Guests(99, 8, 100, clock=lambda: now[0])
+        admitted(guests, *(Guest(served=True) for _ in range(7)))
+        for number in range(20):  # ten a second
+            now[0] = number / 10
+            (guest,) = admitted(guests, Guest(served=True))
+            guests.leave(guest)
+        told = [guests.seconds_to_comeback("a") for _ in range(40)]
+        assert told == sorted(told)
+        assert told[0] == 1
+        assert 3 <= told[-1] <= 14
+        assert max(guests.seconds_to_comeback("a") for _ in range(3000)) == 120
+        assert guests.seconds_to_comeback("b") == 1
 
     def test_several_make_room_at_once_where_there_are_many(self):
         guests = Guests(64, 64, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from door_harness import GET, door, settle
@@ -182,5 +183,23 @@ def test_a_request_has_arrived_when_its_head_had_whatever_it_waited_for_then(mon
             assert house.app.paths == ["/1", "/2", "/3", "/4"]
             assert house.app.arrived == [7.0, 20.0, 30.0, 40.0]
             assert transport.statuses == [200] * 4
+
+    asyncio.run(run())
+
+
+def test_who_has_sent_what_the_loop_has_not_come_to_read_has_not_been_heard():
+    async def run():
+        async with door() as (house, connection, _):
+            client, server = socket.socketpair()
+            with client, server:
+                connection.descriptor = server.fileno()
+                assert connection.is_heard
+                client.sendall(GET % 1)
+                assert not connection.is_heard
+                connection.data_received(server.recv(4096))
+                await settle()
+                assert connection.is_heard
+                assert house.app.paths == ["/1"]
+            assert connection.is_heard  # whatever the descriptor is by now
 
     asyncio.run(run())

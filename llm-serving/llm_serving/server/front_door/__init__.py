@@ -6,6 +6,7 @@
 | `acceptor` | takes connections from the listening socket, TLS handshakes among them |
 | `certificates` | their certificate, read again when its files change |
 | `guests` | how many there are, in all and from one address, and the bytes they make the server hold |
+| `comebacks` | when those for whom there was no place are to try again |
 | `connection` | cuts what arrives into requests, one at a time, within limits of size and time |
 | `reader` | reads what arrives, little at a time |
 | `request_head` | the limits of a request line and its headers, as rules over bytes |

@@ -44,9 +44,6 @@ TLS_SHUTDOWN_S: Final = 2.0
 """Seconds a client gets to take leave of TLS."""
 
 
-_NO_PLACE: Final = NO_PLACE.to_bytes()
-
-
 class Acceptor:
     """Welcomes connections, as many as there is room for; the others are told so.
 
@@ -151,7 +148,7 @@ class Acceptor:
         self._guests.on_refused(address, NO_PLACE.status)
         with client, contextlib.suppress(OSError):
             if self._certificates is None:
-                client.send(_NO_PLACE)
+                client.send(NO_PLACE.to_bytes(self._guests.seconds_to_comeback(address)))
                 client.recv(UNREAD_BYTES)
 
     def _take(self, address: str, place: int) -> tuple[socket.socket, float]:
@@ -171,6 +168,7 @@ class Acceptor:
             client.close()
             return
         connection = self._new_connection(address)
+        connection.descriptor = client.fileno()
         if has_sent and self._certificates is None:
             connection.unread_since = since
         if not self._guests.admit(connection):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from http import HTTPStatus
 from typing import Any, Final, cast
 
@@ -92,6 +95,8 @@ class Connection(HttpToolsProtocol):
         self.welcome: asyncio.Task[None] | None = None
         self.unread_since: float | None = None
         """Its first bytes had come by then and have not been read; None: it had sent none, or they have been."""
+        self.descriptor: int | None = None
+        """Of its socket, as long as it is open."""
         self._arrived = 0.0
         self._guests = guests
         self._limits = limits
@@ -124,7 +129,9 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_heard(self) -> bool:
-        return self.unread_since is None and not self._is_scheduled
+        if self.unread_since is not None or self._is_scheduled:
+            return False
+        return self.descriptor is None or not _num_unread(self.descriptor)  # a busy loop has not come to it yet
 
     def end(self) -> None:
         if self._parting is not None:
@@ -151,7 +158,7 @@ class Connection(HttpToolsProtocol):
     def abandon(self) -> None:
         """It will never be made. What refers to itself would stay until a search for such things: the parser, and the
         welcome through the error that it ended with."""
-        self.parser = self.welcome = None
+        self.parser = self.welcome = self.descriptor = None
 
     # The transport's calls
 
@@ -184,6 +191,7 @@ class Connection(HttpToolsProtocol):
 
     def _lose(self, exc: Exception | None) -> None:
         self._held = b""
+        self.descriptor = None
         self._timer.stop()
         if self._reader is not None:
             self._reader.leave()
@@ -474,6 +482,14 @@ class Connection(HttpToolsProtocol):
 
 def _nothing() -> None:
     """Instead of a call to a connection that has ended."""
+
+
+def _num_unread(descriptor: int) -> int:
+    """Bytes that have come on a socket and that nobody has read."""
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 def _host_and_port(address: object) -> tuple[str, int] | None:

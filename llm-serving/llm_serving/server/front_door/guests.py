@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Final, Protocol
+
+from llm_serving.core.clock import Clock, monotonic
+from llm_serving.server.front_door.comebacks import Comebacks
 
 MADE_FREE_AT_ONCE: Final = 32
 """When there is no place left, one connection of so many is ended: looking for them takes time too."""
+SEARCH_PAUSE_S: Final = 0.02
+"""Seconds without another search where one found nobody who can be spared: among hundreds it takes most of a
+millisecond, and there are the most newcomers where there is the least room."""
 
 
 class Guest(Protocol):
@@ -32,6 +39,16 @@ class Guest(Protocol):
         """Ends it for the bytes it holds, with an answer where there can be one; its weight is 0 then."""
 
 
+@dataclass
+class _Crowd:
+    """Those of one address, and those of it who were turned away."""
+
+    comebacks: Comebacks
+    guests: dict[Guest, None] = field(default_factory=dict)
+    paused_until: float = 0.0
+    """Until then nobody makes room for another of them."""
+
+
 class Guests:
     """Counts connections and the bytes that wait in them.
 
@@ -45,12 +62,16 @@ class Guests:
         max_connections: In all.
         max_per_address: From one address; of IPv6, from one network of 64 bits.
         max_bytes: Most bytes that wait in all connections together.
+        clock: Seconds.
     """
 
-    def __init__(self, max_connections: int, max_per_address: int, max_bytes: int) -> None:
+    def __init__(self, max_connections: int, max_per_address: int, max_bytes: int, clock: Clock = monotonic) -> None:
         self.reload(max_connections, max_per_address, max_bytes)
         self._guests: dict[Guest, None] = {}
-        self._by_address: dict[str, dict[Guest, None]] = {}
+        self._clock = clock
+        self._crowds: dict[str, _Crowd] = {}
+        self._strangers = _Crowd(Comebacks(clock()))
+        """Of addresses from which there is nobody."""
         self.num_bytes = 0
         self.on_refused: Callable[[str, int], None] = lambda address, status: None
         """Told of the address and status of every answer to what never became a request."""
@@ -66,17 +87,24 @@ class Guests:
 
     def admit(self, guest: Guest) -> bool:
         """Takes a guest in, unless there is no place and nobody can be spared."""
-        own = self._by_address.get(guest.address, {})
-        if len(own) >= self._max_per_address and not self._make_room(own, heard=True):
-            return False
-        if len(self._guests) >= self._max_connections:
-            most = max(self._by_address.values(), key=len)
-            among = ((most, True), (self._guests, True), *([] if most is own else [(most, False)]))
-            if not any(self._make_room(guests, heard=heard) for guests, heard in among):
+        now = self._clock()
+        own = self._crowds.get(guest.address)
+        if self._is_full_for(own):
+            asking = own or self._strangers
+            if now < asking.paused_until:
                 return False
-        self._guests[guest] = None
-        self._by_address.setdefault(guest.address, {})[guest] = None
+            if not self._make_room_for(own):
+                asking.paused_until = now + SEARCH_PAUSE_S
+                return False
+        if own is None or not own.guests:  # a crowd is forgotten with the last of it, who may have made room
+            own = self._crowds[guest.address] = own or _Crowd(Comebacks(now))
+        own.comebacks.got_place(now)
+        self._guests[guest] = own.guests[guest] = None
         return True
+
+    def seconds_to_comeback(self, address: str) -> int:
+        """Whole seconds after which one of this address, who was turned away, is to try again."""
+        return self._crowds.get(address, self._strangers).comebacks.seconds(self._clock())
 
     def leave(self, guest: Guest) -> None:
         """Forgets a guest; does nothing where that was done."""
@@ -85,10 +113,10 @@ class Guests:
         self.num_bytes -= guest.weight
         guest.weight = 0
         del self._guests[guest]
-        own = self._by_address[guest.address]
+        own = self._crowds[guest.address].guests
         del own[guest]
         if not own:
-            del self._by_address[guest.address]
+            del self._crowds[guest.address]
 
     def weigh(self, guest: Guest, weight: int) -> None:
         """Notes how many bytes wait in a connection."""
@@ -101,6 +129,20 @@ class Guests:
             heaviest.unburden()
             self.num_bytes -= heaviest.weight
             heaviest.weight = 0
+
+    def _is_full_for(self, own: _Crowd | None) -> bool:
+        is_own_full = own is not None and len(own.guests) >= self._max_per_address
+        return is_own_full or len(self._guests) >= self._max_connections
+
+    def _make_room_for(self, own: _Crowd | None) -> bool:
+        """For one more of an address, from which others are here or are not."""
+        if own is not None and len(own.guests) >= self._max_per_address and not self._make_room(own.guests, heard=True):
+            return False
+        if len(self._guests) < self._max_connections:
+            return True
+        most = max(self._crowds.values(), key=lambda each: len(each.guests))
+        among = ((most.guests, True), (self._guests, True), *([] if most is own else [(most.guests, False)]))
+        return any(self._make_room(guests, heard=heard) for guests, heard in among)
 
     def _make_room(self, among: Collection[Guest], *, heard: bool) -> bool:
         spared = [guest for guest in among if not guest.is_served and (guest.is_heard or not heard)]

@@ -23,12 +23,12 @@ class Refusal:
     status: HTTPStatus
     message: str
 
-    def to_bytes(self) -> bytes:
-        """A whole HTTP response in the form of the OpenAI API."""
+    def to_bytes(self, retry_after_s: int = RETRY_AFTER_S) -> bytes:
+        """A whole HTTP response in the form of the OpenAI API; whoever may come again is told when."""
         busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
         kind = "service_unavailable_error" if busy else "invalid_request_error"
         body = json.encode({"error": {"message": self.message, "type": kind, "param": None, "code": None}})
-        retry = f"retry-after: {RETRY_AFTER_S}\r\n" if busy else ""
+        retry = f"retry-after: {retry_after_s}\r\n" if busy else ""
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
