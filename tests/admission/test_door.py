@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llm_serving.admission.answer_lengths import AnswerLengths, Asked
 from llm_serving.admission.appointments import GRACE_S, HORIZON_S, UNHEARD_S, Visitor
-from llm_serving.admission.door import Door, Forecast, Replica
+from llm_serving.admission.door import ROUGH_S, Door, Forecast, Replica
 from llm_serving.admission.load_estimator import Measured, UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
@@ -68,6 +68,29 @@ def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:
     setup.ask(0)
     setup.ask(1)
     assert setup.room.load().num_waiting == PLACES
+
+
+def test_those_who_are_refused_within_a_moment_share_one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    predict, predicted = setup.door.predict, []
+
+    def count(*args: object) -> Forecast | None:
+        predicted.append(args)
+        return predict(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(setup.door, "predict", count)
+    setup.enter(PLACES)
+    for number in range(20):
+        setup.refused(number)
+    assert len(predicted) == 1
+    setup.clock.now = ROUGH_S
+    setup.refused(20)
+    assert len(predicted) == 2
+    setup.clock.now = 1.0
+    setup.start(PLACES)
+    setup.ask(0)
+    setup.ask(1)
+    assert len(predicted) == 4
 
 
 def test_who_was_refused_is_remembered_with_what_it_asked_for() -> None:

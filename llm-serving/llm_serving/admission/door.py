@@ -30,6 +30,8 @@ FEW_ENDS: Final = 8
 """Requests that must end before one can start; up to so many, chance has more to say than the rate."""
 MAX_REFUSED: Final = 20_000
 """Refusals that are remembered, the newest."""
+ROUGH_S: Final = 0.05
+"""Seconds for which a prediction holds for others who are refused."""
 RETURNED_MEMORY: Final = 32
 """Requests let in at their second coming after which one counts 1/e for what others are told."""
 
@@ -98,6 +100,9 @@ class Door:
         self._metrics = metrics
         self._clock = clock
         self._corrections: Corrections[Kind] = Corrections()
+        self._rough: dict[tuple[str, str, int, int], Forecast | None] = {}
+        """By what those who were refused lately have in common."""
+        self._rough_until = -math.inf
         self._wait_of_returned: dict[str, float] = {}
         """By class, seconds that those who came back were predicted to wait then."""
 
@@ -175,13 +180,15 @@ class Door:
         self.book.advance(now)
         appointment = self.book.due(visitor, came)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
-        forecast = self.predict(prompt_lens, request_class, tenant, replica)
+        is_full = any(self._num_missing(each, appointment, came, now) > 0 for each in limits)
+        predict = self._predict_roughly if is_full else self.predict
+        forecast = predict(prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
         for limit in limits:
-            num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, came, now)
-            if limit.place.over + num_kept <= 0:
+            num_missing = self._num_missing(limit, appointment, came, now)
+            if num_missing <= 0:
                 continue
             self._metrics.refused(request_class, limit.name, num_requests)
             self.refused.append(Refused(now, tuple(prompt_lens), priority, tenant))
@@ -191,12 +198,33 @@ class Door:
             later_s = self._arrange(visitor, appointment, [each.place for each in limits], least_s, now)
             then_s = self._wait_of_returned.get(request_class.name, predicted_s)
             raise CapacityError(
-                limit.refusal(num_kept),
+                limit.refusal(num_missing - limit.place.over),
                 later_s,
                 None if predicted_s is None else 1000 * predicted_s,
                 None if then_s is None else later_s + then_s,
             )
         return forecast, appointment
+
+    def _num_missing(self, limit: Limit, appointment: Appointment | None, came: float, now: float) -> int:
+        """Of what a limit allows, that is lacking for whoever has, or has not, an appointment; 0 or less: nothing."""
+        num_kept = 0 if appointment is not None else self.book.num_kept_free(limit.place, came, now)
+        return limit.place.over + num_kept
+
+    def _predict_roughly(
+        self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
+    ) -> Forecast | None:
+        """As `predict`, for somebody who is refused: what was predicted for one like it a moment ago will do.
+
+        Where there are many of them, each step would have another prediction, for as much time as all else takes.
+        """
+        now = self._clock()
+        if now >= self._rough_until:
+            self._rough.clear()
+            self._rough_until = now + ROUGH_S
+        alike = (request_class.name, tenant, replica.index, len(prompt_lens))
+        if alike not in self._rough:
+            self._rough[alike] = self.predict(prompt_lens, request_class, tenant, replica)
+        return self._rough[alike]
 
     def _arrange(
         self, visitor: Visitor, kept: Appointment | None, places: Sequence[Place], least_s: float, now: float
