@@ -111,3 +111,9 @@ def test_models_lists_the_caches(hub, caches, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split(maxsplit=3) == ["Tiny/Llama", "huggingface", "0123456789ab", "complete"]
     assert lines[2].split(maxsplit=3) == ["Tiny/Llama", "modelscope", "master", "incomplete: lacks a tokenizer"]
+    (config.model.model_path / "model.safetensors.index.json").write_text("{")  # hides none of the others
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=3)[3] == "complete"
+    assert "not served: " in lines[2]
+    assert "model.safetensors.index.json must hold a JSON object with `weight_map`" in lines[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from llm_serving.config import ServingConfig
 from llm_serving.config.model_size import ModelSize, model_size
@@ -64,14 +65,18 @@ def check_weights(config: ServingConfig) -> None:
 def cached_table() -> Iterator[str]:
     """A line for each model of the local caches: name, hub, revision, whether it can be served."""
     rows = [("NAME", "HUB", "REVISION", "STATE")]
-    for name, hub, revision, folder, missing in cached_models():
-        state = f"incomplete: lacks {', '.join(missing[:3])}" if missing else "complete"
-        if CONFIG_NAME not in missing:
-            try:
-                ModelSpec.from_folder(folder)
-            except ModelError as error:
-                state = f"not served: {str(error).removeprefix(f'{folder}/{CONFIG_NAME}: ')}"
-        rows.append((name, hub, revision[:12], state))
+    rows += [(each.name, each.hub, each.revision[:12], _state_of(each.folder)) for each in cached_models()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         yield "  ".join([*(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)), row[3]])
+
+
+def _state_of(folder: Path) -> str:
+    """Whether the model of a cache can be served, or why not."""
+    try:
+        missing = missing_files(folder)
+        if CONFIG_NAME not in missing:
+            ModelSpec.from_folder(folder)
+    except ModelError as error:
+        return f"not served: {str(error).removeprefix(f'{folder}/{CONFIG_NAME}: ')}"
+    return f"incomplete: lacks {', '.join(missing[:3])}" if missing else "complete"

@@ -49,7 +49,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_NAME
     if index.exists():
-        return _indexed(folder, index)
+        names = indexed_names(index)
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise ModelError(f"{folder}: {INDEX_NAME} names files that are missing: {listed(missing)}")
+        return [folder / name for name in names]
     if (folder / SINGLE_NAME).exists():  # whatever else is there, perhaps the same weights by other names
         return [folder / SINGLE_NAME]
     for ending in _IN_FOLDERS:
@@ -57,6 +60,24 @@ def weight_files(folder: Path) -> list[Path]:
             return files
     what = how_to_convert(folder) or ": its weights have not been downloaded, or lie elsewhere"
     raise ModelError(f"{folder} holds no *.safetensors file{what}")
+
+
+def indexed_names(index: Path) -> list[str]:
+    """The files that an index names, in order.
+
+    Raises:
+        ModelError: It is none, or it names what is no neighbour of its own.
+    """
+    content = read_regular(index, _MAX_INDEX_BYTES)
+    try:
+        names = sorted(set(json.loads(content.decode())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
+    for name in names:
+        # The index comes with the weights: it may name its neighbours only.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
+    return names
 
 
 def read_tensors(source: Path, packed: bool = False) -> dict[str, ReadableTensor]:
@@ -116,19 +137,3 @@ def _program(folder: Path, pattern: str) -> str:
     copied = f"{{k: v.contiguous().clone() for k, v in {tensors}}}"  # safetensors wants no tensors that share memory
     saved = f'save_file({copied}, f.with_suffix(".safetensors"), {{"format": "pt"}})'
     return f"import pathlib, torch; from safetensors.torch import save_file; [{saved} for f in {files}]"
-
-
-def _indexed(folder: Path, index: Path) -> list[Path]:
-    content = read_regular(index, _MAX_INDEX_BYTES)
-    try:
-        weight_map = json.loads(content.decode())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
-    for name in names:
-        # The index comes with the weights: it may name its neighbours only.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index}: `weight_map` must name files of its own folder. Given: {shorten(name)}")
-    if missing := [name for name in names if not (folder / name).exists()]:
-        raise ModelError(f"{folder}: {INDEX_NAME} names files that are missing: {listed(missing)}")
-    return [folder / name for name in names]

@@ -11,7 +11,7 @@ import numpy as np
 
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.formats import protobuf
-from llm_serving.formats.folder import INDEX_NAME
+from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME
 from llm_serving.formats.stored import PACKED_DTYPES, Array
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
@@ -55,7 +55,7 @@ def write_safetensors(
         max_shard_bytes: Bytes of tensors of one file, unless a tensor alone has more.
     """
     shards = list(_shards(tensors, max_shard_bytes))
-    names = ["model.safetensors"]
+    names = [SINGLE_NAME]
     if len(shards) > 1:
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         weight_map = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}

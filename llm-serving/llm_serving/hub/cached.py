@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llm_serving.hub.caches import DEFAULT_REVISIONS, huggingface_cache, huggingface_snapshot, modelscope_cache
-from llm_serving.hub.contents import missing_files
 
 
 class CachedModel(NamedTuple):
@@ -15,8 +14,6 @@ class CachedModel(NamedTuple):
     hub: str
     revision: str
     folder: Path
-    missing: list[str]
-    """What it lacks of what a server wants; empty: it can be served without a network, if its family is known."""
 
 
 def cached_models() -> Iterator[CachedModel]:
@@ -25,7 +22,7 @@ def cached_models() -> Iterator[CachedModel]:
         name = model.name.removeprefix("models--").replace("--", "/")
         folder = huggingface_snapshot(name, DEFAULT_REVISIONS["huggingface"])
         if folder is not None:
-            yield CachedModel(name, "huggingface", folder.name, folder, missing_files(folder))
+            yield CachedModel(name, "huggingface", folder.name, folder)
     for folder in sorted(modelscope_cache().glob("models/*--*/snapshots/*")):
         name = folder.parents[1].name.replace("--", "/")
-        yield CachedModel(name, "modelscope", folder.name, folder, missing_files(folder))
+        yield CachedModel(name, "modelscope", folder.name, folder)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from llm_serving.core.files import read_regular
-from llm_serving.errors import ModelError
+from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME, indexed_names
 from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
-
-INDEX_NAME: Final = "model.safetensors.index.json"
-SINGLE_NAME: Final = "model.safetensors"
 
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken")
 """Patterns of files of which one is enough to read and write text."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _MAX_SMALL_BYTES: Final = 2**27
-_MAX_INDEX_BYTES: Final = 2**26
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
@@ -47,33 +41,23 @@ def weight_files(names: Collection[str], index: Path) -> list[str]:
     Args:
         names: Of all files there are.
         index: Where the index is, if `names` has one.
+
+    Raises:
+        ModelError: As `indexed_names`.
     """
     if INDEX_NAME in names:
-        return indexed_files(index)
+        return indexed_names(index)
     if SINGLE_NAME in names:
         return [SINGLE_NAME]
     return sorted(name for name in names if _matches(name, ("*.safetensors",)))
 
 
-def indexed_files(index: Path) -> list[str]:
-    """The files that an index names.
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of what a server wants of it, by name or by pattern.
 
     Raises:
-        ModelError: It is none, or it names what is no neighbour of its own.
+        ModelError: Its index is none.
     """
-    content = read_regular(index, _MAX_INDEX_BYTES)
-    try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} must hold a JSON object with `weight_map`: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index}: `weight_map` must name files of its own folder")
-    return names
-
-
-def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks of what a server wants of it, by name or by pattern."""
     names = [path.name for path in folder.iterdir() if path.exists()] if folder.is_dir() else []
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
     if not any(_matches(name, TOKENIZERS) for name in names):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from llm_serving.errors import ModelError
+from llm_serving.formats.folder import INDEX_NAME
 from llm_serving.hub.base import Hub, Listing
 from llm_serving.hub.caches import DEFAULT_REVISIONS, is_offline
-from llm_serving.hub.contents import INDEX_NAME, missing_files, small_files, weight_files
+from llm_serving.hub.contents import missing_files, small_files, weight_files
 from llm_serving.hub.huggingface import HuggingFace
 from llm_serving.hub.modelscope import ModelScope
 from llm_serving.models.memory import readable_size
