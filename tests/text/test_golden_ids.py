@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from llm_serving.errors import ModelError
 from llm_serving.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "tokenizers"
@@ -48,3 +50,48 @@ def test_texts_without_tokens_in_them_come_back(name, tokenizer):
 def test_two_tokens_beyond_the_file_may_begin_a_text():
     tokenizer = Tokenizer.load(FOLDER / "llama_without_prefix")
     assert tokenizer.encode("<|call|><s>", add_special_tokens=False) == [500, 1]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A folder in the older form: a vocabulary, its merges and nothing else of a tokenizer.json."""
+    source = FOLDER / "json_qwen2"
+    model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
+    shutil.copy(source / "tokenizer_config.json", tmp_path)
+    return tmp_path
+
+
+def test_a_vocabulary_with_merges_gives_the_ids_of_its_tokenizer_json(pairs):
+    tokenizer, reference = Tokenizer.load(pairs), Tokenizer.load(FOLDER / "json_qwen2")
+    for title, text, with_special, _ in EXPECTED["json_qwen2"]:
+        assert tokenizer.encode("".join(unpacked(text))) == unpacked(with_special), title
+    assert tokenizer.token_tables(True) == reference.token_tables(True)
+    assert tokenizer.special_token_ids == reference.special_token_ids
+    assert tokenizer.eos_token_ids == reference.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", '{"tokenizer_class": "RobertaTokenizer"}', "must be one of GPT2Tokenizer, Qwen2"),
+        ("tokenizer_config.json", "{}", r"Given: None; a tokenizer\.json says it itself: with transformers, AutoTok"),
+        ("vocab.json", '{"a": 0, "b": 0}', "each with an id of its own"),
+        ("vocab.json", '{"a": 0, "b": "1"}', "each with an id of its own"),
+        ("vocab.json", '{"a": 0, "b": -1}', "each with an id of its own"),
+        ("merges.txt", "#version: 0.2\na nowhere", "must have pairs of tokens of vocab.json that are a token"),
+        ("merges.txt", "a", "must have pairs of tokens of vocab.json that are a token. Found: 'a'"),
+    ],
+)
+def test_a_vocabulary_with_merges_that_is_not_read_says_why(pairs, name, content, message):
+    (pairs / name).write_text(content)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.load(pairs)
+
+
+def test_a_vocabulary_without_merges_is_none(pairs):
+    (pairs / "merges.txt").unlink()
+    with pytest.raises(ModelError, match=r"none of .*, vocab\.json with merges\.txt; "):
+        Tokenizer.load(pairs)

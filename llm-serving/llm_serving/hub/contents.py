@@ -12,7 +12,7 @@ from llm_serving.formats.folder import INDEX_NAME, SINGLE_NAME, indexed_names
 from llm_serving.models.pooling import MODULES_NAME, POOLING_FILES
 from llm_serving.models.spec import CONFIG_NAME
 
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken")
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tekken.json", "*.tiktoken", "merges.txt")
 """Patterns of files of which one is enough to read and write text."""
 _SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATE: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")

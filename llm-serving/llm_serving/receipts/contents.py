@@ -11,7 +11,7 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
-from llm_serving.text.vocabulary_files import find_vocabulary
+from llm_serving.text.vocabulary_files import find_vocabulary, parts_of
 
 PIECE_BYTES: Final = 2**20
 """Read and hashed at a time; threads give way to others meanwhile."""
@@ -76,7 +76,7 @@ class ModelFiles(NamedTuple):
         text_folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else folder
         vocabulary = tokenizer if tokenizer is not None and not tokenizer.is_dir() else find_vocabulary(text_folder)
         weights = [folder / "config.json", folder / INDEX_NAME, *weight_files(folder)]
-        texts = [vocabulary, text_folder / "tokenizer_config.json"]
+        texts = [*parts_of(vocabulary), text_folder / "tokenizer_config.json"]
         return cls(_states(weights), _states(texts))
 
     def check(self) -> None:

@@ -1,13 +1,12 @@
 """The tokenizer in a GGUF file: `tokenizer.ggml.*`, of the kinds `llama` (sentencepiece) and `gpt2` (byte pairs).
 
-llama.cpp tells how a text is cut into words by a name; those whose rule is known here are in `_WORDS`.
+llama.cpp tells how a text is cut into words by a name; those whose rule is known here are in `_PRES`.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,8 +15,8 @@ import numpy as np
 from llm_serving.errors import ModelError, shorten
 from llm_serving.formats.gguf import read_gguf
 from llm_serving.formats.protobuf import content, number
+from llm_serving.text.byte_pairs import GPT2, LLAMA3_WORDS, QWEN2, SMOLLM, Words, joins, tokenizer_json
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
-from llm_serving.text.tiktoken_vocabulary import LLAMA3, QWEN
 from llm_serving.text.vocabulary import USUAL_NAMES, TokenizersVocabulary, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -29,34 +28,27 @@ _BPE: Final = 2
 """`TrainerSpec.model_type` of sentencepiece: pieces are joined by their scores."""
 
 
-class _Words(NamedTuple):
-    """How a text is cut into words, within which pairs are joined.
-
+class _Pre(NamedTuple):
+    """
     Attributes:
-        pattern: Of words; None: that of GPT-2.
-        digits: Each digit is a word.
-        composes: Texts are brought into form NFC first.
-        whole: A word that is a token is one, whatever its pairs.
+        words: How a text is cut into words.
         begins: A text begins with `bos_token`, where the file says nothing.
     """
 
-    pattern: str | None = None
-    digits: bool = False
-    composes: bool = False
-    whole: bool = False
+    words: Words
     begins: bool = False
 
 
-_LLAMA3: Final = _Words(LLAMA3.pattern, whole=True, begins=True)
-_QWEN2: Final = _Words(QWEN.pattern, composes=True)
-_WORDS: Final[Mapping[str, _Words]] = {
+_LLAMA3: Final = _Pre(LLAMA3_WORDS, begins=True)
+_QWEN2: Final = _Pre(QWEN2)
+_PRES: Final[Mapping[str, _Pre]] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "gpt-2": _Words(),
-    "smollm": _Words(digits=True),
+    "gpt-2": _Pre(GPT2),
+    "smollm": _Pre(SMOLLM),
 }
 """By `tokenizer.ggml.pre`."""
 
@@ -142,50 +134,28 @@ class _Facts:
 
 def _byte_pairs(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:
     """By way of a tokenizer.json."""
-    pre = facts.get("pre", "gpt-2")
-    words = _WORDS.get(pre) if isinstance(pre, str) else None
-    if words is None:
-        known = ", ".join(_WORDS)
+    name = facts.get("pre", "gpt-2")
+    pre = _PRES.get(name) if isinstance(name, str) else None
+    if pre is None:
+        known = ", ".join(_PRES)
         raise facts.fail("pre", f"must be one of {known}, or model_config.tokenizer_path name another tokenizer")
     vocab = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != UNUSED}
     if len(vocab) != len(tokens) - types.count(UNUSED):
         raise ModelError(f"{facts.path}: `{_KEYS}tokens` must hold each text once")
     merges = facts.texts("merges")
-    if wrong := next((each for each in merges if not _joins(each, vocab)), None):
+    if wrong := next((each for each in merges if not joins(each, vocab)), None):
         rule = "must be pairs of tokens that are a token"
         raise ModelError(f"{facts.path}: `{_KEYS}merges` {rule}. Found: {shorten(wrong)}")
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
-            for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (CONTROL, USER_DEFINED) and text
-        ],
-        "normalizer": {"type": "NFC"} if words.composes else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_cutting(words))},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": words.whole},
-    }
-    config = facts.config(tokens, words.begins)
-    return TokenizersVocabulary(facts.path, content=json.dumps(tokenizer).encode()), config
+    added = (
+        {"id": token_id, "content": text, "special": kind == CONTROL, **_AS_WRITTEN}
+        for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) and text
+    )
+    content = tokenizer_json(vocab, merges, pre.words, added)
+    return TokenizersVocabulary(facts.path, content=content), facts.config(tokens, pre.begins)
 
 
 _AS_WRITTEN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-
-
-def _joins(merge: str, vocab: Mapping[str, int]) -> bool:
-    left, space, right = merge.partition(" ")
-    return bool(space) and left in vocab and right in vocab and left + right in vocab
-
-
-def _cutting(words: _Words) -> Iterator[dict[str, Any]]:
-    if words.digits:
-        yield {"type": "Digits", "individual_digits": True}
-    if words.pattern is not None:
-        yield {"type": "Split", "pattern": {"Regex": words.pattern}, "behavior": "Isolated", "invert": False}
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    yield {**by_bytes, "use_regex": words.pattern is None}
 
 
 def _sentencepiece(facts: _Facts, tokens: list[str], types: list[int]) -> tuple[Vocabulary, dict[str, Any]]:

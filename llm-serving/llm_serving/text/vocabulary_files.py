@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from llm_serving.errors import ModelError
 from llm_serving.text.added_tokens import read_added_tokens
+from llm_serving.text.byte_pairs import MERGES_FILE, VOCAB_FILE, read_byte_pairs
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tiktoken_vocabulary import (
     GLM4,
@@ -36,8 +37,16 @@ def find_vocabulary(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).exists():
             return folder / name
-    what = f"none of {', '.join(FILES)}; model_config.tokenizer_path (--tokenizer) names one that lies elsewhere"
+    if all((folder / name).exists() for name in (VOCAB_FILE, MERGES_FILE)):
+        return folder / VOCAB_FILE
+    files = f"{', '.join(FILES)}, {VOCAB_FILE} with {MERGES_FILE}"
+    what = f"none of {files}; model_config.tokenizer_path (--tokenizer) names one that lies elsewhere"
     raise ModelError(f"{folder}: has no tokenizer file: {what}")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files that a tokenizer file is read with, itself first."""
+    return [path, path.with_name(MERGES_FILE)] if path.name == VOCAB_FILE else [path]
 
 
 def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
@@ -50,6 +59,8 @@ def read_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     special = [*names.values(), *more_special_texts(config)]
     if path.name == TEKKEN_FILE:
         return TiktokenVocabulary(read_tekken(path), added)
+    if path.name == VOCAB_FILE:
+        return read_byte_pairs(path, config, added, special)
     if path.suffix == ".json":
         return TokenizersVocabulary(path, added, special)
     if path.suffix == ".tiktoken" or is_tiktoken_file(read_limited(path)[:256]):
