@@ -57,6 +57,23 @@ def test_the_tokenizer_may_be_elsewhere(folder, tmp_path):
     assert hashes(folder, other).tokenizer == only
 
 
+def test_a_file_of_its_own_is_weights_and_tokenizer(tmp_path, folder):
+    model = tmp_path / "model.gguf"
+    model.write_text("all of it")
+    only = hashlib.sha256(f"{hashlib.sha256(b'all of it').hexdigest()}  model.gguf\n".encode()).hexdigest()
+    assert hashes(model) == (only, only)
+    assert hashes(model, folder) == (only, hashes(folder).tokenizer)
+
+
+def test_merges_are_part_of_a_tokenizer(folder):
+    (folder / "tokenizer.model").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text(name)
+    before = hashes(folder)
+    (folder / "merges.txt").write_text("others")
+    assert hashes(folder).tokenizer != before.tokenizer
+
+
 def test_progress_is_told_in_bytes(folder):
     files, told = ModelFiles.of(folder, None), []
     content_hashes(files, told.append)

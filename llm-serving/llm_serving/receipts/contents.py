@@ -11,6 +11,8 @@ from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.files import open_regular
 from llm_serving.errors import ModelError
 from llm_serving.formats.folder import INDEX_NAME, weight_files
+from llm_serving.models.gguf import is_gguf
+from llm_serving.models.spec import CONFIG_NAME
 from llm_serving.text.vocabulary_files import find_vocabulary, parts_of
 
 PIECE_BYTES: Final = 2**20
@@ -44,7 +46,7 @@ class ModelFiles(NamedTuple):
     """Files from which answers follow."""
 
     weights: tuple[FileState, ...]
-    """With config.json, and with graphs that hold weights."""
+    """As of `served_weights`."""
     tokenizer: tuple[FileState, ...]
 
     @classmethod
@@ -55,16 +57,11 @@ class ModelFiles(NamedTuple):
             ModelError: One is not there.
         """
         assert model.model_path is not None
-        files = cls.of(model.model_path, model.tokenizer_path)
-        if model.mindir_path is None:
-            return files
-        graphs = sorted(path for path in model.mindir_path.rglob("*") if path.is_file())
-        options = [] if model.mindir_ini is None else [model.mindir_ini]
-        return files._replace(weights=(*files.weights, *_states([*graphs, *options])))
+        return cls(served_weights(model), _tokenizer(model.model_path, model.tokenizer_path))
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Path | None) -> ModelFiles:
-        """Those of a model folder as they are now.
+        """Those of a model folder, or of a GGUF file, as they are now.
 
         Args:
             folder: The model.
@@ -73,11 +70,7 @@ class ModelFiles(NamedTuple):
         Raises:
             ModelError: One is not there.
         """
-        text_folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else folder
-        vocabulary = tokenizer if tokenizer is not None and not tokenizer.is_dir() else find_vocabulary(text_folder)
-        weights = [folder / "config.json", folder / INDEX_NAME, *weight_files(folder)]
-        texts = [*parts_of(vocabulary), text_folder / "tokenizer_config.json"]
-        return cls(_states(weights), _states(texts))
+        return cls(_weights(folder), _tokenizer(folder, tokenizer))
 
     def check(self) -> None:
         """Raises ModelError where one is not what it was."""
@@ -108,6 +101,35 @@ def content_hashes(files: ModelFiles, on_progress: Callable[[int], None] = lambd
         ModelError: One cannot be read, or is not what it was.
     """
     return ContentHashes(_hash(files.weights, on_progress), _hash(files.tokenizer, on_progress))
+
+
+def served_weights(model: ModelConfig) -> tuple[FileState, ...]:
+    """The weights of the model that a configuration names, with config.json, and with graphs that hold weights.
+
+    Raises:
+        ModelError: There are none.
+    """
+    assert model.model_path is not None
+    if model.mindir_path is None:
+        return _weights(model.model_path)
+    graphs = sorted(path for path in model.mindir_path.rglob("*") if path.is_file())
+    options = [] if model.mindir_ini is None else [model.mindir_ini]
+    return (*_weights(model.model_path), *_states([*graphs, *options]))
+
+
+def _weights(folder: Path) -> tuple[FileState, ...]:
+    if is_gguf(folder):
+        return _states([folder])
+    return _states([folder / CONFIG_NAME, folder / INDEX_NAME, *weight_files(folder)])
+
+
+def _tokenizer(folder: Path, tokenizer: Path | None) -> tuple[FileState, ...]:
+    if tokenizer is not None and not tokenizer.is_dir():
+        vocabulary = tokenizer
+    else:
+        folder = tokenizer or folder
+        vocabulary = folder if is_gguf(folder) else find_vocabulary(folder)
+    return _states([*parts_of(vocabulary), folder / "tokenizer_config.json"])
 
 
 def _states(paths: Sequence[Path]) -> tuple[FileState, ...]:
