@@ -1,9 +1,13 @@
+import resource
 import threading
 
 import numpy as np
+import psutil
 import pytest
-from kernel_calls import call, empty, scalar, typed
+from decoder_calls import create_decoder, mixed_step
+from kernel_calls import call, empty, integers, scalar, typed
 from llm_serving.kernels import library
+from program_calls import llama_of, parameters, run, status_of_program
 
 CHUNK = 1 << 20
 """Bytes of an item of `llm_read_memory`."""
@@ -51,3 +55,20 @@ def test_loops_of_two_threads_at_once_do_not_mix() -> None:
         for caller in callers:
             caller.join()
     assert not failures
+
+
+def test_what_finds_no_memory_fails_alone() -> None:
+    runnable = llama_of(create_decoder("float32", 16, attention_bias=False, mlp_bias=False))
+    step, caches = mixed_step("float32", 16)
+    expected = run(runnable, step, caches).bits
+    given = parameters(runnable, step, caches)
+    instructions = given["instructions"].array.copy()
+    instructions[0, 3] = 2**31 - 1  # bytes of memory for each row
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**32, limits[1]))
+    try:
+        assert status_of_program(given | {"instructions": integers(instructions)}) != 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "there is no memory for" in library.last_error()
+    assert np.array_equal(run(runnable, step, caches).bits, expected)

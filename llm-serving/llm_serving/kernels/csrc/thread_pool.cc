@@ -196,8 +196,9 @@ void* scratch(Scratch slot, size_t bytes) {
   Buffer& buffer = buffers[static_cast<size_t>(slot)];
   if (buffer.size < bytes) {
     std::free(buffer.data);
-    buffer.size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
-    buffer.data = std::aligned_alloc(64, buffer.size);
+    const size_t size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+    buffer.data = std::aligned_alloc(64, size);
+    buffer.size = buffer.data == nullptr ? 0 : size;
     if (buffer.data == nullptr) throw std::bad_alloc();
   }
   return buffer.data;
