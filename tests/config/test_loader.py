@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -428,6 +429,39 @@ def test_mindformers_shape_must_be_that_of_the_model(tmp_path):
     assert load_config(path, model=folder).model.vocab_size == 512
     write_yaml(tmp_path, f"model: {{model_config: {{{shape.format(4)}}}}}", "model.yaml")
     assert "describes a model with num_key_value_heads 4, but" in error_of(path, model=folder)
+
+
+@pytest.mark.parametrize(
+    ("told", "own", "message"),
+    [
+        ("theta: 10000.0", {}, ""),
+        ("theta: 1000000.0", {}, "rope_theta 1000000.0, but .*config.json says 10000.0;"),
+        ("theta: 500000.0", {"rope_theta": 500000}, ""),
+        ("seq_length: 64", {"rope_theta": 500000}, ""),  # it says nothing of it
+        ("seq_length: 64", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ""),
+        ("extend_method: PI, scaling_factor: 2.0", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ""),
+        ("extend_method: PI, scaling_factor: 2.0", {}, "rope_scaling linear factor 2.0, but .* says none;"),
+        (
+            "extend_method: None",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling none, but .* says llama3 factor 8.0;",
+        ),
+        (
+            "extend_method: LLAMA3, scaling_factor: {factor: 8.0, low_freq_factor: 2.0}",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling llama3 factor 8.0 low 2.0, but .* says llama3 factor 8.0;",
+        ),
+    ],
+)
+def test_mindformers_rotation_must_be_that_of_the_model(tmp_path, told, own, message):
+    shape = "hidden_size: 64, num_layers: 2, num_heads: 4, n_kv_heads: 2, vocab_size: 512, intermediate_size: 128"
+    folder = write_config(tmp_path / "m", **own)
+    path = write_yaml(tmp_path, "model_config: {model_cfg_path: model.yaml}")
+    write_yaml(tmp_path, f"model: {{model_config: {{{shape}, {told}}}}}", "model.yaml")
+    if message:
+        assert re.search(message, error_of(path, model=folder))
+    else:
+        assert load_config(path, model=folder).model.vocab_size == 512
 
 
 def test_lists_of_batch_sizes_mean_their_largest(tmp_path):

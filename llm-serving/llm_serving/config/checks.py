@@ -1,5 +1,6 @@
 """Rules that span several keys, files or the model."""
 
+from dataclasses import fields, replace
 from typing import Final
 
 from llm_serving.config.mindformers import MindFormersFile
@@ -11,6 +12,7 @@ from llm_serving.errors import ConfigError
 from llm_serving.models.gguf import is_gguf
 from llm_serving.models.positions import Positions, positions_of
 from llm_serving.models.spec import ModelSpec
+from llm_serving.network.rotary import Scaling
 
 MODEL_SOURCE: Final = "model config.json"
 _SAME_SHAPE: Final = (
@@ -33,8 +35,10 @@ def check_model(values: Values, spec: ModelSpec | None, mindformers: MindFormers
     if spec is not None:
         path = values["model_config.model_path"]
         config = path if is_gguf(path) else path / "config.json"
-        if described is not None:
-            _check_same_shape(described, values.source("model_config.model_cfg_path"), spec, str(config))
+        if mindformers is not None and described is not None:
+            source = values.source("model_config.model_cfg_path")
+            _check_same_shape(described, source, spec, str(config))
+            _check_same_rotation(mindformers, described, source, spec, str(config))
         _agree(values, "model_config.vocab_size", spec.vocab_size, str(config))
         _agree_end_token(values, spec, str(config))
         _agree_pad_token(values, spec, str(config))
@@ -153,12 +157,43 @@ def _fit_longest_prompt(values: Values) -> None:
 
 def _check_same_shape(described: ModelSpec, source: str, spec: ModelSpec, config: str) -> None:
     for fact in _SAME_SHAPE:
-        ours, theirs = described.fact(fact), spec.fact(fact)
-        if ours != theirs:
-            raise ConfigError(
-                f"{source}: the MindFormers YAML describes a model with {fact} {ours}, but {config} says {theirs}; "
-                f"leave out model_config.model_cfg_path or name the model it describes"
-            )
+        _check_same(fact, described.fact(fact), spec.fact(fact), source, config)
+
+
+def _check_same_rotation(
+    file: MindFormersFile, described: ModelSpec, source: str, spec: ModelSpec, config: str
+) -> None:
+    """Of what the file says itself: it does not contradict by what it leaves out."""
+    if file.says_theta:
+        _check_same("rope_theta", _thetas(described), _thetas(spec), source, config)
+    if file.says_scaling:
+        _check_same("rope_scaling", _scalings(described), _scalings(spec), source, config)
+
+
+def _thetas(spec: ModelSpec) -> str:
+    return ", ".join(map(str, sorted({each.theta for each in spec.network.rotaries})))
+
+
+def _scalings(spec: ModelSpec) -> str:
+    return ", ".join(sorted({_told(each.scaling) for each in spec.network.rotaries}))
+
+
+def _told(scaling: Scaling | None) -> str:
+    if scaling is None:
+        return "none"
+    if scaling.kind == "linear":  # whatever it was trained on
+        scaling = replace(scaling, original=Scaling.original)
+    given = [(each.name, getattr(scaling, each.name)) for each in fields(scaling) if each.name != "kind"]
+    defaults = {each.name: each.default for each in fields(scaling)}
+    return " ".join([scaling.kind, *(f"{name} {value}" for name, value in given if value != defaults[name])])
+
+
+def _check_same(fact: str, ours: object, theirs: object, source: str, config: str) -> None:
+    if ours != theirs:
+        raise ConfigError(
+            f"{source}: the MindFormers YAML describes a model with {fact} {ours}, but {config} says {theirs}; leave "
+            f"out model_config.model_cfg_path or name the model it describes"
+        )
 
 
 def _agree(values: Values, name: str, own: int, config: str) -> None:

@@ -72,9 +72,9 @@ MINDFORMERS_SHAPE: Final = frozenset(
     "seq_length hidden_size num_layers num_heads n_kv_heads vocab_size intermediate_size multiple_of "
     "ffn_dim_multiplier rms_norm_eps theta bos_token_id eos_token_id pad_token_id head_dim max_position_embedding "
     "tie_word_embeddings qkv_has_bias extend_method scaling_factor quantization_config architectures model_type "
-    "num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings rope_theta attention_bias "
-    "hidden_act ffn_hidden_size kv_channels layernorm_epsilon padded_vocab_size rope_ratio add_qkv_bias "
-    "multi_query_attention multi_query_group_num rmsnorm post_layer_norm add_bias_linear "
+    "num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings rope_theta rope_scaling "
+    "rope_parameters attention_bias hidden_act ffn_hidden_size kv_channels layernorm_epsilon padded_vocab_size "
+    "rope_ratio add_qkv_bias multi_query_attention multi_query_group_num rmsnorm post_layer_norm add_bias_linear "
     "apply_residual_connection_post_layernorm".split()
 )
 """Keys of `model.model_config` that `ModelSpec.from_mindformers` reads."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from llm_serving.config.legacy import MINDFORMERS_SHAPE, MINDFORMERS_SILENT, MINDFORMERS_TARGETS
 from llm_serving.config.yaml_reader import Located, plain, read_yaml
@@ -11,6 +12,8 @@ from llm_serving.models.spec import ModelSpec
 
 CHECKPOINT_KEY = "model.model_config.checkpoint_name_or_path"
 MODE_KEY = "context.mode"
+_OF_THETA: Final = frozenset({"theta", "rope_theta", "rope_ratio", "rope_parameters"})
+_OF_SCALING: Final = frozenset({"extend_method", "rope_scaling", "rope_parameters"})
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class MindFormersFile:
         path: The file.
         values: Key of the serving YAML -> value that fills it when it is left out there.
         spec: Shape of the model; None when the file does not describe one.
+        says_theta, says_scaling: Whether it says at which base the model rotates, and how that is stretched.
         checkpoint: `checkpoint_name_or_path`, when given.
         notices: What the file says without effect.
     """
@@ -28,6 +32,8 @@ class MindFormersFile:
     path: Path
     values: dict[str, Located]
     spec: ModelSpec | None
+    says_theta: bool
+    says_scaling: bool
     checkpoint: Located | None
     notices: tuple[str, ...]
 
@@ -59,7 +65,9 @@ def read_mindformers(path: Path) -> MindFormersFile:
             notices.append(f"{item.where}: {key} is read as 0: the network runs in graph mode")
     if ignored:
         notices.append(f"{path}: accepted, with no meaning here: {', '.join(ignored)}")
-    return MindFormersFile(path, values, spec_of(root), checkpoint, tuple(notices))
+    told = _told_of_model(root)
+    says_theta, says_scaling = not told.isdisjoint(_OF_THETA), not told.isdisjoint(_OF_SCALING)
+    return MindFormersFile(path, values, spec_of(root), says_theta, says_scaling, checkpoint, tuple(notices))
 
 
 def spec_of(root: Located) -> ModelSpec | None:
@@ -80,6 +88,13 @@ def spec_of(root: Located) -> ModelSpec | None:
             f"Hugging Face form. Given: {experts.value}"
         )
     return spec
+
+
+def _told_of_model(root: Located) -> set[str]:
+    """Keys of `model.model_config` that have a value."""
+    model = root.get("model")
+    shape = model.get("model_config") if model else None
+    return {key for key, item in shape.items() if item.value is not None} if shape else set()
 
 
 def _network_of(model: Located | None) -> str:
