@@ -55,6 +55,33 @@ def ask(path: str, body: dict[str, Any], pieces: Sequence[str], *, stream: bool)
     return response
 
 
+def streamed(response: httpx.Response, kinds: dict[str, str], opening: str, opened: str, place: str) -> Blocks:
+    """The blocks of a stream: one event opens each, others go on with the newest.
+
+    Args:
+        response: Whose events have a name each.
+        kinds: Kind of a block as the protocol calls it -> as it is called here.
+        opening: Name of the event that opens one.
+        opened: Field of that event with what is opened.
+        place: Field of the number of a block.
+    """
+    blocks: Blocks = []
+    for event, data in named_events(response):
+        if event == opening:
+            assert data[place] == len(blocks)
+            block = data[opened]
+            blocks.append((kinds[block["type"]], f"{block['name']} " if "name" in block else ""))
+        elif event.endswith("delta") and place in data:
+            assert data[place] == len(blocks) - 1
+            blocks[-1] = (blocks[-1][0], blocks[-1][1] + more_of(data["delta"]))
+    return blocks
+
+
+def more_of(delta: str | dict[str, str]) -> str:
+    """What a delta adds, which is a text or has one beside its type."""
+    return delta if isinstance(delta, str) else next(text for name, text in delta.items() if name != "type")
+
+
 def messages(pieces: Sequence[str], *, stream: bool) -> Blocks:
     user = {"role": "user", "content": "hello"}
     tool = {"name": "get", "input_schema": SCHEMA}
@@ -69,18 +96,7 @@ def messages(pieces: Sequence[str], *, stream: bool) -> Blocks:
             (kinds[each["type"]], text if isinstance(text, str) else f"{each['name']} {json.dumps(text)}")
             for each, text in zip(content, texts, strict=True)
         ]
-    blocks: Blocks = []
-    for kind, data in named_events(response):
-        if kind == "content_block_start":
-            assert data["index"] == len(blocks)
-            opened = data["content_block"]
-            blocks.append((kinds[opened["type"]], f"{opened['name']} " if "name" in opened else ""))
-        elif kind == "content_block_delta":
-            assert data["index"] == len(blocks) - 1
-            delta = data["delta"]
-            text = next(delta[name] for name in ("text", "thinking", "partial_json") if name in delta)
-            blocks[-1] = (blocks[-1][0], blocks[-1][1] + text)
-    return blocks
+    return streamed(response, kinds, "content_block_start", "content_block", "index")
 
 
 def responses(pieces: Sequence[str], *, stream: bool) -> Blocks:
@@ -94,16 +110,7 @@ def responses(pieces: Sequence[str], *, stream: bool) -> Blocks:
             else (kinds[item["type"]], f"{item['name']} {item['arguments']}")
             for item in response.json()["output"]
         ]
-    blocks: Blocks = []
-    for kind, data in named_events(response):
-        if kind == "response.output_item.added":
-            assert data["output_index"] == len(blocks)
-            item = data["item"]
-            blocks.append((kinds[item["type"]], f"{item['name']} " if "name" in item else ""))
-        elif kind.endswith(".delta"):
-            assert data["output_index"] == len(blocks) - 1
-            blocks[-1] = (blocks[-1][0], blocks[-1][1] + data["delta"])
-    return blocks
+    return streamed(response, kinds, "response.output_item.added", "item", "output_index")
 
 
 def chat(pieces: Sequence[str], *, stream: bool) -> Blocks:
