@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
@@ -21,6 +22,7 @@ from llm_serving.hub.progress import Progress
 from llm_serving.log import get_logger
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
+from llm_serving.receipts.same_files import SameFiles
 from llm_serving.server.app import run_file, serve
 from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.text.model_tokens import check_draft_vocabulary, notice_of_unknown_tokens
@@ -71,12 +73,14 @@ def build(config: ServingConfig, placement: Placement) -> AsyncEngine:
     if config.scheduler.draft_model_path is not None:
         check_draft_vocabulary(tokenizer, config.scheduler.draft_model_path)
     metrics = Metrics(config.model.model_name, config.request_classes)
-    same_bits = SameBits()
+    same_bits, same_files = SameBits(), SameFiles(config.model)
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         def start(like: Loaded | None, timeout_s: float | None) -> WorkAgentProcess:
-            agent = start_work_agent(config, index, on_progress, like, timeout_s, given_up, placement)
+            agent = same_files.read_by(
+                partial(start_work_agent, config, index, on_progress, like, timeout_s, given_up, placement)
+            )
             return same_bits.agreed(agent)
 
         serving, given_up = config.serving, GivenUp()
