@@ -19,7 +19,6 @@ import contextlib
 import functools
 import logging
 import multiprocessing
-import os
 import random
 import sys
 import time
@@ -185,7 +184,7 @@ class Replica:
 
     def close(self) -> None:
         self.executor.close()
-        os.close(self.engine._wake_fd)
+        self.engine.close()
 
 
 class Simulation:
