@@ -55,7 +55,10 @@ class FragileHarness(Harness):
         sizes = blocks.pool.num_blocks, blocks.block_size, blocks.host_pool.num_blocks, blocks.window.num_tokens
         self.executor = FragileExecutor(new_runner or (lambda: FakeRunner(*sizes)), max_restarts)
         self.engine._executor = self.executor
-        self.engine._recovery = Recovery(self.scheduler, self.executor, self.metrics, self.engine._while_away)
+        engine = self.engine
+        engine._recovery = Recovery(
+            self.scheduler, self.executor, self.metrics, engine._while_away, engine._while_tried
+        )
         self.engine._max_steps_in_flight = 2
 
     def submit(self, *requests: Request) -> None:

@@ -231,6 +231,30 @@ def test_an_abort_while_the_work_agent_is_away_is_heeded() -> None:
     harness.assert_exact(other)
 
 
+def test_an_abort_while_it_is_looked_for_who_makes_steps_fail_is_heeded_at_once() -> None:
+    harness = FragileHarness()
+    gone, poison = create_request(4, max_tokens=20), create_request(5, max_tokens=6)
+    poison.prompt_token_ids[2] = 666
+    num_failed = 0
+
+    def spoil(step: StepInput) -> None:
+        nonlocal num_failed
+        if not poisoned(step):
+            return
+        num_failed += 1
+        if num_failed == 2:  # both, in the first trial
+            harness.engine.abort(gone.request_id)
+        else:
+            assert num_failed == 1 or harness.last(gone.request_id).finish_reason is FinishReason.ABORT
+        raise StepFailedError("poison")
+
+    harness.executor.spoil = spoil
+    harness.submit(gone, poison)
+    harness.run()
+    assert num_failed == 3
+    assert harness.last(poison.request_id).error == "poison"
+
+
 class Absence:
     """Restarts fail so many times, each after so many seconds; meanwhile something may happen."""
 
@@ -263,6 +287,21 @@ def test_a_short_absence_ends_nobody_however_many_attempts_it_takes() -> None:
     harness.run()
     assert absence.num_left == 0
     harness.assert_exact(*requests)
+
+
+def test_who_has_no_time_left_does_not_wait_for_a_work_agent() -> None:
+    harness = FragileHarness()
+    absence = Absence(harness, num_failures=3, attempt_s=14.0)
+    hurried, other = create_request(4, max_tokens=20), create_request(4, max_tokens=20)
+    hurried.deadline = 20.0
+    ended: list[bool] = []
+    absence.meanwhile = lambda: ended.append(hurried.is_finished)
+    harness.executor.spoil = dies_at(harness, 3)
+    harness.submit(hurried, other)
+    harness.run()
+    assert ended == [False, False, True, True]
+    assert harness.last(hurried.request_id).finish_reason is FinishReason.TIMEOUT
+    harness.assert_exact(other)
 
 
 def test_nobody_waits_longer_than_allowed_for_a_work_agent() -> None:

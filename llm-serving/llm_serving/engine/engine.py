@@ -111,7 +111,7 @@ class Engine:
         self.ledger = Ledger()
         """Shared with the other replicas."""
         self._executor = executor
-        self._recovery = Recovery(scheduler, executor, metrics, self._while_away)
+        self._recovery = Recovery(scheduler, executor, metrics, self._while_away, self._while_tried)
         self._restart_wait_s = restart_wait_s
         self._drafter = drafter
         self._builder = StepBuilder(scheduler.blocks)
@@ -528,12 +528,19 @@ class Engine:
     def _while_away(self, reason: str) -> None:
         """After an attempt to start the WorkAgent again: nobody waits longer than is allowed."""
         self._take_inbox()
+        self._end_overdue()
         away = self._executor.away
         if away is not None and self._clock() - away.since > self._restart_wait_s:
             error = f"its WorkAgent has not come back within {self._restart_wait_s:g} s: {reason}"
             self._end_all(error, FinishReason.UNAVAILABLE)
         self._flush()
         self.on_away()
+
+    def _while_tried(self) -> None:
+        """Between steps that look for who makes them fail: who has no time left does not wait for the last of them."""
+        self._take_inbox()
+        self._end_overdue()
+        self._flush()
 
     def _end_overdue(self) -> None:
         """Ends the requests whose deadline has passed, wherever they are."""

@@ -40,14 +40,23 @@ class Recovery:
         executor: Executor,
         metrics: Metrics,
         meanwhile: Callable[[str], None] = lambda reason: None,
+        listen: Callable[[], None] = lambda: None,
     ) -> None:
-        """`meanwhile` is called with the reason after every attempt to start the WorkAgent again."""
+        """
+        Args:
+            scheduler: Of the replica.
+            executor: As well.
+            metrics: Of the server.
+            meanwhile: Called with the reason after every attempt to start the WorkAgent again.
+            listen: Called before every step of a trial, which may have many.
+        """
         self.restarting: str | None = None
         """Why the WorkAgent is being started again, while it is."""
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
         self._meanwhile = meanwhile
+        self._listen = listen
 
     def culprits(self, error: LLMServingError, in_flight: Sequence[Schedule]) -> list[Request]:
         """Makes everything ready to go on, however long it takes, and finds the requests that must not.
@@ -110,48 +119,50 @@ class Recovery:
         """Those that make a step fail again, or else were lost too often; the cache must be lost already."""
         if not suspects:
             return []
-        guilty = find_culprits(suspects, lambda group: _passes(group, self._scheduler, self._executor, self._restart))
+        guilty = find_culprits(suspects, self._passes)
         if not guilty:
             return [each for each in suspects if each.num_lost_steps >= MAX_LOST_STEPS]
         for each in suspects:  # what the others lost is explained; each explanation ends a request, so this ends too
             each.num_lost_steps = 0
         return guilty
 
+    def _passes(self, group: Sequence[Request]) -> bool:
+        """Whether the WorkAgent can compute these requests up to their newest token and one further.
+
+        Answers are exact, so a copy of a request meets whatever the request met. The trial has the whole cache to
+        itself.
+        """
+        scheduler, executor = self._scheduler, self._executor
+        pool = scheduler.blocks.pool
+        blocks = BlockManager(
+            pool.num_blocks, scheduler.blocks.block_size, prefix_caching=False, window=scheduler.blocks.window
+        )
+        trial = Scheduler(
+            _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
+        )
+        builder = StepBuilder(blocks)
+        for request in group:
+            trial.add(_copy(request))
+        try:
+            while (schedule := trial.schedule(0.0)) is not None:
+                self._listen()
+                executor.submit(builder.build(schedule, executor.next_step))
+                if executor.awaits_allowed:
+                    executor.allow(builder.allowed(schedule))
+                trial.update(schedule, executor.collect().token_ids.tolist())
+        except StepFailedError:
+            return False
+        except WorkerError as error:
+            logger.error("the WorkAgent did not survive a trial of %d requests: %s", len(group), error)
+            self._restart(str(error))
+            return False
+        return True
+
 
 def _requests_of(schedules: Sequence[Schedule]) -> list[Request]:
     """Each request of these steps that has not ended, once."""
     requests = {id(row.request): row.request for schedule in schedules for row in schedule.rows}
     return [request for request in requests.values() if not request.is_finished]
-
-
-def _passes(group: Sequence[Request], scheduler: Scheduler, executor: Executor, restart: Callable[[str], None]) -> bool:
-    """Whether the WorkAgent can compute these requests up to their newest token and one further.
-
-    Answers are exact, so a copy of a request meets whatever the request met. The trial has the whole cache to itself.
-    """
-    pool = scheduler.blocks.pool
-    blocks = BlockManager(
-        pool.num_blocks, scheduler.blocks.block_size, prefix_caching=False, window=scheduler.blocks.window
-    )
-    trial = Scheduler(
-        _trial_limits(scheduler.limits), Mixed(ServingConfig()), blocks, (RequestClass(name="trial", rank=0),)
-    )
-    builder = StepBuilder(blocks)
-    for request in group:
-        trial.add(_copy(request))
-    try:
-        while (schedule := trial.schedule(0.0)) is not None:
-            executor.submit(builder.build(schedule, executor.next_step))
-            if executor.awaits_allowed:
-                executor.allow(builder.allowed(schedule))
-            trial.update(schedule, executor.collect().token_ids.tolist())
-    except StepFailedError:
-        return False
-    except WorkerError as error:
-        logger.error("the WorkAgent did not survive a trial of %d requests: %s", len(group), error)
-        restart(str(error))
-        return False
-    return True
 
 
 def _trial_limits(limits: SchedulerLimits) -> SchedulerLimits:
