@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from fake_runner import FakeTransferPool
 from llm_serving.engine.carrier import carried
@@ -19,19 +21,24 @@ class SimulatedBlockLink:
 
     def __init__(self, rng: random.Random, pool: FakeTransferPool, place: Place, end: Callable[[], None]) -> None:
         """`end`: of the WorkAgent, which does not live on without its link."""
-        self.blocks_a_frame = rng.choice((1, 3))
+        self.blocks_a_frame, self.timeout_s = rng.choice((1, 3)), math.inf
         self.is_closed = False
         self._rng, self._pool, self._place, self._end = rng, pool, place, end
         self._rate = rng.choice((0.0, 0.0, 0.1))
 
-    def read(self, blocks: Sequence[TransferBlock]) -> Blocks:
-        self._cross()
-        ids, epochs = [block_id for block_id, _ in blocks], [epoch for _, epoch in blocks]
-        return Blocks(ids, epochs, *self._pool.read(ids, epochs))
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def write(self, blocks: Blocks) -> None:
-        self._cross()
-        self._pool.write(blocks.block_ids, blocks.epochs, blocks.num_written, blocks.content)
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+        for blocks in pieces:
+            self._cross()
+            ids, epochs = [block_id for block_id, _ in blocks], [epoch for _, epoch in blocks]
+            yield Blocks(ids, epochs, *self._pool.read(ids, epochs))
+
+    def write(self, frames: Iterable[Blocks]) -> None:
+        for blocks in frames:
+            self._cross()
+            self._pool.write(blocks.block_ids, blocks.epochs, blocks.num_written, blocks.content)
 
     def close(self) -> None:
         self.is_closed = True

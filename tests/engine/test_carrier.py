@@ -1,34 +1,84 @@
-"""Blocks on their way: whoever waits for them hears of their end, whatever it is."""
+"""Blocks on their way: whoever waits for them hears of their end, whatever it is, and is not kept waiting for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
-from llm_serving.engine.carrier import Carrier
+from async_engine_setup import linked
+from fake_runner import FakeTransferPool
+from llm_serving.engine.carrier import Carrier, carried
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.transport.messages import Blocks
 
+BLOCKS = [(each, 1) for each in range(6)]
+
 
 class FailingLink:
-    blocks_a_frame = 2
+    blocks_a_frame, timeout_s = 2, 60.0
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def read(self, blocks: Sequence[TransferBlock]) -> Blocks:
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
         raise self._error
 
-    def write(self, blocks: Blocks) -> None:
+    def write(self, frames: Iterable[Blocks]) -> None:
         raise AssertionError("nothing was read")
+
+
+def a_pool() -> FakeTransferPool:
+    pool = FakeTransferPool(len(BLOCKS))
+    pool.write(*map(list, zip(*BLOCKS, strict=True)), [4] * len(BLOCKS), bytes(16 * len(BLOCKS)))
+    return pool
 
 
 @pytest.mark.parametrize("error", [WorkerDiedError("gone"), MemoryError(), ValueError("a fault of ours")], ids=repr)
 def test_what_cannot_be_brought_is_told(error: Exception) -> None:
     carrier, told = Carrier(), Future[bool]()
     link = FailingLink(error)
-    carrier.carry(0, [(1, 1), (2, 1), (3, 1)], link, link, told.set_result)
+    carrier.carry(0, BLOCKS, link, link, told.set_result)
     assert told.result(timeout=60) is False
     carrier.close()
+
+
+def test_whoever_answers_each_question_late_is_given_up_and_asked_again_next_time() -> None:
+    source, target = a_pool(), FakeTransferPool(len(BLOCKS))
+    now, really = 0.0, source.read
+
+    def slow(*args: Any) -> Any:
+        nonlocal now
+        now += 25.0  # of the 60 s that an answer may take
+        return really(*args)
+
+    with linked(source, 16) as here, linked(target, 16) as there:
+        source.read = slow  # type: ignore[method-assign]
+        assert not carried(BLOCKS, here, there, lambda: now)
+        assert not (here.is_closed or there.is_closed)
+        source.read = really  # type: ignore[method-assign]
+        assert carried(BLOCKS, here, there, lambda: now)
+    assert target.blocks == source.blocks
+
+
+def test_two_replicas_that_bring_each_other_blocks_do_not_wait_for_each_other() -> None:
+    """Frames that no socket has room for: whoever sends one is read from at once."""
+    tokens = 2**17
+    pools = [FakeTransferPool(2 * 8) for _ in range(2)]
+    parts = [[(each, 1) for each in range(first, first + 8)] for first in (0, 8)]
+    for pool, part in zip(pools, parts, strict=True):
+        ids, epochs = map(list, zip(*part, strict=True))
+        pool.write(ids, epochs, [tokens] * 8, bytes(8 * 4 * tokens))
+    carrier, told = Carrier(), [Future[bool]() for _ in range(2)]
+    with linked(pools[0], 4 * tokens) as first, linked(pools[1], 4 * tokens) as second:
+        carrier.carry(0, parts[0], first, second, told[0].set_result)
+        carrier.carry(1, parts[1], second, first, told[1].set_result)
+        assert all(each.result(timeout=60) for each in told)
+    carrier.close()
+    assert pools[0].tags.epochs.tolist() == pools[1].tags.epochs.tolist() == [1] * 16

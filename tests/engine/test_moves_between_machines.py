@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from threading import Event
 from typing import Any
 
@@ -14,7 +14,8 @@ from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import WorkerError
-from llm_serving.executor.block_link import BlockLink
+from llm_serving.transport.block_frames import FRAMES_UNDER_WAY
+from llm_serving.transport.messages import Blocks, SendBlocks
 
 PROMPT = list(range(3, 20))
 ROLES = ("prefill", "decode")
@@ -29,6 +30,24 @@ async def ask(engine: AsyncEngine, prompt: Sequence[int] = PROMPT) -> tuple[list
         token_ids += piece.token_ids
         reason = piece.finish_reason
     return token_ids, reason
+
+
+def on_two_machines(talk: Callable[[Setup, AsyncEngine], Awaitable[None]]) -> Setup:
+    """A server of two replicas that share no memory, which has ended."""
+
+    async def run() -> Setup:
+        setup = Setup(2, roles=ROLES, share_memory=False)
+        async with setup.running() as engine:
+            await talk(setup, engine)
+        return setup
+
+    return asyncio.run(run())
+
+
+async def is_answered(engine: AsyncEngine) -> None:
+    """As if nothing had happened, and nobody keeps a block."""
+    assert (await ask(engine))[0] == expected_output(PROMPT, 20)
+    assert await num_handed_over(engine) == 0
 
 
 def tokens_computed(setup: Setup) -> list[int]:
@@ -55,158 +74,139 @@ def between(setup: Setup, index: int, name: str, happens: Callable[[], object]) 
     setattr(pool, name, asked)
 
 
-def note_calls(link: BlockLink, name: str, frames: list[str]) -> None:
-    really = getattr(link, name)
+def note_asked(setup: Setup, index: int, under_way: list[int]) -> None:
+    """How many frames are under way on the link to a replica whenever one is sent."""
+    channel, count = setup.links[index]._channel, 0
+    send, receive = channel.send, channel.receive
 
-    def noted(blocks: Any) -> Any:
-        answer = really(blocks)
-        frames.append(name)
-        return answer
+    def sent(message: Any) -> None:
+        nonlocal count
+        count += isinstance(message, Blocks | SendBlocks)
+        under_way.append(count)
+        send(message)
 
-    setattr(link, name, noted)
+    def received(timeout_s: float | None = None) -> Any:
+        nonlocal count
+        count -= 1
+        return receive(timeout_s)
+
+    channel.send, channel.receive = sent, received  # type: ignore[method-assign]
 
 
 def test_blocks_travel_and_nothing_is_computed_again() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
-            frames: list[str] = []
-            for link, name in ((setup.links[0], "read"), (setup.links[1], "write")):
-                note_calls(link, name, frames)
-            prompts = [[each, *PROMPT] for each in range(3)]
-            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
-            assert [answer for answer, _ in answers] == [expected_output(prompt, 20) for prompt in prompts]
-            assert frames == ["read", "write"] * (len(frames) // 2)  # no more than one is on its way
-            assert len(frames) == 2 * 3 * 5
-            assert await num_handed_over(engine) == 0
-        assert tokens_computed(setup) == [3 * (len(PROMPT) + 1), 3 * 19]
+    under_way: tuple[list[int], list[int]] = ([], [])
 
-    asyncio.run(run())
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        for index in range(2):
+            note_asked(setup, index, under_way[index])
+        prompts = [[each, *PROMPT] for each in range(3)]
+        answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
+        assert [answer for answer, _ in answers] == [expected_output(prompt, 20) for prompt in prompts]
+        assert await num_handed_over(engine) == 0
+
+    setup = on_two_machines(talk)
+    assert tokens_computed(setup) == [3 * (len(PROMPT) + 1), 3 * 19]
+    assert under_way == ([1, *[FRAMES_UNDER_WAY] * 4] * 3,) * 2
 
 
 @pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])
 def test_whoever_is_lost_in_the_middle_all_is_computed_again_where_it_goes_on(lost: int, index: int, name: str) -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
-            between(setup, index, name, setup.links[lost]._channel.shutdown)
-            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
-            assert setup.links[lost].is_closed
-            assert await num_handed_over(engine) == 0
-        assert tokens_computed(setup) == [len(PROMPT), ALL_AGAIN]
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        between(setup, index, name, setup.links[lost]._channel.shutdown)
+        await is_answered(engine)
+        assert setup.links[lost].is_closed
+        assert not setup.links[1 - lost].is_closed
 
-    asyncio.run(run())
+    assert tokens_computed(on_two_machines(talk)) == [len(PROMPT), ALL_AGAIN]
 
 
 def test_blocks_of_somebody_else_do_not_travel() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        def belong_to_another() -> None:
+            setup.pools[0].tags.epochs[:] += 1
 
-            def belong_to_another() -> None:
-                setup.pools[0].tags.epochs[:] += 1
+        between(setup, 0, "read", belong_to_another)
+        await is_answered(engine)
+        assert not setup.links[0].is_closed
 
-            between(setup, 0, "read", belong_to_another)
-            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
-            assert not setup.links[0].is_closed
-            assert await num_handed_over(engine) == 0
-        assert tokens_computed(setup)[1] == ALL_AGAIN
-
-    asyncio.run(run())
+    assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN
 
 
-def test_a_work_agent_without_room_for_them_computes_all_again() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
+def test_a_work_agent_without_room_for_them_computes_all_again_and_takes_those_of_the_next_one() -> None:
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        def refuse() -> None:
+            raise WorkerError("no")
 
-            def refuse() -> None:
-                raise WorkerError("no")
+        between(setup, 1, "write", refuse)
+        await is_answered(engine)
+        await is_answered(engine)
 
-            between(setup, 1, "write", refuse)
-            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
-            assert await num_handed_over(engine) == 0
-        assert tokens_computed(setup)[1] == ALL_AGAIN
-
-    asyncio.run(run())
+    assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN + 19
 
 
 def test_a_work_agent_that_is_replaced_before_the_request_comes_fails_no_step() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
-            second = engine.replicas.engines[1]
-            take_over, failed = second.take_over, []
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        second = engine.replicas.engines[1]
+        take_over, failed = second.take_over, []
 
-            def replaced(*args: Any, **options: Any) -> None:
-                setup.links[1].close()
-                take_over(*args, **options)
+        def replaced(*args: Any, **options: Any) -> None:
+            setup.links[1].close()
+            take_over(*args, **options)
 
-            second.take_over = replaced  # type: ignore[method-assign]
-            second._recover = failed.append  # type: ignore[method-assign]
-            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
-            assert not failed
-            assert await num_handed_over(engine) == 0
-        assert tokens_computed(setup)[1] == ALL_AGAIN
+        second.take_over = replaced  # type: ignore[method-assign]
+        second._recover = failed.append  # type: ignore[method-assign]
+        await is_answered(engine)
+        assert not failed
 
-    asyncio.run(run())
+    assert tokens_computed(on_two_machines(talk))[1] == ALL_AGAIN
 
 
 def test_where_the_other_is_drained_on_the_way_a_request_goes_on_with_its_blocks_where_it_was() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        def drain() -> None:
+            engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
 
-            def drain() -> None:
-                engine.replicas.is_drained = lambda index: index == 1  # type: ignore[method-assign]
+        between(setup, 1, "write", drain)
+        await is_answered(engine)
 
-            between(setup, 1, "write", drain)
-            assert (await ask(engine))[0] == expected_output(PROMPT, 20)
-        assert tokens_computed(setup) == [ALL_AGAIN, 0]
-
-    asyncio.run(run())
+    assert tokens_computed(on_two_machines(talk)) == [ALL_AGAIN, 0]
 
 
 def test_a_cancel_finds_a_request_whose_blocks_are_on_their_way() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
-        async with setup.running() as engine:
-            loop, done = asyncio.get_running_loop(), Event()
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        loop, done = asyncio.get_running_loop(), Event()
 
-            def cancel() -> None:
-                engine.control.cancel("asked")
-                done.set()
+        def cancel() -> None:
+            engine.control.cancel("asked")
+            done.set()
 
-            def ask_to_cancel() -> None:
-                loop.call_soon_threadsafe(cancel)
-                done.wait()
+        def ask_to_cancel() -> None:
+            loop.call_soon_threadsafe(cancel)
+            done.wait()
 
-            between(setup, 1, "write", ask_to_cancel)
-            token_ids, reason = await ask(engine)
-            assert (token_ids, reason) == (expected_output(PROMPT, 1), FinishReason.ABORT)
-            assert await num_handed_over(engine) == 0
+        between(setup, 1, "write", ask_to_cancel)
+        assert await ask(engine) == (expected_output(PROMPT, 1), FinishReason.ABORT)
+        assert await num_handed_over(engine) == 0
 
-    asyncio.run(run())
+    on_two_machines(talk)
 
 
 def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
-    async def run() -> None:
-        setup = Setup(2, roles=ROLES, share_memory=False)
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
         came, go_on = Event(), Event()
 
         def hold() -> None:
             came.set()
             go_on.wait()
 
-        async with setup.running() as engine:
-            between(setup, 0, "read", hold)
-            asked = asyncio.create_task(ask(engine))
-            await asyncio.to_thread(came.wait)
-            stopping = asyncio.create_task(engine.stop())
-            while engine.replicas.living():
-                await asyncio.sleep(0)
-            go_on.set()
-            assert await asked == (expected_output(PROMPT, 1), FinishReason.UNAVAILABLE)
-            await stopping
+        between(setup, 0, "read", hold)
+        asked = asyncio.create_task(ask(engine))
+        await asyncio.to_thread(came.wait)
+        stopping = asyncio.create_task(engine.stop())
+        while engine.replicas.living():
+            await asyncio.sleep(0)
+        go_on.set()
+        assert await asked == (expected_output(PROMPT, 1), FinishReason.UNAVAILABLE)
+        await stopping
 
-    asyncio.run(run())
+    on_two_machines(talk)

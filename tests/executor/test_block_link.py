@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,25 @@ from typing import Any
 
 import pytest
 from fake_runner import FakeTransferPool
-from llm_serving.errors import TransportError, WorkerDiedError, WorkerError
+from llm_serving.errors import DeadlineExceededError, TransportError, WorkerDiedError, WorkerError
 from llm_serving.executor.block_link import BlockLink
-from llm_serving.transport.block_frames import MAX_BLOCKS, PIECE_BYTES, blocks_a_frame, max_frame_bytes
+from llm_serving.transport.block_frames import (
+    FRAMES_UNDER_WAY,
+    MAX_BLOCKS,
+    PIECE_BYTES,
+    blocks_a_frame,
+    max_frame_bytes,
+)
 from llm_serving.transport.channel import Channel
-from llm_serving.transport.messages import AgentMessage, Blocks, BlocksTaken, MasterMessage, SendBlocks, StepDone
+from llm_serving.transport.messages import (
+    AgentMessage,
+    Blocks,
+    BlocksRefused,
+    BlocksTaken,
+    MasterMessage,
+    SendBlocks,
+    StepDone,
+)
 from llm_serving.worker.block_exchange import exchange_blocks
 
 BLOCK_BYTES = 16
@@ -21,12 +36,13 @@ BLOCK_BYTES = 16
 CONTENT = bytes(range(32))
 BLOCKS = Blocks([2, 5], [7, 8], [4, 3], CONTENT)
 ASKED = [(2, 7), (5, 8)]
+DEADLINE_S = 60.0
 
 
 class Ends:
     """The master's, and what the WorkAgent has."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = DEADLINE_S) -> None:
         ours, theirs = socket.socketpair()
         channel: Any = Channel(ours, AgentMessage)  # type: ignore[arg-type]
         self.link = BlockLink(channel, BLOCK_BYTES, timeout_s)
@@ -36,6 +52,10 @@ class Ends:
     def serve(self) -> None:
         with pytest.raises(TransportError):
             exchange_blocks(self.agent, self.pool)
+
+
+def read(link: BlockLink, *pieces: list[tuple[int, int]]) -> list[Blocks]:
+    return list(link.read(pieces or (ASKED,)))
 
 
 @pytest.fixture
@@ -56,18 +76,17 @@ def serving(ends: Ends) -> Iterator[Ends]:
 
 
 def test_blocks_come_back_as_they_went(serving: Ends) -> None:
-    serving.link.write(BLOCKS)
-    serving.link.write(BLOCKS)  # the same again changes nothing
-    assert serving.link.read(ASKED) == BLOCKS
-    assert serving.link.read(ASKED[1:]) == Blocks([5], [8], [3], CONTENT[16:])
+    serving.link.write([BLOCKS, BLOCKS])  # the same again changes nothing
+    assert read(serving.link) == [BLOCKS]
+    assert read(serving.link, ASKED[1:], ASKED) == [Blocks([5], [8], [3], CONTENT[16:]), BLOCKS]
 
 
 def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: Ends) -> None:
-    serving.link.write(BLOCKS)
+    serving.link.write([BLOCKS])
     with pytest.raises(WorkerError, match="somebody else's"):
-        serving.link.read([(2, 7), (5, 9)])
+        read(serving.link, [(2, 7), (5, 9)], ASKED, ASKED)
     assert not serving.link.is_closed
-    assert serving.link.read(ASKED) == BLOCKS
+    assert read(serving.link) == [BLOCKS]
 
 
 @pytest.mark.parametrize(
@@ -88,25 +107,25 @@ def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: En
 def test_what_was_not_asked_for_ends_the_connection(ends: Ends, reply: AgentMessage) -> None:
     ends.agent.send(reply)
     with pytest.raises(WorkerDiedError):
-        ends.link.read(ASKED)
+        read(ends.link)
     assert ends.link.is_closed
     with pytest.raises(WorkerDiedError, match="gone"):
-        ends.link.read(ASKED)
+        read(ends.link)
 
 
 def test_an_answer_that_comes_twice_is_not_that_to_the_next_question(ends: Ends) -> None:
     ends.agent.send(BLOCKS)
     ends.agent.send(BLOCKS)
-    assert ends.link.read(ASKED) == BLOCKS
+    assert read(ends.link) == [BLOCKS]
     with pytest.raises(WorkerDiedError):
-        ends.link.write(Blocks([1], [3], [4], CONTENT[:16]))
+        ends.link.write([Blocks([1], [3], [4], CONTENT[:16])])
     assert ends.link.is_closed
 
 
 def test_an_answer_that_comes_late_is_read_by_nobody() -> None:
     ends = Ends(timeout_s=0.0)
     with pytest.raises(WorkerDiedError, match="in time"):
-        ends.link.read(ASKED)
+        read(ends.link)
     assert isinstance(ends.agent.receive(), SendBlocks)
     with pytest.raises(TransportError):
         ends.agent.send(BLOCKS)
@@ -118,7 +137,7 @@ def test_whoever_waits_is_told_when_it_is_closed(ends: Ends) -> None:
 
     def wait() -> None:
         try:
-            ends.link.read(ASKED)
+            read(ends.link)
         except WorkerDiedError as error:
             failed.append(error)
 
@@ -128,6 +147,59 @@ def test_whoever_waits_is_told_when_it_is_closed(ends: Ends) -> None:
     ends.link.close()
     thread.join()
     assert failed
+
+
+def test_a_few_frames_are_asked_for_before_the_first_has_come(ends: Ends) -> None:
+    frames = ends.link.read([ASKED] * 4)
+    thread = threading.Thread(target=next, args=(frames,))
+    thread.start()
+    for _ in range(FRAMES_UNDER_WAY):
+        assert isinstance(ends.agent.receive(DEADLINE_S), SendBlocks)
+    with pytest.raises(DeadlineExceededError):
+        ends.agent.receive(0.0)
+    ends.agent.send(BLOCKS)
+    thread.join()
+    assert isinstance(ends.agent.receive(DEADLINE_S), SendBlocks)
+    frames.close()
+
+
+def test_answers_that_nobody_wants_any_more_are_not_those_to_the_next_question(serving: Ends) -> None:
+    serving.link.write([BLOCKS])
+    with contextlib.closing(serving.link.read([ASKED] * 4)) as frames:
+        assert next(frames) == BLOCKS
+    assert not serving.link.is_closed
+    assert read(serving.link, ASKED[1:]) == [Blocks([5], [8], [3], CONTENT[16:])]
+
+
+def test_what_cannot_be_read_ends_a_write_and_not_its_connection(serving: Ends) -> None:
+    def frames() -> Iterator[Blocks]:
+        yield BLOCKS
+        yield Blocks([5], [9], [3], CONTENT[:16])
+        raise WorkerError("the other one is gone")
+
+    with pytest.raises(WorkerError, match="the other one is gone"):
+        serving.link.write(frames())
+    assert not serving.link.is_closed
+    assert read(serving.link, ASKED[:1], [(5, 9)])[1].content == CONTENT[:16]
+
+
+def test_a_link_that_somebody_holds_is_closed_without_waiting_for_him(ends: Ends) -> None:
+    steps, other = socket.socketpair()
+    ends.link._steps = Channel(steps, AgentMessage)  # type: ignore[arg-type]
+    with ends.link.held():
+        ends.link.close()
+        assert ends.link._channel.fileno() >= 0
+        assert other.recv(1) == b"", "the connection of steps has ended too"
+    assert ends.link._channel.fileno() < 0
+    steps.close()
+    other.close()
+
+
+def test_a_refusal_is_told_shortened(ends: Ends) -> None:
+    ends.agent.send(BlocksRefused("no" * 10_000))
+    with pytest.raises(WorkerError, match=r"^(no)+$") as raised:
+        read(ends.link)
+    assert len(str(raised.value)) == 500
 
 
 def test_a_frame_has_as_many_blocks_as_a_megabyte_has_room_for() -> None:

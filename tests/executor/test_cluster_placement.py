@@ -137,11 +137,13 @@ def test_blocks_come_and_go_by_a_connection_of_their_own_without_which_it_ends(
     agent = start_work_agent(config, 0, lambda text: None, placement=placement)
     assert agent.block_link is not None
     blocks = Blocks([2, 7], [5, 6], [4, 3], bytes(range(32)))
-    agent.block_link.write(blocks)
-    assert agent.block_link.read([(2, 5), (7, 6)]) == blocks
+    agent.block_link.write([blocks])
+    assert list(agent.block_link.read([[(2, 5), (7, 6)]])) == [blocks]
     executor = RemoteExecutor(agent.channel, agent.buffers)
     assert answer(executor, 0) == expected_output(PROMPT, 1)
     agent.block_link.close()
+    with pytest.raises(WorkerDiedError):  # whether it notices or not
+        answer(executor, 1)
     assert starter.processes[0].wait() == 0
     agent.kill()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import WorkerError
 from llm_serving.kvcache.exports import TransferBlock
 from llm_serving.log import get_logger
@@ -18,17 +21,21 @@ class Link(Protocol):
     """As `BlockLink`."""
 
     blocks_a_frame: int
+    timeout_s: float
 
-    def read(self, blocks: Sequence[TransferBlock]) -> Blocks: ...
+    def held(self) -> AbstractContextManager[None]: ...
 
-    def write(self, blocks: Blocks) -> None: ...
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]: ...
+
+    def write(self, frames: Iterable[Blocks]) -> None: ...
 
 
 class Carrier:
-    """Through the master, a frame at a time: read from one WorkAgent, then written to the other.
+    """Through the master, frame by frame: read from one WorkAgent, written to the other.
 
-    There is a thread for each replica that blocks are read from, so there are never more frames on their way than
-    such replicas, however much is to be moved; and they have connections of their own, so none is before a step's.
+    There is a thread for each replica that blocks are read from, which brings one request's after another's. So frames
+    on their way are a few for each such replica (`FRAMES_UNDER_WAY`), however much is to be moved; and they have
+    connections of their own, so none is before a step's.
     """
 
     def __init__(self) -> None:
@@ -56,11 +63,16 @@ class Carrier:
             thread.shutdown()
 
 
-def carried(blocks: Sequence[TransferBlock], source: Link, target: Link) -> bool:
-    """Whether all of them are where they shall be."""
+def carried(blocks: Sequence[TransferBlock], source: Link, target: Link, clock: Clock = monotonic) -> bool:
+    """Whether all of them are where they shall be. Returns when nothing is under way any more."""
     try:
-        for piece in _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame)):
-            target.write(source.read(piece))
+        with contextlib.ExitStack() as both:
+            for link in sorted((source, target), key=id):  # in one order, so that no two wait for each other
+                both.enter_context(link.held())
+            pieces = _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame))
+            in_time = _until(clock, clock() + source.timeout_s, pieces)
+            with contextlib.closing(source.read(in_time)) as frames:
+                target.write(frames)
     except WorkerError as error:
         logger.warning("what a request takes along is lost on its way, and is computed again: %s", error)
         return False
@@ -73,3 +85,13 @@ def carried(blocks: Sequence[TransferBlock], source: Link, target: Link) -> bool
 def _pieces(blocks: Sequence[TransferBlock], count: int) -> Iterator[Sequence[TransferBlock]]:
     for start in range(0, len(blocks), count):
         yield blocks[start : start + count]
+
+
+def _until(
+    clock: Clock, deadline: float, pieces: Iterable[Sequence[TransferBlock]]
+) -> Iterator[Sequence[TransferBlock]]:
+    """Whoever answers each question late, and none too late, does not keep a request waiting for ever."""
+    for piece in pieces:
+        if clock() > deadline:
+            raise WorkerError("it takes longer than a step may (serving_config.step_timeout_s)")
+        yield piece

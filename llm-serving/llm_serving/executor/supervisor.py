@@ -26,6 +26,7 @@ from llm_serving.executor.agent_process import AgentLink, AgentProcess
 from llm_serving.executor.block_link import BlockLink
 from llm_serving.executor.given_up import GivenUp
 from llm_serving.executor.placement import Placement, ThisMachine
+from llm_serving.transport.channel import Channel
 from llm_serving.transport.codec import max_step_bytes
 from llm_serving.transport.inline_arrays import InlineArrays
 from llm_serving.transport.messages import (
@@ -131,7 +132,10 @@ def start_work_agent(
             _end_at_once(process)
             raise WorkerDiedError(f"WorkAgent {index} ended ({process.described_end}) before it was ready") from error
         undo.pop_all()
-    link = None if blocks is None else BlockLink(blocks, loaded.block_bytes, settings.step_timeout_s)
+    link = None
+    if blocks is not None:
+        assert isinstance(channel, Channel)  # it comes by the network, as that of blocks does
+        link = BlockLink(blocks, loaded.block_bytes, settings.step_timeout_s, channel)
     return WorkAgentProcess(index, process, channel, buffers, loaded, machine, link)
 
 

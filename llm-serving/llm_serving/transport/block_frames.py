@@ -1,11 +1,13 @@
-"""How many blocks of a transfer pool one frame takes."""
+"""How many blocks of a transfer pool one frame takes, and how many frames are under way."""
 
 from __future__ import annotations
 
 from typing import Final
 
 PIECE_BYTES: Final = 2**20
-"""Of a frame with several blocks, at most: what is on its way at once, beside the frames of steps."""
+"""Of a frame with several blocks, at most."""
+FRAMES_UNDER_WAY: Final = 2
+"""On each connection, before the first of them is answered: while one is on its way the next one is too."""
 MAX_BLOCKS: Final = 256
 _NAMES_BYTES: Final = 2**14
 """Room for the numbers of so many blocks."""
