@@ -50,6 +50,8 @@ from simulation import Simulation
 
 Patch = Callable[[], Any]
 NUM_SEEDS = 12
+MOST_SEEDS = 96
+"""Until somebody misses a guard: what it guards against may be rare."""
 
 
 @dataclass(frozen=True)
@@ -382,31 +384,49 @@ class Verdict:
         return f"{self.num_garbled:7} {self.num_audited:7} {self.num_lost_steps:10} {self.num_broken:6}"
 
 
-@cache
-def seeds_for(num_machines: int) -> list[int]:
-    """Seeds in which requests lose their places; on the master's machine, where steps are handed over in memory. On
-    others: seeds in which WorkAgents are started again."""
-    seeds: list[int] = []
-    wanted = "restarts" if num_machines else "preemptions"
-    for seed in count():
-        one = Simulation(seed, num_machines)
-        for replica in one.replicas:
-            replica.faults.rate = 0.0
-        one.run()
-        if one.totals.events[wanted] > 1:
-            seeds.append(seed)
-        if len(seeds) == NUM_SEEDS:
-            return seeds
-    raise AssertionError
+class Seeds:
+    """Those in which requests lose their places; on the master's machine, where steps are handed over in memory. On
+    others: those in which WorkAgents are started again."""
+
+    def __init__(self, num_machines: int) -> None:
+        self._num_machines = num_machines
+        self._found: list[int] = []
+        self._search = self._searched()
+
+    def first(self, number: int) -> Iterator[int]:
+        """Looked for when they are needed."""
+        for place in range(number):
+            if place == len(self._found):
+                self._found.append(next(self._search))
+            yield self._found[place]
+
+    def _searched(self) -> Iterator[int]:
+        wanted = "restarts" if self._num_machines else "preemptions"
+        for seed in count():
+            one = Simulation(seed, self._num_machines)
+            for replica in one.replicas:
+                replica.faults.rate = 0.0
+            one.run()
+            if one.totals.events[wanted] > 1:
+                yield seed
 
 
-def play(mutation: Mutation, *, guarded: bool, until: Callable[[Verdict], bool] = lambda verdict: False) -> Verdict:
-    """Plays the seeds with the fault, or as many of them as it takes."""
+seeds_for = cache(Seeds)
+
+
+def play(
+    mutation: Mutation,
+    *,
+    guarded: bool,
+    until: Callable[[Verdict], bool] = lambda verdict: False,
+    num_seeds: int = NUM_SEEDS,
+) -> Verdict:
+    """Plays so many seeds with the fault, or as many of them as it takes."""
     verdict = Verdict()
     fault = mutation.fault if guarded else mutation.unguarded
     logging.disable(logging.CRITICAL)
     try:
-        for seed in seeds_for(mutation.num_machines):
+        for seed in seeds_for(mutation.num_machines).first(num_seeds):
             if until(verdict):
                 break
             with ExitStack() as stack:

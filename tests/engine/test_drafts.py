@@ -99,6 +99,48 @@ def test_a_step_that_computes_a_prompt_is_formed_ahead_as_it_checks_no_guesses()
     ]
 
 
+class MeasuredDrafter(PayingDrafter):
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.told: list[tuple[float, float]] = []
+
+    def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
+        self.told.append((seconds, host_s))
+
+
+def test_to_form_a_step_is_time_of_the_master_and_not_of_the_step() -> None:
+    now = 0.0
+
+    def slowly(seconds, call):
+        def called(*arguments):
+            nonlocal now
+            now += seconds
+            return call(*arguments)
+
+        return called
+
+    drafter = MeasuredDrafter(random.Random(3))
+    harness = Harness(drafter=drafter, block_size=16, clock=lambda: now)
+    harness.engine.build_step = slowly(0.25, harness.engine.build_step)
+    harness.runner.execute = slowly(1.0, harness.runner.execute)
+    run(harness, create_request(4, request_id="a", max_tokens=60))
+    assert set(drafter.told) == {(1.0, 0.25)}
+
+
+def test_where_replies_are_waited_for_clients_are_told_when_the_next_step_is_under_way() -> None:
+    harness = Harness(drafter=PayingDrafter(random.Random(3)), block_size=16)
+    request, submit, num_untold = create_request(4, request_id="a", max_tokens=60), harness.executor.submit, []
+
+    def submitted(*arguments):
+        num_untold.append(len(request.output_token_ids) - len(harness.token_ids("a")))
+        submit(*arguments)
+
+    harness.executor.submit = submitted
+    run(harness, request)
+    assert num_untold[0] == 0
+    assert min(num_untold[1:]) > 0
+
+
 def test_drafts_of_one_do_not_hold_a_prompt_of_another() -> None:
     harness = guessing()
     harness.engine.submit(create_request(4, request_id="a", max_tokens=60))

@@ -139,14 +139,14 @@ class Engine:
         """Tokens of prompts that the newest of them begin and do not compute."""
         self._step_began = 0.0
         """When the WorkAgent could begin with the oldest step in flight."""
+        self._submitted = 0.0
+        """The same, but for the time in which that step was formed where none was in flight."""
         self.mean_step_s: float | None = None
         """Seconds a step takes, of late; None before the first."""
         self._host_s = 0.0
-        """Seconds of the master for a step: from a reply to its publication, and to form the next step."""
+        """Seconds of the master for a step: to take a reply, and to form the next step."""
         self._settle_s = 0.0
         """The former of them."""
-        self._replied: float | None = None
-        """When a reply came that has not been published."""
         self._step_s = 0.0
         """Seconds that the latest step took."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -315,15 +315,12 @@ class Engine:
         """Submits the next step as late as it can, then collects the oldest; False when there was nothing to do."""
         try:
             self._executor.await_ending()
-            self._take_inbox()
-            self._end_overdue()
+            self._listen()
             progressed = self._advance()
         except (StepFailedError, WorkerError) as error:
             self._recover(error)
             progressed = True
         self._flush()
-        if self._replied is not None:
-            self._settle_s, self._replied = self._clock() - self._replied, None
         return progressed
 
     @property
@@ -341,10 +338,11 @@ class Engine:
     def _advance(self) -> bool:
         if not self.scheduler.has_unfinished_requests:
             self._auditor.run_copy()
-        waits = self._waits_for_replies()
-        if waits and self._in_flight:
+        if replies := bool(self._in_flight) and self._waits_for_replies():
+            # Told when the next step is under way: until then whoever tells the clients would only be in its way.
             self._collect()
-            return True
+            self._listen()
+        waits = not self._in_flight and self._waits_for_replies()
         if self._drafter is not None:
             for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
                 self.scheduler.draft(request, token_ids)
@@ -360,9 +358,10 @@ class Engine:
             self.journal.formed(now, schedule)
             forms_late = self._max_steps_in_flight > 1 and self._step_s > SHORT_STEP_S
             self._executor.submit(self.build_step(schedule, self._executor.next_step), forms_late)
-            self._host_s = self._settle_s + self._clock() - now
+            submitted = self._clock()
+            self._host_s = self._settle_s + submitted - now
             if not self._in_flight:
-                self._step_began = now
+                self._step_began, self._submitted = now, submitted
             self._in_flight.append(schedule)
             self._num_tokens_in_flight.append(schedule.num_tokens - len(schedule.rows))
             self._num_left = sum([row.request.num_tokens - row.end for row in schedule.rows if not row[3]])
@@ -375,7 +374,12 @@ class Engine:
         if collects:
             self._collect()
         # What was collected may let something be scheduled that could not be before.
-        return schedule is not None or collects
+        return schedule is not None or collects or replies
+
+    def _listen(self) -> None:
+        """Takes what others ask for, and ends who has no time left."""
+        self._take_inbox()
+        self._end_overdue()
 
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
@@ -399,7 +403,8 @@ class Engine:
 
     def _collect(self) -> None:
         output = self._executor.collect()
-        self._replied = self._clock()
+        replied = self._clock()
+        computed_s, self._submitted = replied - self._submitted, replied
         schedule = self._in_flight.popleft()
         self.moves.step_done()
         updated = self.scheduler.update(schedule, output.token_ids.tolist())
@@ -418,10 +423,12 @@ class Engine:
         num_tokens = schedule.num_tokens
         ended = [request for request in updated if request.is_finished]
         if self._drafter is not None:
-            decoded = num_tokens == len(output.token_ids)
-            self._tell_drafter(self._drafter, schedule, num_tokens if decoded else 0, ended, right)
+            if num_tokens == len(output.token_ids):  # no prompt was computed
+                self._drafter.measured(num_tokens, computed_s, self._host_s if self._max_steps_in_flight > 1 else 0.0)
+            self._tell_drafter(self._drafter, schedule, ended, right)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, len(ended))
+        self._settle_s = self._clock() - replied
 
     def _allow(self) -> None:
         """Tells the WorkAgent what the oldest step in flight may choose, as all before it have been replied to.
@@ -432,12 +439,8 @@ class Engine:
             self._executor.allow(self._builder.allowed(self._in_flight[0]))
 
     def _tell_drafter(
-        self, drafter: Drafter, schedule: Schedule, num_decoded: int, ended: list[Request], right: Mapping[int, int]
+        self, drafter: Drafter, schedule: Schedule, ended: list[Request], right: Mapping[int, int]
     ) -> None:
-        """`num_decoded`: tokens of the step; 0 where it computed prompts."""
-        if num_decoded:
-            waiting_s = self._host_s if self._max_steps_in_flight > 1 else 0.0
-            drafter.measured(num_decoded, self._step_s, waiting_s)
         if schedule.has_drafts:
             for row in schedule.rows:
                 if row.num_drafts:

@@ -87,8 +87,8 @@ class SteadyEngine:
         engine._metrics.step(*engine._load(), num_rows, replica=engine._index)
         if self._predicts:
             engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._step_s, num_ended=0)
-        engine._publish(self._told)  # type: ignore[arg-type]
         engine._settle_s = clock() - replied
+        engine._publish(self._told)  # type: ignore[arg-type]
         return True
 
     def settle(self) -> None:
