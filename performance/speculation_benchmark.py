@@ -1,8 +1,10 @@
-"""What guesses bring and cost: python performance/speculation_benchmark.py [--model FOLDER] [--pairs N]
+"""What guesses bring and cost: python performance/speculation_benchmark.py [--model FOLDER] [--pairs N] [--seconds S]
 
 The same model twice, with and without guesses, each in a WorkAgent as a server has it; both take turns at every piece
-of work, and what counts is the ratio of tokens per second within a pair. Every answer of one is compared with that of
-the other, and a difference ends the run.
+of work, and what counts is the ratio of tokens per second within a pair: its median, and between which values the
+median of many more pairs lies (95 %). Every answer of one is compared with that of the other, and a difference ends the
+run. CPU time of the master a step hardly depends on what else the machine does; the text may come in fewer steps with
+guesses.
 
     first time   one stream: the long answers of the shipped model's questions, which nobody has had before
     again        the same questions once more
@@ -17,13 +19,14 @@ table of ratios. Needs the package: run it with its interpreter.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llm_serving.config import load_config
@@ -37,8 +40,10 @@ from workload import DEMO_QUESTIONS, load
 MAX_TOKENS = 384
 NOISE_TOKENS = 96
 NUM_BLOCKS: Final = 4608
-SECONDS: Final = 30.0
-"""After which no further pair of one kind and size is begun, once there are five."""
+QUESTIONS: Final = 24
+"""Of one stream, which are asked once and then again."""
+LEAST_PAIRS: Final = 6
+"""So many of each kind and size, the first one aside, however long they take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,17 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         engines = [agents.enter_context(_engine(arguments, method)) for method in ("none", arguments.method)]
         questions = [each.text for each in load(DEMO_QUESTIONS) if len(each.reference) > 100]
         greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-        _measure("first time", engines, [([text], greedy) for text in questions[: arguments.pairs]])
-        _measure("again", engines, [([text], greedy) for text in questions[: arguments.pairs]])
+        single = [([text], greedy) for text in questions[: min(QUESTIONS, arguments.pairs)]]
+        _measure("first time", engines, single, arguments.seconds)
+        _measure("again", engines, single, arguments.seconds)
         cells: dict[tuple[str, int], str] = {}
         for count in arguments.rows:
-            shifted = [[questions[(3 * turn + row) % len(questions)] for row in range(count)] for turn in range(100)]
-            work = [(prompts, greedy) for prompts in shifted[: arguments.pairs]]
-            cells["guessable", count] = _measure(f"guessable {count}", engines, work)
+            shifted = (
+                [questions[(3 * turn + row) % len(questions)] for row in range(count)]
+                for turn in range(arguments.pairs)
+            )
+            work: Iterable[Work] = ((prompts, greedy) for prompts in shifted)
+            cells["guessable", count] = _measure(f"guessable {count}", engines, work, arguments.seconds)
         for count in arguments.rows:
             noise = SamplingParams(temperature=2.0, seed=count, max_tokens=NOISE_TOKENS, ignore_eos=True)
-            texts = [_noise(engines[0], count, turn) for turn in range(arguments.pairs)]
-            cells["noise", count] = _measure(f"noise {count}", engines, [(prompts, noise) for prompts in texts])
+            texts = (_noise(engines[0], count, turn) for turn in range(arguments.pairs))
+            work = ((prompts, noise) for prompts in texts)
+            cells["noise", count] = _measure(f"noise {count}", engines, work, arguments.seconds)
     print("| tokens/s with guesses over without, at once | " + " | ".join(map(str, arguments.rows)) + " |")
     print("| --- " * (1 + len(arguments.rows)) + "|")
     for kind in ("guessable", "noise"):
@@ -85,15 +95,29 @@ def _engine(arguments: argparse.Namespace, method: str) -> Iterator[LLM]:
         yield llm
 
 
-def _measure(name: str, engines: Sequence[LLM], work: Sequence[tuple[Sequence[Any], SamplingParams]]) -> str:
+Work = tuple[Sequence[Any], SamplingParams]
+"""Prompts, and how they are answered."""
+
+
+class Run(NamedTuple):
+    """A piece of work."""
+
+    rate: float
+    """Tokens a second."""
+    cpu_s: float
+    """Of the master."""
+    num_steps: int
+
+
+def _measure(name: str, engines: Sequence[LLM], work: Iterable[Work], most: float) -> str:
     """Shows what pairs of runs came to, the first one aside; returns the ratio for the table."""
-    rates = []
+    pairs = []
     began = time.perf_counter()
     for turn, (prompts, params) in enumerate(work):
-        rates.append(_compare(engines, prompts, params, turn))
-        if len(rates) > 5 and time.perf_counter() - began > SECONDS:
+        pairs.append(_compare(engines, prompts, params, turn))
+        if len(pairs) > LEAST_PAIRS and time.perf_counter() - began > most:
             break
-    return _show(name, rates[1:], engines)
+    return _show(name, pairs[1:], engines)
 
 
 def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
@@ -102,31 +126,44 @@ def _noise(llm: LLM, count: int, seed: int) -> list[list[int]]:
     return [[int(token_id) for token_id in prompt] for prompt in drawn]
 
 
-def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, turn: int) -> tuple[float, float]:
-    """Tokens per second without and with guesses; the order changes from turn to turn."""
-    rates = [0.0, 0.0]
-    answers: list[list[object]] = [[], []]
+def _compare(engines: Sequence[LLM], prompts: Sequence[Any], params: SamplingParams, turn: int) -> list[Run]:
+    """Without and with guesses; the order changes from turn to turn."""
+    runs: dict[int, Run] = {}
+    answers = {}
     for index in (0, 1) if turn % 2 == 0 else (1, 0):
-        began = time.perf_counter()
+        engine = engines[index].engine
+        num_steps, began, began_cpu = engine.num_steps, time.perf_counter(), time.thread_time()
         outputs = engines[index].generate(list(prompts), params)
-        rates[index] = sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began)
+        seconds, cpu_s = time.perf_counter() - began, time.thread_time() - began_cpu
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        runs[index] = Run(num_tokens / seconds, cpu_s, engine.num_steps - num_steps)
         answers[index] = [(output.text, output.token_ids, output.finish_reason) for output in outputs]
     if answers[0] != answers[1]:
         raise SystemExit("an answer with guesses differs from the one without")
-    return rates[0], rates[1]
+    return [runs[0], runs[1]]
 
 
-def _show(name: str, rates: Sequence[tuple[float, float]], engines: Sequence[LLM]) -> str:
-    ratios = [guessing / plain for plain, guessing in rates]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    plain, guessing = (statistics.median(each) for each in zip(*rates, strict=True))
+def _show(name: str, pairs: Sequence[list[Run]], engines: Sequence[LLM]) -> str:
+    ratios = sorted(guessing.rate / plain.rate for plain, guessing in pairs)
+    low, high = _interval_of_median(len(ratios))
+    ratio = f"{statistics.median(ratios):.2f} ({ratios[low]:.2f}-{ratios[high]:.2f})"
+    plain, guessing = (statistics.median(run.rate for run in runs) for runs in zip(*pairs, strict=True))
+    cpu, cpu_guessing = (
+        1e6 * sum(run.cpu_s for run in runs) / sum(run.num_steps for run in runs) for runs in zip(*pairs, strict=True)
+    )
     checked, right = (_count(engines[1], f"vllm:spec_decode_num_{each}_tokens_total") for each in ("draft", "accepted"))
     print(
-        f"{name:12} {plain:8.0f} tok/s, with guesses {guessing:8.0f}: {middle:.2f} x ({low:.2f}-{high:.2f});"
-        f" so far {checked:.0f} guesses, {right:.0f} right",
+        f"{name:12} {plain:8.0f} tok/s, with guesses {guessing:8.0f}: {ratio} x in {len(pairs)} pairs;"
+        f" master {cpu:.0f} us a step, {cpu_guessing:.0f} with; so far {checked:.0f} guesses, {right:.0f} right",
         flush=True,
     )
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+    return ratio
+
+
+def _interval_of_median(count: int) -> tuple[int, int]:
+    """Places, of so many sorted values, between which the median of many more lies (95 %, by their ranks)."""
+    away = 0.98 * math.sqrt(count)
+    return max(0, math.floor((count - 1) / 2 - away)), min(count - 1, math.ceil((count - 1) / 2 + away))
 
 
 def _count(llm: LLM, counter: str) -> float:
@@ -137,7 +174,8 @@ def _count(llm: LLM, counter: str) -> float:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo"), metavar="FOLDER", help="or `demo`")
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=1000, help="at most, of each kind and size")
+    parser.add_argument("--seconds", type=float, default=30.0, help="after which no further pair of one kind is begun")
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "none"))
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
