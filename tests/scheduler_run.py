@@ -78,7 +78,10 @@ class SchedulerRun:
                 assert len(request.output_token_ids) == request.sampling.max_tokens
 
     def _is_idle(self) -> bool:
-        return not self.scheduler.has_unfinished_requests
+        """Whether nobody can move: others of a tenant run elsewhere, perhaps."""
+        scheduler = self.scheduler
+        all_apart = scheduler.limits.num_schedulers > 1 and not scheduler.running and not len(scheduler.waiting)
+        return all_apart or not scheduler.has_unfinished_requests
 
     def _check(self, schedule: Schedule, num_running: int) -> None:
         scheduler, limits = self.scheduler, self.scheduler.limits

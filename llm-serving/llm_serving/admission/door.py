@@ -79,6 +79,8 @@ class Replica:
     under_way: UnderWay = NOTHING
     num_cached_tokens: int = 0
     """Of the prompt that is asked about, that it has computed or will have when it comes to it."""
+    elsewhere: Sequence[Slots] = ()
+    """The requests that have places at other replicas, which count for what a tenant may run."""
 
 
 class Door:
@@ -296,7 +298,7 @@ class Door:
                 before = ahead.asked + ahead.asked[: num_requests - 1]  # about as long
                 steps = slots.steps_until_free(before, measured.num_slots, max_rank)
             if (most := self._room.max_running(tenant)) is not None:
-                own_steps = self._steps_to_own(slots, replica.index, tenant, num_requests, most)
+                own_steps = self._steps_to_own(slots.with_others(replica.elsewhere), tenant, num_requests, most)
             if own_steps is not None and own_steps > (steps or 0):
                 steps, wait = own_steps, "own"
             queue = replace(queue, num_steps_to_slot=steps)
@@ -306,10 +308,13 @@ class Door:
         kind = Kind(request_class.name, wait)
         return Forecast(seconds * self._corrections.factor(kind), seconds, kind)
 
-    def _steps_to_own(self, slots: Slots, replica: int, tenant: str, num_requests: int, most: int) -> int | None:
-        """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now."""
-        ahead = self._room.ahead(replica, None, tenant, slots.request_ids)
-        num_running = self._room.num_running_of(replica, tenant) + ahead.num_placed
+    def _steps_to_own(self, slots: Slots, tenant: str, num_requests: int, most: int) -> int | None:
+        """Steps until a tenant that runs as many as it may, `most`, may run the last of these; None: it may now.
+
+        `slots`: of all replicas, whose steps are taken to be as long as each other's.
+        """
+        ahead = self._room.ahead_of_tenant(tenant, slots.request_ids)
+        num_running = self._room.num_running_of(tenant) + ahead.num_placed
         if num_running + len(ahead.asked) + num_requests <= most:
             return None
         return slots.steps_until_free(ahead.asked + ahead.asked[: num_requests - 1], most, None, tenant)

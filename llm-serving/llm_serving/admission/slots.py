@@ -39,6 +39,12 @@ class Slots:
         """Of those who have a slot, or for whose answers something has one."""
         return frozenset([each.asked.request_id for each in self._running])
 
+    def with_others(self, others: Sequence[Slots]) -> Slots:
+        """Those of other replicas beside these, as if all were one."""
+        if not others:
+            return self
+        return Slots([request for each in (self, *others) for request in each._running], self._lengths)
+
     @cached_property
     def _now(self) -> LengthsNow:
         return self._lengths.beside(self._running)

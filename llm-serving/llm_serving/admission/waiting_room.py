@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -64,16 +64,6 @@ _QUEUE: Final = "queue"
 """Name of the place that all requests share."""
 
 
-class Ahead(NamedTuple):
-    """What those who wait come to, of whom each may get a place before somebody who comes now."""
-
-    asked: list[Asked]
-    num_tokens: int
-    """Of their prompts, to be computed."""
-    num_placed: int = 0
-    """Others, that have a place already."""
-
-
 class _Entry(NamedTuple):
     tally: Tally
     replica: int
@@ -87,6 +77,23 @@ class _Entry(NamedTuple):
     @property
     def num_owed(self) -> int:
         return self.num_tokens - self.num_cached
+
+
+class Ahead(NamedTuple):
+    """Those who wait, of whom each may get a place before somebody who comes now."""
+
+    entries: list[_Entry]
+    num_placed: int
+    """Others, that have a place already."""
+
+    @property
+    def asked(self) -> list[Asked]:
+        return [entry.asked for entry in self.entries]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of their prompts, to be computed."""
+        return sum([entry.num_owed for entry in self.entries])
 
 
 class WaitingRoom:
@@ -104,8 +111,8 @@ class WaitingRoom:
         """The same by replica."""
         self._running: dict[str, _Entry] = {}
         self._waiting_of_tenant: Counter[str] = Counter()
-        self._running_of_tenant: Counter[tuple[int, str]] = Counter()
-        """By replica; of tenants that may run only so many."""
+        self._running_of_tenant: Counter[str] = Counter()
+        """Of tenants that may run only so many."""
         self._clock = clock
         self._rates: dict[str, DrainRate] = {_QUEUE: DrainRate()}
         """By name of a place: the queue, and those classes and tenants that have a limit of their own."""
@@ -122,9 +129,7 @@ class WaitingRoom:
         self._max_running = config.scheduler.max_running_per_tenant
         self._max_running_of = {key.name: key.max_running for key in config.api_keys if key.max_running is not None}
         running = self._running.values()
-        self._running_of_tenant = Counter(
-            (each.replica, each.tenant) for each in running if self.max_running(each.tenant) is not None
-        )
+        self._running_of_tenant = Counter(each.tenant for each in running if self.max_running(each.tenant) is not None)
         limited = [_class_place(each.name) for each in config.request_classes if each.max_waiting is not None]
         for place in (*limited, *map(_tenant_place, self._max_of_tenant)):
             self._rates.setdefault(place, DrainRate())
@@ -156,7 +161,7 @@ class WaitingRoom:
             entry.tally.num_running += 1
             self._running[request_id] = entry
             if self.max_running(entry.tenant) is not None:
-                self._running_of_tenant[entry.replica, entry.tenant] += 1
+                self._running_of_tenant[entry.tenant] += 1
 
     def leave(self, request_id: str) -> None:
         """The request has ended or is given up; twice changes nothing."""
@@ -164,7 +169,7 @@ class WaitingRoom:
         entry = self._running.pop(request_id, None)
         if entry is not None:
             entry.tally.num_running -= 1
-            if (name := (entry.replica, entry.tenant)) in self._running_of_tenant:
+            if (name := entry.tenant) in self._running_of_tenant:
                 self._running_of_tenant[name] -= 1
                 if not self._running_of_tenant[name]:
                     del self._running_of_tenant[name]
@@ -181,12 +186,6 @@ class WaitingRoom:
         self._running[request_id] = before._replace(tally=tally, replica=replica)
         before.tally.num_running -= 1
         tally.num_running += 1
-        if (name := (before.replica, before.tenant)) in self._running_of_tenant:
-            self._running_of_tenant[name] -= 1
-            if not self._running_of_tenant[name]:
-                del self._running_of_tenant[name]
-        if self.max_running(before.tenant) is not None:
-            self._running_of_tenant[replica, before.tenant] += 1
 
     def move(self, request_id: str, replica: int, request_class: RequestClass) -> None:
         """The request is of another class now; one that has ended is left alone."""
@@ -249,43 +248,37 @@ class WaitingRoom:
     def _names_up_to(self, max_rank: int | None) -> list[str]:
         return [each.name for each in self._classes if max_rank is None or each.rank <= max_rank]
 
-    def ahead(
-        self, replica: int, max_rank: int | None, tenant: str | None = None, placed: Container[str] = ()
-    ) -> Ahead:
+    def ahead(self, replica: int, max_rank: int | None, placed: Container[str] = ()) -> Ahead:
         """Those who wait at a replica, of classes up to this rank (None: of all), in order of arrival.
 
-        Left out are those `placed`: they have a place, which has not been told here yet.
-
-        Those beyond what their tenant may run are in nobody's way but its own: they count only with that `tenant`, and
-        with it no others do.
+        Left out are those `placed`, who have a place, which has not been told here yet, and those beyond what their
+        tenant may run, who are in nobody's way but its own.
         """
         names = self._names_up_to(max_rank)
-        found = [
-            (request_id in placed, entry)
-            for request_id, entry in self._waiting_at.get(replica, {}).items()
-            if entry.class_name in names and (tenant is None or entry.tenant == tenant)
-        ]
-        chosen = [entry for has_place, entry in found if not has_place]
-        num_placed = len(found) - len(chosen)
-        if tenant is None and (self._max_running is not None or self._max_running_of):
-            chosen = list(self._that_may_run(chosen))
-        return Ahead([entry.asked for entry in chosen], sum([entry.num_owed for entry in chosen]), num_placed)
+        ahead = _ahead(self._waiting_at.get(replica, {}), placed, lambda entry: entry.class_name in names)
+        if self._max_running is not None or self._max_running_of:
+            return ahead._replace(entries=list(self._that_may_run(ahead.entries)))
+        return ahead
+
+    def ahead_of_tenant(self, tenant: str, placed: Container[str] = ()) -> Ahead:
+        """Those of a tenant who wait, at whatever replica; left out are those `placed`."""
+        return _ahead(self._waiting, placed, lambda entry: entry.tenant == tenant)
 
     def _that_may_run(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
         passed = self._running_of_tenant.copy()
         for entry in entries:
-            most, name = self.max_running(entry.tenant), (entry.replica, entry.tenant)
-            if most is None or passed[name] < most:
-                passed[name] += 1
+            most = self.max_running(entry.tenant)
+            if most is None or passed[entry.tenant] < most:
+                passed[entry.tenant] += 1
                 yield entry
 
     def max_running(self, tenant: str) -> int | None:
-        """Most requests of the tenant that run at once at a replica; None: no limit."""
+        """Most requests of the tenant that run at once; None: no limit."""
         return self._max_running_of.get(tenant, self._max_running)
 
-    def num_running_of(self, replica: int, tenant: str) -> int:
+    def num_running_of(self, tenant: str) -> int:
         """Running requests of a tenant that has such a limit."""
-        return self._running_of_tenant[replica, tenant]
+        return self._running_of_tenant[tenant]
 
     def class_load(self, name: str) -> Tally:
         """What is there of one class."""
@@ -334,6 +327,12 @@ class WaitingRoom:
 
     def _place(self, name: str, taken: int, limit: int, amount: int) -> Place:
         return Place(name, taken, limit, amount, self._rates[name].per_second(self._clock()))
+
+
+def _ahead(waiting: Mapping[str, _Entry], placed: Container[str], counts: Callable[[_Entry], bool]) -> Ahead:
+    found = [(request_id in placed, entry) for request_id, entry in waiting.items() if counts(entry)]
+    chosen = [entry for has_place, entry in found if not has_place]
+    return Ahead(chosen, len(found) - len(chosen))
 
 
 def _limit(name: str, key: str, place: Place, whose: str = "") -> Limit:

@@ -381,6 +381,7 @@ class AsyncEngine:
     def _forget(self, request_id: str) -> OpenRequest | None:
         self._room.leave(request_id)
         self._router.leave(request_id)
+        self.replicas.ledger.places.forget(request_id)
         opened = self._requests.pop(request_id)
         if opened is not None:
             self.control.ended_at(opened.engine)

@@ -110,6 +110,8 @@ class Engine:
         """Told in the engine's thread that another attempt to start its WorkAgent again has been made."""
         self.ledger = Ledger()
         """Shared with the other replicas."""
+        self.nudge: Callable[[], None] = self._post_nothing
+        """Has it look again at what it shares with them; may be called from any thread."""
         self._executor = executor
         self._recovery = Recovery(scheduler, executor, metrics, self._while_away, self._while_tried)
         self._restart_wait_s = restart_wait_s
@@ -240,6 +242,15 @@ class Engine:
     def log_bounds(self) -> None:
         for bounds in self.scheduler.bounds:
             logger.info("replica %d: %s", self._index, bounds)
+        limits = self.scheduler.limits
+        if limits.num_schedulers > 1:
+            logger.info(
+                "replica %d: limits of tenants hold for all %d replicas together, and so do weights, of which a class is"
+                " sure of a 1/%d here",
+                self._index,
+                limits.num_schedulers,
+                limits.least_part,
+            )
 
     def state(self) -> SchedulerState:
         """To be called by the engine's thread."""
@@ -347,11 +358,10 @@ class Engine:
             for request, token_ids in self._drafter.drafts(len(self.scheduler.running), waits=waits):
                 self.scheduler.draft(request, token_ids)
         now = self._clock()
-        if service := self.ledger.take(self._index):
-            self.scheduler.served_elsewhere(service)
+        self.share()
         schedule = self.scheduler.schedule(now)
         self.moves.formed(schedule)
-        self.ledger.served(self._index, self.scheduler.take_service())
+        self.tell_served()
         self.journal.decided(now, self.scheduler.blocked)
         self.load.placed(Slots(tuple(self.scheduler.running), self._lengths), self.scheduler.blocked)
         if schedule is not None:
@@ -380,6 +390,23 @@ class Engine:
         """Takes what others ask for, and ends who has no time left."""
         self._take_inbox()
         self._end_overdue()
+
+    def share(self) -> None:
+        """Has the scheduler know what others have served, and which places of tenants are its own."""
+        scheduler, ledger = self.scheduler, self.ledger
+        if service := ledger.take(self._index):
+            scheduler.served_elsewhere(service)
+        if places := ledger.places.settle(self._index, scheduler.take_needs()):
+            scheduler.deal(places)
+        if (ahead := ledger.classes.take_ahead(self._index)) is not None:
+            scheduler.put_ahead(ahead)
+
+    def tell_served(self) -> None:
+        """Has the others know what this one has served."""
+        scheduler, ledger = self.scheduler, self.ledger
+        ledger.served(self._index, scheduler.take_service())
+        if scheduler.limits.num_schedulers > 1 and (paid := scheduler.take_paid()) is not None:
+            ledger.classes.charge(self._index, paid)
 
     def _waits_for_replies(self) -> bool:
         """Whether more tokens come in the same time if no step is formed ahead.
@@ -593,6 +620,7 @@ class Engine:
         self.journal.queued(request, self._clock())
 
     def _arrive(self, departure: Departure, is_cancelled: bool) -> None:
+        self.ledger.places.arrive(self._index, departure.request.request_id)
         self._expect(departure.request)
         self.moves.arrive(departure)
         self.journal.queued(departure.request, self._clock())
@@ -635,6 +663,10 @@ class Engine:
     def _wake(self) -> None:
         """To be called with the lock and while the engine lives: its descriptor may be somebody else's later."""
         os.eventfd_write(self._wake_fd, 1)
+
+    def _post_nothing(self) -> None:
+        with contextlib.suppress(WorkerDiedError):
+            self._post(lambda: None)
 
     def _take_inbox(self) -> None:
         while self._inbox:

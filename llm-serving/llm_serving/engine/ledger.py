@@ -1,12 +1,14 @@
-"""What tenants are served by each replica, told to all others: so their shares are those of the whole."""
+"""What replicas tell each other of those they serve: so shares and limits are those of the whole."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
+from llm_serving.engine.class_account import ClassAccount
+from llm_serving.engine.tenant_places import TenantPlaces
 from llm_serving.scheduler.fair_share import MAX_TENANTS
 
 Service = Mapping[tuple[str, str], int]
@@ -23,17 +25,28 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self.places = TenantPlaces()
+        """That tenants with a limit may take."""
+        self.classes = ClassAccount()
         self._lock = threading.Lock()
         self._pending: dict[int, Counter[tuple[str, str]]] = {}
         """By replica: what it has not been told."""
 
-    def join(self, replica: int) -> None:
-        """A replica begins to serve; what was before it is not told."""
+    def join(self, replica: int, nudge: Callable[[], None] = lambda: None) -> None:
+        """A replica begins to serve; what was before it is not told.
+
+        Args:
+            nudge: Has its thread look again at what is shared; may be called from any thread.
+        """
+        self.places.join(replica, nudge)
+        self.classes.leave(replica)
         with self._lock:
             self._pending[replica] = Counter()
 
     def leave(self, replica: int) -> None:
         """A replica serves no longer."""
+        self.places.leave(replica)
+        self.classes.leave(replica)
         with self._lock:
             self._pending.pop(replica, None)
 

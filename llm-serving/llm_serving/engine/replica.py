@@ -94,6 +94,7 @@ def build_rules(config: ServingConfig, longest: int) -> Rules:
         static_batching=model.batching_strategy == "static",
         batch_waiting_time=model.batch_waiting_time,
         max_running_per_tenant=scheduler.max_running_per_tenant,
+        num_schedulers=config.num_replicas,
         max_running_of_tenant={key.name: key.max_running for key in config.api_keys if key.max_running is not None},
     )
     classes = config.request_classes if policy.honours_classes else (RequestClass(name="all", rank=0),)

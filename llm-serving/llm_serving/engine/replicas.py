@@ -64,7 +64,8 @@ class Replicas:
     def __init__(self, config: ServingConfig, open_replica: OpenReplica, events: Events) -> None:
         self.engines: dict[int, Engine] = {}
         """Those that have been loaded, dead ones included until they are loaded again."""
-        self._ledger = Ledger()
+        self.ledger = Ledger()
+        """What they tell each other."""
         self._carrier = Carrier()
         self._reloaded: ServingConfig | None = None
         """What engines go by, where it is not what they are opened with."""
@@ -273,11 +274,11 @@ class Replicas:
             else:
                 logger.info("WorkAgent %d is ready", index)
             engine.run()  # to its end at least: it may have been given requests
-        self._ledger.leave(index)
+        self.ledger.leave(index)
 
     def _join(self, index: int, engine: Engine) -> None:
-        self._ledger.join(index)
-        engine.ledger = self._ledger
+        self.ledger.join(index, lambda: engine.nudge())
+        engine.ledger = self.ledger
 
     def _set_progress(self, text: str) -> None:
         self._progress = text
@@ -291,6 +292,8 @@ class Replicas:
         self._call_soon(self._events.on_started, request_ids)
 
     def _publish_departures(self, departures: list[Departure]) -> None:
+        for each in departures:
+            self.ledger.places.depart(each.request.request_id, each.request.tenant)
         self._call_soon(self._events.on_departures, departures)
 
     def _publish_away(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from llm_serving.admission.door import Door, Replica
 from llm_serving.admission.load_estimator import Measured
+from llm_serving.admission.slots import Slots
 from llm_serving.admission.waiting_room import WaitingRoom
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.caller import Caller
@@ -160,7 +161,12 @@ class Router:
             engine.load.slots,
             engine.load.under_way,
             num_cached_tokens,
+            self._slots_elsewhere(index),
         )
+
+    def _slots_elsewhere(self, index: int) -> list[Slots]:
+        living = self._replicas.living()
+        return [each.load.slots for other, each in living.items() if other != index and each.load.slots is not None]
 
     def smallest_cache(self) -> BlockManager:
         """Of all replicas that get requests: what it can hold any of them can.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from llm_serving import __version__
@@ -21,6 +21,7 @@ from llm_serving.recording.records import (
     Asked,
     CacheLost,
     Chain,
+    Dealt,
     Decided,
     Departed,
     Drafted,
@@ -29,6 +30,7 @@ from llm_serving.recording.records import (
     GivenBack,
     Header,
     Paused,
+    PutAhead,
     PutOff,
     Reloaded,
     Reprioritised,
@@ -288,6 +290,14 @@ class RecordedScheduler(Scheduler):
     def served_elsewhere(self, service: Mapping[tuple[str, str], int]) -> None:
         self._record(ServedElsewhere([(name, tenant, num_tokens) for (name, tenant), num_tokens in service.items()]))
         super().served_elsewhere(service)
+
+    def deal(self, places: Mapping[str, int]) -> None:
+        self._record(Dealt(dict(places)))
+        super().deal(places)
+
+    def put_ahead(self, names: Collection[str]) -> None:
+        self._record(PutAhead(sorted(names)))
+        super().put_ahead(names)
 
     def reload(self, rules: Rules) -> None:
         self._record(Reloaded(*capture(rules)))

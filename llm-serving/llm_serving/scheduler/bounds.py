@@ -89,6 +89,10 @@ def class_bounds(
     A request whose next token depends on more than its newest one gets none while that is on its way, which is so for
     all the steps that are formed ahead.
 
+    Where several schedulers serve, a class that is ahead of its share of all counts here with a `least_part` of its
+    weight while the others count with theirs. So that is its part here; it pays for service as many times as much then,
+    and when it is no longer ahead it may have to let others catch up with a turn of that.
+
     Who goes first within the class is up to the order but for one of `max_overtakes` + 1 admissions, which is the
     oldest's. So with `n` ahead, (n + 1) * (max_overtakes + 1) admissions bring its turn, and one for each that has been
     admitted before: whoever loses its place comes back ahead of its class and overtakes nobody.
@@ -134,7 +138,7 @@ def class_bounds(
     bounds = []
     for each in classes:
         is_highest = each is classes[0]
-        part = Fraction(each.weight, sum_of_weights)
+        part = Fraction(each.weight, each.weight + limits.least_part * (sum_of_weights - each.weight))
         a_token = limits.max_steps_in_flight
         if crowded.max_num_seqs > 1 and each.weight < sum_of_weights:
             # Prompts of others leave out what decodes only where they have places beside it.
@@ -146,7 +150,7 @@ def class_bounds(
         service = as_prompt + (longest - 1) * max(as_prompt, decoding)
         service += num_again * longest * as_prompt + (1 + num_again) * _steps_a_prompt(limits) / part
         until_free = longest * a_token + cache_tokens * a_token_now + crowded.max_num_seqs * _steps_a_prompt(limits)
-        turns = (len(classes) - 1) * limits.turn_steps
+        turns = (len(classes) - 1) * limits.turn_steps * limits.least_part
         ageing = 0 if is_highest else each.ageing_steps
         first = ageing + math.ceil((until_free + turns) / part)
         num_others = crowded.max_num_seqs - 1

@@ -55,6 +55,7 @@ class Deciders:
         num_waited = self.waits.num_waited()
         after = Deciders(rules, self._blocks, len(running))
         after.giving_way.take_over(self.giving_way)
+        after.waiting.turns.ahead = self.waiting.turns.ahead
         clocks = self.waiting.clocks
         for request in everybody:
             age = clocks[request.request_class.name] - request.arrival_clock

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
+
+MOST_LEAST_PART: Final = 8
+"""Bounds on waiting grow with it, so it does not grow with the number of schedulers for ever."""
 
 
 class PreemptionMode(enum.StrEnum):
@@ -52,5 +56,16 @@ class SchedulerLimits:
     """Most requests of a tenant that have a place or had one, but for further beams of a search; None: no limit."""
     max_running_of_tenant: dict[str, int] = field(default_factory=dict)
     """The same for single tenants."""
+    num_schedulers: int = 1
+    """That classes and tenants share: weights, and what limits a tenant, hold for all of them together."""
     batch_waiting_time: float = 0.0
     """Seconds to wait after the first arrival for a batch to fill."""
+
+    @property
+    def least_part(self) -> int:
+        """By what the weight of a class is divided here while it is ahead of its share of all schedulers.
+
+        So it can have all of the others to itself and come to its share of the whole all the same, if that is no more
+        than half of what it has there.
+        """
+        return min(2 * self.num_schedulers, MOST_LEAST_PART) if self.num_schedulers > 1 else 1

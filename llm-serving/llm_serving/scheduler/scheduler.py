@@ -22,6 +22,8 @@ from llm_serving.scheduler.prompt_results import prompt_results_of
 from llm_serving.scheduler.rules import Rules
 from llm_serving.scheduler.running import Running
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow, StepDraft
+from llm_serving.scheduler.tenant_gate import Need
+from llm_serving.scheduler.turns import Paid
 from llm_serving.scheduler.wait_reason import NO_ROOM, Blocked, WaitReason
 
 
@@ -58,6 +60,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         """All that have not ended."""
         self._step = 0
+        self._told_at_step = 0
+        """The next step when `take_paid` was last told something."""
         self._service: dict[tuple[str, str], int] = {}
         """By class and tenant, what was served since `take_service`."""
         self._now = 0.0
@@ -110,7 +114,7 @@ class Scheduler:
             request.num_computed_tokens = transfer.num_tokens
             request.num_preemptions = transfer.num_preemptions
             self.blocks.arrive(request.request_id, transfer)
-            self.waits.wait(request, transfer.num_waited)
+            self.waits.bring(request, transfer.num_waited)
             return
         parent = self._requests.get(request.fork_of or "")
         if parent is not None and parent.num_confirmed_tokens < parent.num_prompt_tokens:
@@ -329,6 +333,25 @@ class Scheduler:
         service, self._service = self._service, {}
         return service
 
+    def deal(self, places: Mapping[str, int]) -> None:
+        """Of the places that tenants may take at all schedulers together, so many more may be taken here, or less."""
+        self.waits.follow(self.waits.gate.deal(places))
+
+    def take_needs(self) -> dict[str, Need]:
+        """By tenant what is needed of those places, where that has changed since the last call."""
+        return self.waits.gate.take_needs()
+
+    def put_ahead(self, names: Collection[str]) -> None:
+        """These classes have had more than their share of all schedulers: others go first here, as far as may be."""
+        self.waiting.turns.ahead = frozenset(names)
+
+    def take_paid(self) -> dict[str, Paid] | None:
+        """What each class has had here since the last call; None: no step was formed, though somebody waits."""
+        if self._step == self._told_at_step and len(self.waiting):
+            return None
+        self._told_at_step = self._step
+        return self.waiting.turns.take_paid()
+
     def lose_cache(self) -> None:
         """Both memories are lost, and every step that was not replied to: what ran waits to be computed again.
 
@@ -471,7 +494,9 @@ class Scheduler:
     def is_plain(self) -> bool:
         """Whether nothing but tokens is computed for those it has, and no window, batch or tenant's limit counts."""
         special = self._num_beams or self._num_telling or self._num_moving or self._num_drafts or self._closed
-        return not (special or self.blocks.window.slides or self.limits.static_batching or self.waits.gate.full())
+        gate = self.waits.gate
+        apart = gate.full() or gate.has_news
+        return not (special or apart or self.blocks.window.slides or self.limits.static_batching)
 
     def pass_alike(self, now: float, charges: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> None:
         """Counts a step that decodes all requests and nothing else, whose rows `SteadySteps` has seen to.

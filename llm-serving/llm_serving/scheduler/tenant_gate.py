@@ -25,13 +25,27 @@ class Changes(NamedTuple):
     """They may wait for one from now on."""
 
 
+class Need(NamedTuple):
+    """What a tenant has here, and wants, of the places that its limit gives it at all schedulers together."""
+
+    limit: int
+    part: int
+    """Of these places, those that were dealt to this scheduler and have not been given back."""
+    num_active: int
+    """Places that are taken."""
+    num_wanted: int
+    """Requests that wait for one."""
+
+
 class _Tenant:
     """One tenant with a limit and requests that have not ended."""
 
     def __init__(self, name: str, limit: int, classes: Sequence[RequestClass], limits: SchedulerLimits) -> None:
         self.name = name
         self.limit = limit
-        self.turns = Turns(classes, replace(limits, max_num_seqs=max(1, limit)), 1)
+        self.part = 0 if limits.num_schedulers > 1 else limit
+        """Places that it may take here."""
+        self.turns = Turns(classes, replace(limits, max_num_seqs=max(1, limit), num_schedulers=1), 1)
         self.active: dict[int, Request] = {}
         """By sequence: those that have been admitted and not ended, wherever they are now."""
         self.passed: dict[str, dict[int, Request]] = {}
@@ -45,7 +59,12 @@ class _Tenant:
 
     @property
     def num_free(self) -> int:
-        return max(0, self.limit - len(self.active))
+        return max(0, self.part - len(self.active))
+
+    @property
+    def need(self) -> Need:
+        num_passed = sum(map(len, self.passed.values()))
+        return Need(self.limit, self.part, len(self.active), num_passed + sum(map(len, self.held.values())))
 
 
 class TenantGate:
@@ -57,6 +76,9 @@ class TenantGate:
 
     A tenant's classes share what it may run as all classes share the server: a lower one whose next request has waited
     `ageing_steps` takes turns with the higher ones by weight. When it has its turn, the free places are kept for it.
+
+    Where several schedulers serve, a limit is that of all together: a tenant may take the places that have been dealt
+    to this one, and a place that a request leaves is given back.
     """
 
     def __init__(self, limits: SchedulerLimits, classes: Sequence[RequestClass], clocks: Mapping[str, int]) -> None:
@@ -68,21 +90,38 @@ class TenantGate:
         self._full: dict[str, _Tenant] = {}
         """Those with somebody who is kept apart: few, where tenants are many."""
         self._names_of_full: tuple[str, ...] = ()
+        self._is_dealt = limits.num_schedulers > 1
+        self._changed: dict[str, None] = {}
+        """Tenants whose needs are others since they were told, where several schedulers share the places."""
 
     def arrived(self, request: Request) -> Changes | None:
-        """What becomes of the request, which has never had a place, and of others; None: nothing limits its tenant."""
-        tenant = self._tenant(request)
-        if tenant is None:
+        """What becomes of the request, which has never had a place, and of others.
+
+        None: nothing limits its tenant, or it has taken its place along from another scheduler.
+        """
+        tenant = self._tenant(request.tenant)
+        if tenant is None or request.sequence in tenant.active:
             return None
         heapq.heappush(tenant.held.setdefault(request.request_class.name, []), (request.queue_key, request))
         return self._settle(tenant)
 
+    def brought(self, request: Request) -> Changes:
+        """The request has had a place at another scheduler, and takes it along."""
+        tenant = self._tenant(request.tenant)
+        if tenant is None:
+            return Changes([], [])
+        if self._is_dealt:
+            tenant.part += 1
+        return self.admitted(request)
+
     def admitted(self, request: Request) -> Changes:
         """The request has a place."""
-        tenant = self._tenant(request)
+        tenant = self._tenant(request.tenant)
         if tenant is None:
             return Changes([], [])
         tenant.active[request.sequence] = request
+        if self._is_dealt:  # further beams of a search have places whatever was dealt
+            tenant.part = max(tenant.part, len(tenant.active))
         tenant.passed.get(request.request_class.name, {}).pop(request.sequence, None)
         return self._settle(tenant)
 
@@ -91,7 +130,8 @@ class TenantGate:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             return Changes([], [])
-        tenant.active.pop(request.sequence, None)
+        if tenant.active.pop(request.sequence, None) is not None and self._is_dealt:
+            tenant.part -= 1
         name = request.request_class.name
         tenant.passed.get(name, {}).pop(request.sequence, None)
         held = tenant.held.get(name, [])
@@ -102,6 +142,41 @@ class TenantGate:
         if tenant.is_empty:
             del self._tenants[request.tenant]
         return changes
+
+    def deal(self, more: Mapping[str, int]) -> Changes:
+        """Tenants may take so many places more here, or less."""
+        changes = Changes([], [])
+        for name, number in more.items():
+            tenant = self._tenant(name)
+            if tenant is None:  # it has no limit any more
+                continue
+            tenant.part = max(tenant.part + number, len(tenant.active))
+            for total, new in zip(changes, self._settle(tenant), strict=True):
+                total += new
+            if tenant.is_empty:
+                del self._tenants[name]
+        return changes
+
+    def take_needs(self) -> dict[str, Need]:
+        """Of the tenants where these are others than before; nothing where no other scheduler shares the places."""
+        if not self._changed:
+            return {}
+        changed, self._changed = self._changed, {}
+        return {name: self._need_of(name) for name in changed}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_needs` has something to tell."""
+        return bool(self._changed)
+
+    def take_over(self, before: TenantGate) -> None:
+        """Who had a place by another gate, which decided until now, has it by this one, and what was dealt is dealt."""
+        for name, tenant in before._tenants.items():
+            if (mine := self._tenant(name)) is not None:
+                mine.active.update(tenant.active)
+                mine.part = tenant.part if self._is_dealt else mine.part
+            if self._is_dealt:
+                self._changed[name] = None
 
     def tick(self) -> Changes:
         """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
@@ -146,7 +221,13 @@ class TenantGate:
                 passed[each.sequence] = each
                 changes.freed.append(each)
         self._note_whether_full(tenant)
+        if self._is_dealt:
+            self._changed[tenant.name] = None
         return changes
+
+    def _need_of(self, name: str) -> Need:
+        tenant = self._tenants.get(name)
+        return Need(self._limit_of(name) or 0, 0, 0, 0) if tenant is None else tenant.need
 
     def _note_whether_full(self, tenant: _Tenant) -> None:
         if any(tenant.held.values()) == (tenant.name in self._full):
@@ -178,10 +259,11 @@ class TenantGate:
         tenant.turns.look(waiting, aged, held)
         return waiting, held
 
-    def _tenant(self, request: Request) -> _Tenant | None:
-        found = self._tenants.get(request.tenant)
-        if found is None:
-            limit = self._limits.max_running_of_tenant.get(request.tenant, self._limits.max_running_per_tenant)
-            if limit is not None:
-                found = self._tenants[request.tenant] = _Tenant(request.tenant, limit, self._classes, self._limits)
+    def _tenant(self, name: str) -> _Tenant | None:
+        found = self._tenants.get(name)
+        if found is None and (limit := self._limit_of(name)) is not None:
+            found = self._tenants[name] = _Tenant(name, limit, self._classes, self._limits)
         return found
+
+    def _limit_of(self, name: str) -> int | None:
+        return self._limits.max_running_of_tenant.get(name, self._limits.max_running_per_tenant)

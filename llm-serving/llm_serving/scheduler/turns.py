@@ -4,12 +4,15 @@ A class pays for what it gets of the machine: of the places that requests run in
 blocks of the cache, whichever is the largest share (dominant resource, Ghodsi et al. 2011). Whoever has paid least for
 its weight is next (stride scheduling, Waldspurger and Weihl 1995). Whose prompts come first in a step is decided by
 tokens alone: who holds a place and gets no tokens would otherwise pay for the place, and never be first.
+
+Where several schedulers serve, shares are those of the whole: a class that has had more than its share of all of them
+counts here with a part of its weight, until it has not. So it never gets less than that part here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from llm_serving.core.request_class import RequestClass
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -19,6 +22,17 @@ WHOLE: Final = 2**16
 SCALE: Final = 2**20
 """At least the largest weight."""
 _NOTHING: Final[tuple[int, ...]] = (0, 0, 0)
+
+
+class Paid(NamedTuple):
+    """What a class has had of one scheduler since that was last told."""
+
+    service: int
+    """Over its weight."""
+    turn: int
+    """That of a turn: `turn_steps` whole steps."""
+    wants: bool
+    """Whether it contends and has somebody who waits."""
 
 
 class Turns:
@@ -37,6 +51,14 @@ class Turns:
         self._budget = limits.max_num_batched_tokens
         self._num_blocks = num_blocks
         self._turn_steps = limits.turn_steps
+        self._is_shared = limits.num_schedulers > 1
+        self._least_part = limits.least_part
+        self.ahead: frozenset[str] = frozenset()
+        """Classes that have had more than their share of all schedulers."""
+        self._service = dict.fromkeys(self._names, 0)
+        """Over weight, since it was told."""
+        self._wanting: set[str] = set()
+        """Classes that contended in the newest step and had somebody who waited."""
         self._paid = dict.fromkeys(self._names, _NOTHING)
         """Service over weight, in places, tokens and blocks; only differences count."""
         self._computed = dict.fromkeys(self._names, 0)
@@ -78,17 +100,18 @@ class Turns:
         contenders = [name for name in self.contenders if name in waiting]
         if not contenders:
             return None
-        total = self._sum_of_weights()
+        parts = {name: self._part(name) for name in self.contenders}
+        total = sum(parts.values())
         entitled = [
             name
             for name in contenders
-            if held[name] * total < self._num_places * self._weights[name]
-            and blocks[name] * total < self._num_blocks * self._weights[name]
+            if held[name] * total < self._num_places * parts[name]
+            and blocks[name] * total < self._num_blocks * parts[name]
         ]
         if not entitled:
             return contenders[0]
         name, least = (min(each, key=self._pass) for each in (entitled, contenders))  # of equals the highest class
-        turn = self._turn_steps * (WHOLE // self._num_places) * (SCALE // self._weights[name])
+        turn = self._turn_steps * (WHOLE // self._num_places) * self._scale(name)
         return name if self._pass(name) <= self._pass(least) + turn else least
 
     def first(self, among: Collection[str]) -> str | None:
@@ -122,7 +145,7 @@ class Turns:
             places, before, rest = places - total, (places, rest), rest - num_blocks * total
             if places < 0 or rest < 0:
                 service = max(WHOLE // self._num_places, WHOLE * num_blocks // self._num_blocks)
-                tolerance = self._turn_steps * service * (SCALE // weight)
+                tolerance = self._turn_steps * service * self._scale(name)
                 return count + (min(before) > 0 and self._pass(name) <= self._pass(by) + tolerance)
             count += 1
         return count
@@ -144,9 +167,11 @@ class Turns:
             backlogged: Classes with somebody who waits, or with a prompt to compute.
             unserved: Classes with a prompt for which the step had too few tokens.
         """
+        if self._is_shared:
+            self._tally(held, num_tokens, blocks, backlogged)
         paid: dict[str, tuple[int, ...]] = {}
         for name in self.contenders:
-            scale = SCALE // self._weights[name]
+            scale = self._scale(name)
             places, tokens, stored = self._paid[name]
             places += WHOLE * held[name] // self._num_places * scale
             tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
@@ -169,10 +194,42 @@ class Turns:
             self._computed = dict.fromkeys(self._names, 0)
             return
         for name, count in num_tokens.items():
-            self._computed[name] += WHOLE * count // self._budget * (SCALE // self._weights[name])
+            self._computed[name] += WHOLE * count // self._budget * self._scale(name)
         fewest = min([self._computed[name] for name in wanting])
         for name, computed in self._computed.items():
             self._computed[name] = max(0, computed - fewest)
+
+    def take_paid(self) -> dict[str, Paid]:
+        """What each class has had since the last call, and whether it wants more."""
+        paid = {}
+        for name, service in self._service.items():
+            turn = self._turn_steps * WHOLE * (SCALE // self._weights[name])
+            paid[name] = Paid(service, turn, name in self._wanting)
+            self._service[name] = 0
+        return paid
+
+    def _tally(
+        self,
+        held: Mapping[str, int],
+        num_tokens: Mapping[str, int],
+        blocks: Mapping[str, int],
+        backlogged: Collection[str],
+    ) -> None:
+        for name in self._names:
+            places = WHOLE * held[name] // self._num_places
+            tokens = WHOLE * num_tokens.get(name, 0) // self._budget
+            stored = WHOLE * blocks[name] // self._num_blocks
+            self._service[name] += max(places, tokens, stored) * (SCALE // self._weights[name])
+        self._wanting = {name for name in self.contenders if name in backlogged}
+
+    def _part(self, name: str) -> int:
+        """What of the machine it is due here, against the others."""
+        return self._weights[name] if name in self.ahead else self._weights[name] * self._least_part
+
+    def _scale(self, name: str) -> int:
+        """What it pays for service."""
+        scale = SCALE // self._weights[name]
+        return scale * self._least_part if name in self.ahead else scale
 
     def _pass(self, name: str) -> int:
         return max(self._paid[name])

@@ -57,6 +57,7 @@ class Waits:
             everybody: All requests, those that run included.
         """
         self.forks, self.laid_aside, self.num_entered = before.forks, before.laid_aside, before.num_entered
+        self.gate.take_over(before.gate)
         for request in everybody:
             if request.has_run:
                 self.gate.admitted(request)
@@ -85,6 +86,11 @@ class Waits:
             self.monitor.forget(request)
         if changes is not None:
             self.follow(changes, request)
+
+    def bring(self, request: Request, num_waited: int) -> None:
+        """A request that another scheduler has begun waits for a place; that of its tenant it has taken along."""
+        self.follow(self.gate.brought(request))
+        self.wait(request, num_waited)
 
     def wait_again(self, request: Request) -> None:
         """A request that ran waits for a place; a paused one first for what is to follow."""

@@ -295,6 +295,13 @@ class Simulation:
             self._loop.call_soon_threadsafe(self._wake, None)
 
         engine.moves.on_departures = on_departures
+        nudge = engine.nudge
+
+        def nudge_later() -> None:
+            nudge()
+            self._loop.call_soon_threadsafe(self._wake, None)
+
+        engine.nudge = nudge_later
         return engine
 
     def _wake(self, _: None) -> None:

@@ -60,12 +60,11 @@ class SteadyEngine:
         if engine._inbox or self._is_late(clock()):
             return self._leave()
         now = clock()
-        if service := engine.ledger.take(engine._index):
-            engine.scheduler.served_elsewhere(service)
+        engine.share()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
         if not steps.form(now):
             return self._leave()
-        engine.ledger.served(engine._index, engine.scheduler.take_service())
+        engine.tell_served()
         if self._predicts:
             engine.load.placed(Slots(self._running, engine._lengths))
         forms_late = engine._max_steps_in_flight > 1 and engine._step_s > SHORT_STEP_S

@@ -15,7 +15,8 @@ class ApiKey:
     max_waiting: int | None = None
     """Most of its requests that wait to be scheduled. None: only the other limits count."""
     max_running: int | None = None
-    """Most of its requests that run at once, at each WorkAgent. None: `scheduler_config.max_running_per_tenant`."""
+    """Most of its requests that run at once, at all WorkAgents together. None:
+    `scheduler_config.max_running_per_tenant`."""
     admin: bool = False
     """Whether it sees and controls everybody's requests, not only its own."""
     max_requests_per_minute: int | None = None

@@ -79,8 +79,8 @@ class SchedulerConfig:
     higher class that waits takes the place back."""
 
     max_running_per_tenant: int | None = option(None, integer(1, 10**6))
-    """Most requests of one tenant that run at once, at each WorkAgent; its others wait in nobody's way. A tenant is an
-    API key, or the `user` a client names, or all who name none. None: no limit."""
+    """Most requests of one tenant that run at once, at all WorkAgents together; its others wait in nobody's way. A
+    tenant is an API key, or the `user` a client names, or all who name none. None: no limit."""
 
     max_preemptions_per_request: int = option(8, integer(0, 10**6))
     """Times one request may lose its blocks; after that it keeps them until it ends."""
