@@ -245,8 +245,8 @@ class Engine:
         limits = self.scheduler.limits
         if limits.num_schedulers > 1:
             logger.info(
-                "replica %d: limits of tenants hold for all %d replicas together, and so do weights, of which a class is"
-                " sure of a 1/%d here",
+                "replica %d: limits of tenants and weights of classes hold for all %d replicas together; here a class is"
+                " sure of 1/%d of its weight",
                 self._index,
                 limits.num_schedulers,
                 limits.least_part,
