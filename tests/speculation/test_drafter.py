@@ -229,6 +229,18 @@ def test_those_without_drafts_are_hardly_delayed() -> None:
         assert bool(drafter.drafts(num_rows, waits=True)) is pays
 
 
+def test_where_all_guesses_would_delay_others_fewer_are_made_of_each() -> None:
+    for knee, num_guesses in ((56, 8), (24, 4), (8, 0)):
+        drafter = Drafter(8, 3)
+        for num_tokens in (*range(8, 57),) * 4:
+            drafter.measured(num_tokens, 0.01 * max(1.0, num_tokens / knee), 0.00001)
+        requests = [predictable(drafter, rounds=4) for _ in range(4)]
+        answer(drafter, requests[0], AGAIN, num_rows=8)
+        assert drafter.pays is (num_guesses > 0), knee
+        guesses = [token_ids for _, token_ids in drafter.drafts(8, waits=drafter.pays)]
+        assert guesses == ([AGAIN[:num_guesses]] * 4 if num_guesses else []), knee
+
+
 def test_requests_that_ended_without_a_reply_are_forgotten() -> None:
     drafter = Drafter(4, 3)
     requests = [predictable(drafter, rounds=3) for _ in range(20)]

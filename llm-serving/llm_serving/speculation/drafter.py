@@ -44,6 +44,8 @@ RARELY: Final = 16
 """Steps until it is asked again whether they could, where they could not if all were right."""
 MANY: Final = 32
 """To ask that takes as long as to compare so many."""
+SEARCHED_S: Final = 0.004
+"""In shorter steps the search for how far to guess, where full reach does not pay, would take a per cent."""
 LEAST_SWEPT: Final = 64
 TAKEN_TOGETHER: Final = 8
 """One in so many of those that run has to end before finished answers are taken, as many together cost little more than
@@ -137,6 +139,8 @@ class Drafter:
         """Replied to since the newest one that was followed."""
         self._follows_every = SELDOM
         """So many."""
+        self._farthest = max_drafts
+        """How far to guess at most, where all that may be guessed would cost others too much."""
         self._cost = StepCost()
         self._worth: Worth | None = None
         """By the newest step."""
@@ -288,21 +292,40 @@ class Drafter:
             num_guessed = len(self._predictable) + len(self._constrained)
             if self._model is not None:
                 num_guessed += MAX_CONTINUATIONS
-            self._worth = Worth(self._cost, num_rows, max(1, min(num_guessed, num_rows)), self._max_drafts)
+            self._worth = Worth(self._cost, num_rows, max(1, min(num_guessed, num_rows)), self._farthest)
         return self._worth
 
     def _pays(self, num_rows: int, asked: Mapping[Request, _State]) -> bool:
         """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
-        for those who get none."""
+        for those who get none; if not so, with fewer drafts for each."""
         if not self._step_s or not num_rows:
             return True
-        worth = self._worth_of(num_rows)
-        num_drafts, gain = 0, 0.0
+        num_without = num_rows - len(self._predictable) - len(asked)
+        waiting_s = self._waiting_s(len(self._predictable) + len(asked))
+        self._farthest = self._max_drafts
+        while True:
+            self._worth = None
+            worth = self._worth_of(num_rows)
+            most_s = MOST_DELAY * num_rows * worth.step_s
+            if num_without * waiting_s > most_s:
+                break
+            gain, cost_s = self._balance(worth, asked)
+            cost_s += waiting_s
+            if gain / num_rows > cost_s / worth.step_s and num_without * cost_s <= most_s:
+                return True
+            if self._farthest == 1 or worth.step_s < SEARCHED_S:
+                break
+            self._farthest //= 2
+        self._worth, self._farthest = None, self._max_drafts
+        return False
+
+    def _balance(self, worth: Worth, asked: Mapping[Request, _State]) -> tuple[float, float]:
+        """Tokens that all drafts bring, and seconds that they cost."""
+        num_drafts, gain, proposing_s = 0, 0.0, 0.0
         for state in self._predictable.values():
             reach, brought = worth.looked_up(state.hits)
             gain += brought
             num_drafts += reach
-        cost = self._waiting_s(len(self._predictable) + len(asked))
         if self._model is not None and asked:
             share_s, farthest = self._model.pass_s / len(asked), 0
             for state in asked.values():
@@ -311,10 +334,8 @@ class Drafter:
                 gain += expected(state.trust.hits, reach)
                 num_drafts += reach
                 farthest = max(farthest, reach)
-            cost += farthest * self._model.pass_s
-        cost += self._cost.further(num_rows, num_drafts)
-        num_without = num_rows - len(self._predictable) - len(asked)
-        return gain / num_rows > cost / worth.step_s and num_without * cost <= MOST_DELAY * num_rows * worth.step_s
+            proposing_s = farthest * self._model.pass_s
+        return gain, proposing_s + self._cost.further(worth.num_rows, num_drafts)
 
     def _could_pay(self, num_rows: int) -> bool:
         """Whether more tokens would come in the same time if guesses were right for all that run."""

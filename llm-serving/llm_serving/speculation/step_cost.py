@@ -6,7 +6,7 @@ from typing import Final
 
 KEEP: Final = 1 - 1 / 256
 """Of what a step says, after the next one."""
-ELSEWHERE: Final = 1 / 64
+ELSEWHERE: Final = 1 / 1024
 """What a step of the next size counts, of one size further the square of it, and so on."""
 SMALL: Final = 7
 """So many tokens more than none are still of the least size; each other size is twice as large as the one before."""
