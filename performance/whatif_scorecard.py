@@ -7,8 +7,13 @@
 The last of these measures nothing. Per configuration one server; on it, one after the other: a light load, as many
 clients as slots, and more than the server can do with classes and tenants. Lengths, arrivals and tokens are drawn by a
 seed; rates and numbers of requests follow from the capacity that the profile predicts, so that a cell takes some
-`--seconds`. Figures are those of `whatif`, counted alike from what clients saw and from the simulation. Of several
-measurements of the same loads the median counts, and how far they lie apart is told: no prediction can be closer.
+`--seconds`, a light one four times as many, as medians of few requests tell little. Figures are those of `whatif`,
+counted alike from what clients saw and from the simulation. Of several measurements of the same loads the median
+counts, and how far they lie apart is told: no prediction can be closer.
+
+What is off because the machine was faster or slower than when it was profiled is told apart from what the model gets
+wrong: the servers' recordings tell by what factor steps took longer than the profile says for steps of their shapes,
+and the load is simulated once more with that.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,10 +33,13 @@ import uvloop
 from llm_serving.commands.disturbance import MOST, Disturbance
 from llm_serving.commands.own_server import own_server
 from llm_serving.config import ServingConfig, load_config
+from llm_serving.whatif.cost_model import CostModel
 from llm_serving.whatif.figures import Figures, figures_of
 from llm_serving.whatif.http_player import play
+from llm_serving.whatif.measured_steps import MeasuredStep, Timings, read_timings
 from llm_serving.whatif.outcome import Outcome
 from llm_serving.whatif.profile import Profile, read_profile
+from llm_serving.whatif.recorded_load import recording_files
 from llm_serving.whatif.simulation import Result, Simulation
 from llm_serving.whatif.workload import read_workload
 
@@ -49,6 +57,8 @@ LOADS: Final = ("light", "at capacity", "overload")
 LENGTHS: Final = "prompt_tokens: {median: 40, p99: 250}, answer_tokens: {median: 40, p99: 150}"
 LIGHT: Final = 0.15
 """Of the capacity."""
+LIGHT_TIMES: Final = 4
+"""As long as the others: of some 40 to 80 requests one more or less that has to wait counts little."""
 OVERLOAD: Final = 1.4
 """Of the capacity."""
 WITHIN: Final = {
@@ -76,6 +86,10 @@ class Row(NamedTuple):
     runs: Sequence[Figures]
     """Measured, one after the other."""
     predicted: Figures
+    slowness: float
+    """Seconds that steps took in the median run, over what the profile says of their shapes."""
+    at_that_speed: Figures
+    """Predicted with steps that take so much longer."""
 
     def measured(self, name: str) -> float:
         """Median of all runs."""
@@ -87,6 +101,9 @@ class Row(NamedTuple):
 
     def ok(self, name: str) -> bool:
         return self.error(name) <= WITHIN[name]
+
+    def ok_at_that_speed(self, name: str) -> bool:
+        return _error(self.at_that_speed[name], self.measured(name)) <= WITHIN[name]
 
     def spread(self, name: str) -> float:
         """Of the runs: from the lowest to the highest, relative to their median."""
@@ -116,12 +133,12 @@ def workload(kind: str, slots: int, per_s: float, seconds: float, seed: int) -> 
         kind: One of `LOADS`.
         slots: Of the configuration.
         per_s: Requests a second that it can answer.
-        seconds: That the load is to take.
+        seconds: That the load is to take, a light one `LIGHT_TIMES` as long.
         seed: Of what is drawn.
     """
     head = f"seed: {seed}\nvocab_size: 1024\nstreams:\n"
     if kind == "light":
-        return f"{head}    all: {{rate: {LIGHT * per_s:.4g}, ends_s: {seconds:g}, {LENGTHS}}}\n"
+        return f"{head}    all: {{rate: {LIGHT * per_s:.4g}, ends_s: {LIGHT_TIMES * seconds:g}, {LENGTHS}}}\n"
     if kind == "at capacity":
         count = max(2 * slots, round(seconds * per_s))
         return f"{head}    all: {{concurrency: {slots}, requests: {count}, {LENGTHS}}}\n"
@@ -168,7 +185,7 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
             for _ in range(arguments.attempts):
                 time.sleep(PAUSE_S)
                 watch = Disturbance()
-                played = uvloop.run(play(config.serving.url, load, classes, cell.load.replace(" ", "-")))
+                played = uvloop.run(play(config.serving.url, load, classes, name_of(cell)))
                 share = watch.share()
                 if share <= MOST:
                     break
@@ -180,20 +197,51 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
 def compare(cell: Cell, folders: Sequence[Path], arguments: argparse.Namespace, profile: Profile) -> Row:
     config = load_config(arguments.config, CONFIGS[cell.config])
     load = read_workload(path_of(folders[0], cell, "yaml"))
-    simulated = Simulation(config, load, profile, arguments.seed).run()
+    slowness = statistics.median(
+        slowness_of(cell, read_timings(recording_files(folder / cell.config)), profile) for folder in folders
+    )
+    predicted, at_that_speed = (
+        figures_of(Simulation(config, load, each, arguments.seed).run())
+        for each in (profile, slower(profile, slowness))
+    )
     classes = {each.name: each for each in config.request_classes}
     runs = []
     for folder in folders:
         rows = json.loads(path_of(folder, cell, "json").read_text())
         outcomes = [Outcome(**{**each, "request_class": classes[each["request_class"]]}) for each in rows]
         runs.append(figures_of(Result("measured", load.name, profile, outcomes)))
-    return Row(cell, runs, figures_of(simulated))
+    return Row(cell, runs, predicted, slowness, at_that_speed)
+
+
+def name_of(cell: Cell) -> str:
+    """What ids of its requests begin with."""
+    return cell.load.replace(" ", "-")
+
+
+def slowness_of(cell: Cell, timings: Timings, profile: Profile) -> float:
+    """Mean of measured over predicted seconds of the steps during a load, the last time that it was played."""
+    prefix = f"{name_of(cell)}-"
+    begins = max(time for name, time in timings.arrivals.items() if name.startswith(f"{prefix}0-"))
+    ends = max(times[-1] for name, times in timings.replies.items() if name.startswith(prefix))
+    steps = [each for each in timings.steps if begins <= each.began_s and each.replied_s <= ends]
+    return statistics.fmean(each.seconds / _predicted_s(each, profile) for each in steps)
+
+
+def _predicted_s(step: MeasuredStep, profile: Profile) -> float:
+    """Of a step that was not formed ahead, with what forming it takes."""
+    return profile.step.seconds(step.shape) + (0.0 if step.ahead else profile.form.seconds(step.shape))
+
+
+def slower(profile: Profile, factor: float) -> Profile:
+    """With steps that take so many times as long."""
+    pieces = tuple(replace(each, seconds=factor * each.seconds) for each in profile.step.pieces)
+    return replace(profile, step=CostModel(pieces))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Predicted / measured and the error of each figure; an exclamation mark where it is off by more than it may be."""
     titles = ["configuration", "load", "requests", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "TTFT p99 ms"]
-    titles += ["TPOT p99 ms"]
+    titles += ["TPOT p99 ms", "steps"]
     again = len(rows[0].runs) > 1 if rows else False
     lines = [titles, ["---"] * len(titles)]
     for row in rows:
@@ -204,13 +252,15 @@ def table(rows: Sequence[Row]) -> str:
             sign = predicted / measured - 1 if measured else math.nan
             apart = f" ±{row.spread(name) / 2:.0%}" if again else ""
             cells.append(f"{predicted:.4g} / {measured:.4g}{apart} ({sign:+.0%}){mark}")
-        lines.append(cells)
+        lines.append([*cells, f"x {row.slowness:.2f}"])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     told = [
         f"{name}: {sum(row.ok(name) for row in rows)} of {len(rows)} within {most:.0%}" for name, most in WITHIN.items()
     ]
     count = len(rows) * len(WITHIN)
     told.append(f"in all {sum(row.ok(name) for row in rows for name in WITHIN)} of {count}")
+    at_that_speed = sum(row.ok_at_that_speed(name) for row in rows for name in WITHIN)
+    told.append(f"with steps as fast as they were during each load: {at_that_speed} of {count}")
     if again:
         repeats = sum(row.repeats(name) for row in rows for name in WITHIN)
         in_range = sum(row.in_range(name) for row in rows for name in WITHIN)

@@ -1,0 +1,36 @@
+"""What the scorecard of predictions asks of a server, and how it tells a slow machine from a wrong model."""
+
+import pytest
+from llm_serving.whatif.cost_model import CostModel, Piece
+from llm_serving.whatif.measured_steps import MeasuredStep, Timings
+from llm_serving.whatif.step_shape import StepShape
+from llm_serving.whatif.workload import read_workload
+from whatif_loads import STEP_S, create_profile
+from whatif_scorecard import LIGHT, LIGHT_TIMES, Cell, slower, slowness_of, workload
+
+SHAPE = StepShape(rows=1, tokens=1, samples=1, context=8, pairs=0, moves=0)
+
+
+def test_a_light_load_lasts_longer_so_that_medians_are_of_many_requests(tmp_path):
+    path = tmp_path / "light.yaml"
+    path.write_text(workload("light", 4, 10.0, 10.0, 1))
+    requests = read_workload(path).streams[0].requests
+    assert max(each.due_s for each in requests) > 30
+    assert len(requests) == pytest.approx(LIGHT * 10.0 * LIGHT_TIMES * 10.0, rel=0.3)
+
+
+def test_slowness_is_of_the_steps_of_the_last_time_a_load_was_played():
+    profile = create_profile(step=CostModel((Piece("step", STEP_S),)), form=CostModel((Piece("step", STEP_S / 2),)))
+
+    def step(began_s: float, seconds: float, *, ahead: bool) -> MeasuredStep:
+        asked_s = began_s - 0.001 if ahead else began_s
+        return MeasuredStep(SHAPE, asked_s, None, began_s if ahead else 0.0, began_s + seconds)
+
+    spans = [(1.0, 9 * STEP_S, True), (5.0, 1.2 * STEP_S, True), (5.1, 1.5 * 1.4 * STEP_S, False), (9.0, STEP_S, True)]
+    timings = Timings(
+        [step(began_s, seconds, ahead=ahead) for began_s, seconds, ahead in spans],
+        arrivals={"light-0-a": 0.9, "light-0-b": 4.9, "light-10-c": 5.0, "overload-0-d": 8.9},
+        replies={"light-0-b": [5.1], "light-10-c": [5.3], "overload-0-d": [9.1]},
+    )
+    assert slowness_of(Cell("default", "light"), timings, profile) == pytest.approx(1.3)
+    assert slower(profile, 1.3).step.seconds(SHAPE) == pytest.approx(1.3 * STEP_S)
