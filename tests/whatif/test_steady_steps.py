@@ -95,8 +95,8 @@ def play(load: Load, settings: dict[str, Any], looks_alike: bool, monkeypatch: p
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
-    num_steady = 0
-    step = SteadyEngine.step
+    num_steady = num_at_once = 0
+    step, advance = SteadyEngine._step, SteadyEngine.advance
 
     def counted(self: SteadyEngine) -> bool:
         nonlocal num_steady
@@ -104,7 +104,14 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
         num_steady += took
         return took
 
-    monkeypatch.setattr(SteadyEngine, "step", counted)
+    def noted(self: SteadyEngine) -> int:
+        nonlocal num_at_once
+        num_steps = advance(self)
+        num_at_once = max(num_at_once, num_steps)
+        return num_steps
+
+    monkeypatch.setattr(SteadyEngine, "_step", counted)
+    monkeypatch.setattr(SteadyEngine, "advance", noted)
     for seed, timeout_s in enumerate((None, 0.7)):
         load = create(10 * seed + len(case), timeout_s)
         one_by_one, all_known = play(load, CASES[case], False, monkeypatch)
@@ -114,3 +121,4 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
         assert known.items() <= all_known.items()
         assert len(known) == len(all_known) - (num_steady - before)
     assert num_steady > 20 or case == "roles"
+    assert num_at_once > 5 or "cluster_config__replicas" in CASES[case]

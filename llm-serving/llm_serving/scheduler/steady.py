@@ -16,8 +16,8 @@ from llm_serving.scheduler.policy import Load
 from llm_serving.scheduler.schedule import Schedule, ScheduledRow
 from llm_serving.scheduler.scheduler import Scheduler
 
-TokenAt = Callable[[Request, int], int]
-"""The token that a request gets at a place among its tokens."""
+TokensAt = Callable[[Request, int, int], list[int]]
+"""The tokens that a request gets at places [start, end) among its tokens."""
 
 
 class SteadySteps:
@@ -30,13 +30,13 @@ class SteadySteps:
         scheduler: Of which `are_alike` is true.
         num_in_flight: Steps that have been formed and not been replied to: none or one.
         num_steps: That may be formed before a request ends.
-        token_at: What the device chooses.
+        tokens_at: What the device chooses.
     """
 
-    def __init__(self, scheduler: Scheduler, num_in_flight: int, num_steps: int, token_at: TokenAt) -> None:
+    def __init__(self, scheduler: Scheduler, num_in_flight: int, num_steps: int, tokens_at: TokensAt) -> None:
         self.num_formed = self.num_replied = 0
         self._scheduler, self._num_in_flight, self._num_steps = scheduler, num_in_flight, num_steps
-        self._token_at = token_at
+        self._tokens_at = tokens_at
         self.rows = list(scheduler.running)
         self.num_keys = sum([each.num_computed_tokens for each in self.rows]) + len(self.rows)
         """That the next step reads."""
@@ -122,7 +122,7 @@ class SteadySteps:
         missing = num_output + self.num_replied - len(output)
         if missing:
             place = len(request.prompt_token_ids) + len(output)
-            output.extend([self._token_at(request, each) for each in range(place, place + missing)])
+            output += self._tokens_at(request, place, place + missing)
             request.num_new_tokens = 1
         request.num_computed_tokens = num_computed + self.num_formed
         request.num_confirmed_tokens = num_computed - self._num_in_flight + self.num_replied

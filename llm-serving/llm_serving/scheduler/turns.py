@@ -169,16 +169,15 @@ class Turns:
         """
         if self._is_shared:
             self._tally(held, num_tokens, blocks, backlogged)
-        paid: dict[str, tuple[int, ...]] = {}
-        for name in self.contenders:
-            scale = self._scale(name)
-            places, tokens, stored = self._paid[name]
-            places += WHOLE * held[name] // self._num_places * scale
-            tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
-            stored += WHOLE * blocks[name] // self._num_blocks * scale
-            # What it did not need of the one may not be had for nothing much later.
-            least = max(places, tokens, stored) - self._turn_steps * WHOLE * scale
-            paid[name] = max(places, least), max(tokens, least), max(stored, least)
+        paid = {name: self._charged(name, held, num_tokens, blocks) for name in self.contenders}
+        alone = self.contenders[0] if len(paid) == 1 else None
+        if alone is not None and alone not in unserved:  # as in most steps: what follows comes down to this
+            places, tokens, stored = paid[alone]
+            most = max(places, tokens, stored)
+            self._paid = dict.fromkeys(self._names, _NOTHING)
+            self._paid[alone] = places - most, tokens - most, stored - most
+            self._computed = dict.fromkeys(self._names, 0)
+            return
         # Who has all it wants, or does not contend, saves up no turns either.
         contenders = [name for name in self.contenders if name in backlogged] or self.contenders
         least = min([max(paid[name]) for name in contenders], default=0)
@@ -230,6 +229,19 @@ class Turns:
         """What it pays for service."""
         scale = SCALE // self._weights[name]
         return scale * self._least_part if name in self.ahead else scale
+
+    def _charged(
+        self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
+    ) -> tuple[int, int, int]:
+        """What a class has paid after a step."""
+        scale = self._scale(name)
+        places, tokens, stored = self._paid[name]
+        places += WHOLE * held[name] // self._num_places * scale
+        tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
+        stored += WHOLE * blocks[name] // self._num_blocks * scale
+        # What it did not need of the one may not be had for nothing much later.
+        least = max(places, tokens, stored) - self._turn_steps * WHOLE * scale
+        return max(places, least), max(tokens, least), max(stored, least)
 
     def _pass(self, name: str) -> int:
         return max(self._paid[name])

@@ -16,22 +16,23 @@ _ONE_TOKEN: Final = (0,)
 class CountedAnswer:
     """In place of `OneSequence`: a token that is neither the first nor the last is told by telling this object."""
 
-    __slots__ = ("_desk", "computed", "outcome", "request", "request_id")
+    __slots__ = ("_desk", "_tell", "computed", "outcome", "request", "request_id")
 
     def __init__(self, request: Request, desk: Desk, outcome: Outcome) -> None:
         self.request, self.request_id = request, request.request_id
         self.computed = (request,)
         self.outcome = outcome
         self._desk: Any = desk
+        self._tell: Any = desk.tell  # it is called for each token
 
     def begin(self) -> None:
         self._desk.scheduler.add(self.request)
 
     def take(self, request: Request, samples: range, output: StepOutput) -> None:
         if not request.is_finished and len(request.output_token_ids) > 1:
-            self._desk.tell(self)
+            self._tell(self)
             return
-        self._desk.tell(self._piece(_ONE_TOKEN))
+        self._tell(self._piece(_ONE_TOKEN))
         if request.is_finished:
             self._desk.note_length(request)
             request.receiver = None
@@ -47,7 +48,7 @@ class CountedAnswer:
             return
         self._desk.scheduler.finish(request, reason)
         request.finish_reason, request.receiver = reason, None
-        self._desk.tell(self._piece((), error))
+        self._tell(self._piece((), error))
 
     def reprioritise(self, priority: int) -> bool:
         return bool(self._desk.scheduler.reprioritise(self.request, priority))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate, repeat
 
 
 class Interpreter:
@@ -40,6 +41,14 @@ class Interpreter:
         self._ends[first:last] = [end]
         return end
 
+    def take_each(self, time: float, seconds: float, count: int) -> list[float]:
+        """Takes so many seconds again and again; returns when each was over."""
+        done = []
+        for _ in range(count):
+            time = self.take(time, seconds)
+            done.append(time)
+        return done
+
     def forget(self, time: float) -> None:
         """Nobody asks for anything before a time any more."""
         place = bisect_right(self._ends, time)
@@ -55,6 +64,11 @@ class Cores:
         """Returns when they are over."""
         self.taken_s += seconds
         return time + seconds
+
+    def take_each(self, time: float, seconds: float, count: int) -> list[float]:
+        """Returns when each of so many is over, one after the other."""
+        self.taken_s += count * seconds
+        return list(accumulate(repeat(seconds, count), initial=time))[1:]
 
     def forget(self, time: float) -> None:
         """Nothing is remembered."""

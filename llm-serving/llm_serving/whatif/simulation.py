@@ -8,7 +8,6 @@ replica nothing is early or late.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -154,13 +153,14 @@ class Simulation:
         Raises:
             ContradictionError: A law of the scheduler is broken.
         """
-        looks = itertools.count(1)
+        num_since_look = 0
         for stream in self._load.streams:
             self._begin(stream)
         try:
             while (replica := self._next()) is not None:
-                replica.step()
-                if next(looks) % LOOK_EVERY == 0:
+                num_since_look += replica.step()
+                if num_since_look >= LOOK_EVERY:
+                    num_since_look = 0
                     self._interpreter.forget(self._earliest())
                     if gives_up(self._result.outcomes, replica.clock.now):
                         self._result.complete = False
@@ -265,13 +265,26 @@ class Simulation:
         self._loop_free_s = self._interpreter.take(max(self._loop_free_s, self._timeline.now), seconds)
         return self._loop_free_s
 
+    def deliver(self, time: float, count: int, index: int) -> list[float] | None:
+        """As `_deliver` at that time, unless something is to happen before, or replicas have times of their own."""
+        if len(self._replicas) > 1 or self._timeline.next <= time:
+            return None
+        self._timeline.now = time
+        return self._send_tokens(count, index)
+
+    def _send_tokens(self, count: int, index: int) -> list[float]:
+        """Has the event loop send pieces of a replica, one after the other; returns when each arrives."""
+        self._num_sent[index] += count
+        begins, client_s = max(self._loop_free_s, self._timeline.now), self._profile.client_s
+        done = self._interpreter.take_each(begins, self._profile.token_s, count)
+        self._loop_free_s = done[-1]
+        return [each + client_s for each in done]
+
     def _deliver(self, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         """On the event loop: pieces go to their clients, one after the other."""
         if told := [piece for piece in pieces if not isinstance(piece, CountedAnswer)]:
             publish(told)
-        self._num_sent[index] += len(pieces)
-        for piece in pieces:
-            arrives = self._take_loop(self._profile.token_s) + self._profile.client_s
+        for piece, arrives in zip(pieces, self._send_tokens(len(pieces), index), strict=True):
             if isinstance(piece, CountedAnswer):
                 piece.outcome.token_times_s.append(arrives)
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from llm_serving.admission.load_estimator import UnderWay
@@ -15,30 +16,43 @@ from llm_serving.whatif.counted_answer import CountedAnswer
 from llm_serving.whatif.step_shape import StepShape
 from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep
 
-LEAST_STEPS: Final = 3
-"""Below so many it costs more to begin than it saves."""
+MOST_STEPS: Final = 64
+"""At once, before others have a look."""
+
+Arrivals = list[float]
+"""When the token of each request of a step is at its client, in the order of the rows."""
+Deliver = Callable[[float, int], Arrivals | None]
+"""Has so many tokens go to their clients at a time; None: something else happens before, they are to be published."""
 
 
 class SteadyEngine:
-    """Steps an engine whose next step is like the newest one; `Engine.step` does the same, request by request.
+    """Steps an engine whose next steps are like the newest one; `Engine.step` does the same, request by request.
 
     Args:
         engine: That of a simulation, with no step formed since its requests were looked at.
         agent: Its executor.
         steps: What its scheduler decides.
         predicts: Whether its engine tells what it measures to those who predict.
+        deliver: Of the world.
     """
 
-    def __init__(self, engine: Engine, agent: VirtualAgent, steps: SteadySteps, predicts: bool) -> None:
+    def __init__(
+        self, engine: Engine, agent: VirtualAgent, steps: SteadySteps, predicts: bool, deliver: Deliver
+    ) -> None:
         self._engine, self._agent, self._steps, self._predicts = engine, agent, steps, predicts
+        self._deliver = deliver
+        self.goes_on = True
+        """False: the next step is another, and the engine is as it would be."""
         self._told: list[CountedAnswer] = [each.receiver for each in steps.rows]  # type: ignore[misc]
         self._num_in_flight = len(engine._in_flight)
         self._newest: VirtualStep | None = None
         self._running = tuple(steps.rows)
 
     @classmethod
-    def of(cls, engine: Engine, agent: VirtualAgent, newest: Schedule, predicts: bool) -> SteadyEngine | None:
-        """None: the next step may be unlike the newest that was formed, or it ends somebody soon."""
+    def of(
+        cls, engine: Engine, agent: VirtualAgent, newest: Schedule, predicts: bool, deliver: Deliver
+    ) -> SteadyEngine | None:
+        """None: the next step may be unlike the newest that was formed, or it ends somebody."""
         num_in_flight = len(engine._in_flight)
         if num_in_flight != engine._max_steps_in_flight - 1:
             return None
@@ -49,21 +63,45 @@ class SteadyEngine:
         if not all(type(each.receiver) is CountedAnswer and each.output_token_ids for each in running):
             return None
         num_steps = num_steps_alike(running, agent.num_output)
-        if num_steps < LEAST_STEPS:
+        if num_steps < 1:
             return None
-        return cls(engine, agent, SteadySteps(scheduler, num_in_flight, num_steps, agent.token_of), predicts)
+        steps = SteadySteps(scheduler, num_in_flight, num_steps, agent.tokens_of)
+        return cls(engine, agent, steps, predicts, deliver)
 
-    def step(self) -> bool:
-        """As `Engine.step`; False: the next step is another, nothing was done and the engine is as it would be."""
+    def advance(self) -> int:
+        """As `Engine.step` as often as it returns, until something else is to happen."""
+        arrivals: list[Arrivals] = []
+        num_steps = 0
+        while num_steps < MOST_STEPS:
+            self.goes_on = self._step()
+            if not self.goes_on:
+                break
+            num_steps += 1
+            if (times := self._deliver(self._engine._clock(), len(self._told))) is None:
+                self._engine._publish(self._told)  # type: ignore[arg-type]
+                break
+            arrivals.append(times)
+        for answer, of_one in zip(self._told, zip(*arrivals, strict=True), strict=False):
+            answer.outcome.token_times_s.extend(of_one)
+        if not self.goes_on:
+            self._leave()
+        return num_steps
+
+    def settle(self) -> None:
+        """All requests are as they would be; it may go on."""
+        self._steps.settle()
+
+    def _step(self) -> bool:
+        """Whether the next step was like the one before; otherwise nothing was done."""
         engine, agent, steps, clock = self._engine, self._agent, self._steps, self._engine._clock
         agent.await_ending()
-        if engine._inbox or self._is_late(clock()):
-            return self._leave()
         now = clock()
+        if engine._inbox or self._is_late(now):
+            return False
         engine.share()
         num_keys, num_rows = steps.num_keys, len(steps.rows)
         if not steps.form(now):
-            return self._leave()
+            return False
         engine.tell_served()
         if self._predicts:
             engine.load.placed(Slots(self._running, engine._lengths))
@@ -87,20 +125,15 @@ class SteadyEngine:
         if self._predicts:
             engine.load.step(num_tokens=num_rows, num_rows=num_rows, seconds=engine._step_s, num_ended=0)
         engine._settle_s = clock() - replied
-        engine._publish(self._told)  # type: ignore[arg-type]
         return True
 
-    def settle(self) -> None:
-        """All requests are as they would be; it may go on."""
-        self._steps.settle()
-
-    def _leave(self) -> bool:
+    def _leave(self) -> None:
+        """The engine goes on, request by request."""
         self.settle()
         if self._newest is not None and self._num_in_flight:
             engine = self._engine
             engine._in_flight = deque(self._steps.in_flight())
             self._newest.samples.extend([_sample(each) for each in self._steps.rows])
-        return False
 
     def _is_late(self, now: float) -> bool:
         """Whether the engine would look for requests that are too late, and perhaps end some."""

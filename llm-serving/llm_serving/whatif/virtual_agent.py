@@ -112,7 +112,9 @@ class VirtualAgent(Unsupervised):
         self.spans: list[tuple[float, float]] = []
         """(when a step began, seconds that it took)."""
         self._profile, self._clock, self._wait_until = profile, clock, wait_until
-        self._lengths: list[tuple[int, int]] = [(prompt, output) for prompt, output in lengths.tolist()]
+        self._num_output: list[int] = lengths[:, 1].tolist()
+        self._ends: list[int] = (lengths.sum(axis=1, dtype=np.int64) - 1).tolist()
+        """Of each request, the position of the token that ends it."""
         self._num_words, self._rng = vocab_size - FIRST_TOKEN, rng
         self._beside, self._beyond = beside, beyond
         self._in_flight: deque[_Submitted] = deque()
@@ -143,7 +145,7 @@ class VirtualAgent(Unsupervised):
 
     def collect(self) -> StepOutput:
         step = self.finish_oldest()
-        tokens = np.array([self._token(*each) for each in step.samples], np.int32)
+        tokens = np.array(self._tokens(step.samples), np.int32)
         return StepOutput(step.number, tokens, *_nothing_more(len(tokens)))
 
     def finish_oldest(self) -> VirtualStep:
@@ -158,32 +160,35 @@ class VirtualAgent(Unsupervised):
         self._clock.spend(self._profile.take.seconds(step.shape))
         return step
 
-    def token_of(self, request: Request, place: int) -> int:
-        """What is chosen for a place among a request's tokens."""
-        return self._token(request.sampling.seed or 0, place)
+    def tokens_of(self, request: Request, start: int, end: int) -> list[int]:
+        """What is chosen for places [start, end) among a request's tokens."""
+        number = request.sampling.seed or 0
+        return self._tokens([(number, place) for place in range(start, end)])
 
     def num_output(self, request: Request) -> int:
         """Tokens that its answer has in the end, if nothing ends it before."""
-        return min(self._lengths[request.sampling.seed or 0][1], request.sampling.max_tokens)
+        return min(self._num_output[request.sampling.seed or 0], request.sampling.max_tokens)
 
     def _await_end(self, submitted: _Submitted, lead_s: float = 0.0) -> float:
         """Waits until so long before the end of the oldest step, which moves off with what is done beside it."""
         began, ends = max(submitted.came, self._free), -1.0
-        of_step = submitted.step.shape
-        while True:
-            sent, read = self._beside()
-            shape = of_step.beside(sent - self._before.sent, read - self._before.read)
+        known: Beside | None = None
+        while (beside := self._beside()) != known:
+            known = beside
+            shape = submitted.step.shape.beside(beside.sent - self._before.sent, beside.read - self._before.read)
             before, ends = ends, began + submitted.factor * self._profile.step.seconds(shape)
             if ends <= before:
-                return ends
+                break
             self._wait(ends - lead_s)
+        return ends
 
-    def _token(self, request: int, position: int) -> int:
-        """A name of request and position, or the end where it is due."""
-        num_prompt, num_output = self._lengths[request]
-        if position - num_prompt + 1 >= num_output:
-            return END_TOKEN
-        return FIRST_TOKEN + (request * 7919 + position) % self._num_words
+    def _tokens(self, samples: Sequence[tuple[int, int]]) -> list[int]:
+        """Of each a name of request and position, or the end where it is due."""
+        ends, num_words = self._ends, self._num_words
+        return [
+            END_TOKEN if position >= ends[request] else FIRST_TOKEN + (request * 7919 + position) % num_words
+            for request, position in samples
+        ]
 
     def _spread(self, factors: Sequence[float]) -> float:
         if not factors:

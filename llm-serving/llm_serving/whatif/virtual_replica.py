@@ -77,6 +77,9 @@ class World(Protocol):
     def outcome_of(self, request_id: str) -> Outcome:
         """What becomes of a request that has come to a replica."""
 
+    def deliver(self, time: float, count: int, index: int) -> list[float] | None:
+        """Has the event loop pass so many tokens on at once, and tells when each arrives; None: it cannot yet."""
+
     def publish_at(self, time: float, pieces: Sequence[Told], publish: Publish, index: int) -> None:
         """Has the event loop pass pieces of a replica on at a time."""
 
@@ -90,7 +93,7 @@ class VirtualReplica:
         """When it goes on; infinite while it has nothing to do."""
         self._sleeps = True
         self._wake_s = parts.profile.wake_s
-        self._world = world
+        self._world, self._index = world, index
         config, profile = parts.config, parts.profile
         self.agent = VirtualAgent(
             profile,
@@ -139,40 +142,46 @@ class VirtualReplica:
             self.clock.reach(now + self._wake_s if self._sleeps else now)
             self.wakes, self._sleeps = self.clock.now, False
 
-    def step(self) -> None:
-        """Lets its engine do what it does until it would sleep or look again.
+    def step(self) -> int:
+        """Lets its engine do what it does until it would sleep or look again; returns how many steps these were.
 
         Raises:
             AssertionError: A block or a request is where it cannot be, or nothing moves.
         """
         self.clock.reach(self.wakes)
         self._world.now_steps(self.clock)
-        if self._step():
+        if num_steps := self._step():
             self.wakes, self._sleeps = self.clock.now, False
-            self._num_since_check += 1
-            if self._num_since_check == CHECK_EVERY:
+            self._num_since_check += num_steps
+            if self._num_since_check >= CHECK_EVERY:
                 self.check()
-            return
+            return num_steps
         idle_s = self.engine.idle_s
         assert idle_s is None or idle_s > 0 or not self.engine.num_waiting, "nothing moves although somebody waits"
         self._sleeps = True
         self.wakes = math.inf if idle_s is None else self.clock.now + max(idle_s, LEAST_SLEEP_S)
+        return 0
 
     def settle(self) -> None:
         """Whoever looks at requests finds them as they would be."""
         if self._steady is not None:
             self._steady.settle()
 
-    def _step(self) -> bool:
-        """As `Engine.step`; steps that are like the one before take less time here."""
+    def _step(self) -> int:
+        """As `Engine.step`, several times where steps are like the one before, which take less time here."""
         if self._steady is None and self._newest is not None and self._looks_alike:
-            self._steady = SteadyEngine.of(self.engine, self.agent, self._newest, self._predicts)
+            self._steady = SteadyEngine.of(self.engine, self.agent, self._newest, self._predicts, self._deliver)
         self._newest = None
         if self._steady is not None:
-            if self._steady.step():
-                return True
-            self._steady = None
+            num_steps = self._steady.advance()
+            if not self._steady.goes_on:
+                self._steady = None
+            if num_steps:
+                return num_steps
         return self.engine.step()
+
+    def _deliver(self, time: float, count: int) -> list[float] | None:
+        return self._world.deliver(time, count, self._index)
 
     def _build(self, schedule: Schedule, number: int) -> Any:
         self._newest = schedule
