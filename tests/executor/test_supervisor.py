@@ -94,7 +94,7 @@ def two_ranks():
 def test_two_ranks_load_serve_and_end(run_stand_in, processes):
     progress = []
     agent = start_work_agent(two_ranks(), 0, progress.append)
-    assert progress == ["WorkAgent 0: compiling for CPU"]
+    assert sorted(progress) == ["WorkAgent 0: compiling for CPU", "WorkAgent 0: rank 1: compiling for CPU"]
     assert agent.loaded.num_blocks == 8
     executor = RemoteExecutor(agent.channel, agent.buffers)
     prompt = [5, 6, 7]
