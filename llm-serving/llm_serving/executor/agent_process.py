@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from llm_serving.core.agent_exit import described_exit
+from llm_serving.log import get_logger
 from llm_serving.transport.channel import Channel
 from llm_serving.transport.messages import AgentMessage
 
+logger = get_logger(__name__)
+
 AgentChannel = Channel[AgentMessage]
+
+KILLED_S: Final = 10.0
+"""Seconds in which a process ends that was killed, unless the system itself holds it, as a driver may that hangs."""
 
 
 class AgentLink(Protocol):
@@ -46,7 +53,10 @@ class AgentProcess(Protocol):
         """Ends it at once, whatever it does. It may have ended before."""
 
     def end(self, timeout_s: float | None) -> None:
-        """Waits for its end, for this long at most, and then kills it."""
+        """Waits for its end, for this long at most, and then kills it; None: it was killed before.
+
+        One that the system does not let end is left behind.
+        """
 
 
 class LocalProcess(subprocess.Popen[bytes]):
@@ -64,7 +74,10 @@ class LocalProcess(subprocess.Popen[bytes]):
         if self.stdin is not None:
             self.stdin.close()
         try:
-            self.wait(timeout_s)
+            self.wait(KILLED_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            self.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(KILLED_S)
+        if self.returncode is None:
+            logger.error("WorkAgent (pid %d) was killed and does not end; nobody waits for it any more", self.pid)
