@@ -245,8 +245,8 @@ class Engine:
         limits = self.scheduler.limits
         if limits.num_schedulers > 1:
             logger.info(
-                "replica %d: limits of tenants and weights of classes hold for all %d replicas together; here a class is"
-                " sure of 1/%d of its weight",
+                "replica %d: limits of tenants and weights of classes hold for all %d replicas together; a class is"
+                " sure of 1/%d of its weight here",
                 self._index,
                 limits.num_schedulers,
                 limits.least_part,
@@ -613,8 +613,6 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         self._auditor.started(request)
-        if self._drafter is not None:
-            request.waits_for_reply |= request.constraint is not None  # to get what its form forces, see `Drafter`
         self._expect(request)
         self.receive(request, self._desk)
         self.journal.queued(request, self._clock())
