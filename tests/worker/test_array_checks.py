@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_serving.worker.array_checks import are_below, cut
+from llm_serving.worker.array_checks import are_below, are_zero, cut, everywhere, somewhere
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -26,3 +26,15 @@ def test_so_are_those_of_a_column(values):
 def test_offsets_cut_a_list(offsets, num_entries, num_parts):
     ends = len(offsets) == num_parts + 1 and offsets[0] == 0 and offsets[-1] == num_entries
     assert cut(np.array(offsets, np.int32), num_entries, num_parts) == (ends and sorted(offsets) == offsets)
+
+
+@given(st.lists(st.booleans(), max_size=5))
+def test_masks_are_true_everywhere_or_somewhere(values):
+    mask = np.array(values, np.bool_)
+    assert everywhere(mask) == all(values)
+    assert somewhere(mask) == any(values)
+
+
+@given(st.lists(st.sampled_from([0, 1, 256, -(2**31)]), max_size=4), st.sampled_from([np.int32, np.float64]))
+def test_numbers_are_zero(values, dtype):
+    assert are_zero(np.array(values, dtype)) == (not any(values))

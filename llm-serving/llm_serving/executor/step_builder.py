@@ -23,6 +23,7 @@ from llm_serving.core.step import (
     ScoringInput,
     StepInput,
     Wanted,
+    no_block_moves,
     no_scoring,
     sampled_in_previous_step,
 )
@@ -35,6 +36,7 @@ _NO_WORDS: Int32Array = np.empty(0, np.int32)
 _NO_IDS: Int32Array = np.empty(0, np.int32)
 _NO_VALUES: Float32Array = np.empty(0, np.float32)
 _NO_SCORING = no_scoring()
+_NO_MOVES = no_block_moves()
 _Sample = tuple[Request, int]
 """A token to be chosen: of whom, and behind how many drafts."""
 _NUMBERS = {name: SAMPLING_DTYPES[name] for name in SAMPLE_FIELDS if name in RULES}
@@ -92,8 +94,8 @@ class StepBuilder:
             wanted=wanted,
             sampling=self._sampling(sampled, num_computed[sample_rows] + last_tokens),
             scoring=scoring,
-            block_moves=np.array(schedule.block_moves, np.int32).reshape(-1, len(Move._fields)),
-            exports=np.array(schedule.exports, np.int32).reshape(-1, len(Move._fields)),
+            block_moves=_moves(schedule.block_moves),
+            exports=_moves(schedule.exports),
             allowed_follow=self._params.has_walks,
         )
         self._previous_samples = {request: index for index, (request, _) in enumerate(sampled)}
@@ -143,6 +145,10 @@ class StepBuilder:
         if len(history) < request.num_tokens - 1:
             history.append(sampled_in_previous_step(self._previous_samples[request]))
         return history + request.draft_token_ids[:num_drafts]
+
+
+def _moves(moves: Sequence[Move]) -> Int32Array:
+    return np.array(moves, np.int32) if moves else _NO_MOVES
 
 
 def _samples(rows: Sequence[ScheduledRow]) -> tuple[Int32Array, Int32Array]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import BlockMove, Int32Array, Move, StepInput
 from llm_serving.errors import WorkerError
+from llm_serving.worker.array_checks import somewhere
 from llm_serving.worker.block_moves import SOURCE_AND_TARGET, Memory
 from llm_serving.worker.model_inputs import first_seen_blocks
 
@@ -97,8 +98,9 @@ class BlockGuard:
         Raises:
             WorkerError: Somebody has.
         """
-        for move in map(Move._make, block_moves[block_moves[:, 0] == BlockMove.IMPORT].tolist()):
-            self._check_source(self._memories[Memory.TRANSFER], move)
+        for move in map(Move._make, block_moves.tolist()):
+            if move.kind == BlockMove.IMPORT:
+                self._check_source(self._memories[Memory.TRANSFER], move)
 
     def check(self, step: StepInput) -> None:
         """Checks what the rows of a step are about to read and tags what they are about to write.
@@ -118,7 +120,7 @@ class BlockGuard:
             reads &= starts >= first_seen_blocks(step, block_size, self._window)[:, None] * block_size
         read, owners = step.block_tables[reads], step.block_epochs[reads]
         missing = self._cache.num_written[read] < np.minimum(num_before[reads], block_size)
-        if missing.any():
+        if somewhere(missing):
             row = reads.nonzero()[0][missing][0]
             raise WorkerError(f"row {row} would read more of block {read[missing][0]} than was written")
         self._check_owners(read, owners, reads)
@@ -142,6 +144,6 @@ class BlockGuard:
     def _check_owners(self, blocks: Int32Array, owners: Int32Array, reads: NDArray[np.bool_]) -> None:
         """`owners`: epochs that those who read `blocks` name, in the order of `reads` [B, W]."""
         foreign = self._cache.epochs[blocks] != owners
-        if foreign.any():
+        if somewhere(foreign):
             row = reads.nonzero()[0][foreign][0]
             raise WorkerError(f"row {row} would read block {blocks[foreign][0]}, which somebody else has written")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.core.step import TopTokens, no_top_tokens
+from llm_serving.worker.array_checks import are_zero
 from llm_serving.worker.token_weights import token_weights, weight_scale
 
 Float32Array = NDArray[np.float32]
@@ -64,7 +65,7 @@ def logprobs_of(
         [S], 0 where there is none; the most likely ones.
     """
     logprobs = np.zeros(len(chosen), np.float32)
-    if not totals.any():
+    if are_zero(totals):
         return logprobs, no_top_tokens(len(chosen))
     rows = np.flatnonzero(totals)
     normalizers = np.zeros(len(chosen))

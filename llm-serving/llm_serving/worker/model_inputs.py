@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llm_serving.core.step import NO_BLOCK, ResultKind, StepInput, Wanted
 from llm_serving.errors import WorkerError
-from llm_serving.worker.array_checks import are_below
+from llm_serving.worker.array_checks import are_below, everywhere
 
 Int32Array = NDArray[np.int32]
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -214,7 +214,8 @@ def _check_wanted(step: StepInput) -> None:
     rows, tokens, kinds = wanted.T
     if not are_below(rows, num_rows):
         raise WorkerError(f"wanted must be of rows 0 to {num_rows - 1}. Given: {rows.min()} to {rows.max()}")
-    if not (tokens.view(np.uint32) < step.query_lens[rows]).all():  # as unsigned numbers those below 0 are the largest
+    # As unsigned numbers those below 0 are the largest.
+    if not everywhere(tokens.view(np.uint32) < step.query_lens[rows]):
         raise WorkerError("wanted must be of tokens that their rows run")
     if not are_below(kinds, len(ResultKind)):
         raise WorkerError(f"wanted must be of kinds 0 to {len(ResultKind) - 1}. Given: {kinds.min()} to {kinds.max()}")

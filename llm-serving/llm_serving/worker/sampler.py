@@ -18,7 +18,7 @@ from llm_serving.core.step import SAMPLE_FIELDS, SamplingInput, StepOutput
 from llm_serving.errors import WorkerError
 from llm_serving.models.spec import MAX_VOCAB_SIZE
 from llm_serving.worker import kernel_choice, token_choice
-from llm_serving.worker.array_checks import are_below, cut, rows_of
+from llm_serving.worker.array_checks import are_below, are_zero, cut, everywhere, rows_of, somewhere
 from llm_serving.worker.logprobs import logprobs_of
 from llm_serving.worker.model_inputs import resolve_token_ids
 from llm_serving.worker.token_choice import Choices, Failure
@@ -99,13 +99,13 @@ def _check_ranges(sampling: SamplingInput) -> None:
     """Checks the numbers that `SamplingParams` checked at the door, as they arrive."""
     reals = rows_of([getattr(sampling, name) for name in _REALS])
     inside = (reals >= _REALS_LOW) & (reals <= _REALS_HIGH) & (reals != _REALS_EXCLUDED)
-    if not inside.all():
+    if not everywhere(inside):
         row, sample = np.argwhere(~inside)[0].tolist()
         name, rule = list(_REALS.items())[row]
         raise WorkerError(f"{name} {rule.text}. Given: {reals[row, sample]}")
     whole = rows_of([getattr(sampling, name) for name in _WHOLE])
     too_small = whole < _WHOLE_LEAST
-    if too_small.any():
+    if somewhere(too_small):
         row, sample = np.argwhere(too_small)[0].tolist()
         name, least = list(_WHOLE.items())[row]
         raise WorkerError(f"{name} must be at least {least}. Given: {whole[row, sample]}")
@@ -135,10 +135,15 @@ def sample(
     logprobs, top = logprobs_of(
         logits, choices.token_ids, choices.top_token_ids, choices.largest, choices.total_weights
     )
+    row_errors = {} if are_zero(choices.failures) else _row_errors(choices)
+    return StepOutput(step, choices.token_ids, logprobs, top, row_errors)
+
+
+def _row_errors(choices: Choices) -> dict[int, str]:
     row_errors: dict[int, str] = {}
     for row in np.flatnonzero(choices.failures).tolist():
         if choices.failures[row] == Failure.LOGITS:
             row_errors[row] = f"the model's logits allow no choice: the largest is {choices.largest[row]}"
         else:
             row_errors[row] = "penalties, bias and allowed tokens leave no token to choose"
-    return StepOutput(step, choices.token_ids, logprobs, top, row_errors)
+    return row_errors
