@@ -69,12 +69,12 @@ def test_whoever_answers_each_question_late_is_given_up_and_asked_again_next_tim
 
 def test_two_replicas_that_bring_each_other_blocks_do_not_wait_for_each_other() -> None:
     """Frames that no socket has room for: whoever sends one is read from at once."""
-    tokens = 2**17
+    tokens = 2**16
     pools = [FakeTransferPool(2 * 8) for _ in range(2)]
     parts = [[(each, 1) for each in range(first, first + 8)] for first in (0, 8)]
     for pool, part in zip(pools, parts, strict=True):
         ids, epochs = map(list, zip(*part, strict=True))
-        pool.write(ids, epochs, [tokens] * 8, bytes(8 * 4 * tokens))
+        pool.write(ids, epochs, [4] * 8, bytes(8 * 4 * tokens))
     carrier, told = Carrier(), [Future[bool]() for _ in range(2)]
     with linked(pools[0], 4 * tokens) as first, linked(pools[1], 4 * tokens) as second:
         carrier.carry(0, parts[0], first, second, told[0].set_result)

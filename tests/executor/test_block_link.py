@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from fake_runner import FakeTransferPool
 from llm_serving.errors import DeadlineExceededError, TransportError, WorkerDiedError, WorkerError
@@ -98,11 +100,13 @@ def test_a_block_of_another_epoch_is_refused_and_the_next_one_is_not(serving: En
         Blocks([2, 5], [7, 8], [4, 3], CONTENT[:-1]),
         Blocks([2, 5], [7, 8], [4, 3], CONTENT + bytes(1)),
         Blocks([2, 5], [7, 8], [4], CONTENT),
+        Blocks([2, 5], [7, 8], [4, 0], CONTENT),
+        Blocks([2, 5], [7, 8], [4, 2**40], CONTENT),
         Blocks([2, 5], [7, 8], [4, 3], bytes(max_frame_bytes(BLOCK_BYTES))),
         BlocksTaken([2, 5], [7, 8]),
         StepDone(0, b"", b"", {}),
     ],
-    ids=["epoch", "block", "fewer", "short", "long", "tokens", "frame", "kind", "step"],
+    ids=["epoch", "block", "fewer", "short", "long", "tokens", "no token", "too many", "frame", "kind", "step"],
 )
 def test_what_was_not_asked_for_ends_the_connection(ends: Ends, reply: AgentMessage) -> None:
     ends.agent.send(reply)
@@ -129,6 +133,26 @@ def test_an_answer_that_comes_late_is_read_by_nobody() -> None:
     assert isinstance(ends.agent.receive(), SendBlocks)
     with pytest.raises(TransportError):
         ends.agent.send(BLOCKS)
+    ends.agent.close()
+
+
+def test_an_answer_that_never_ends_is_not_waited_for() -> None:
+    ends = Ends(timeout_s=0.2)
+    begun = msgspec.msgpack.encode(BLOCKS)
+    ends.agent._socket.sendall(struct.pack("<I", len(begun)) + begun[:-1])
+    with pytest.raises(WorkerDiedError, match="in time"):
+        read(ends.link)
+    assert ends.link.is_closed
+    ends.agent.close()
+
+
+def test_one_that_takes_nothing_is_not_waited_for() -> None:
+    """It has shown who it is, and reads no more than its kernel does."""
+    ends = Ends(timeout_s=0.2)
+    ends.link._channel.max_frame_bytes = 2**23
+    with pytest.raises(WorkerDiedError, match="timed out"):
+        ends.link.write([Blocks([2], [7], [4], bytes(2**22))])
+    assert ends.link.is_closed
     ends.agent.close()
 
 
@@ -160,6 +184,8 @@ def test_a_few_frames_are_asked_for_before_the_first_has_come(ends: Ends) -> Non
     ends.agent.send(BLOCKS)
     thread.join()
     assert isinstance(ends.agent.receive(DEADLINE_S), SendBlocks)
+    for _ in range(FRAMES_UNDER_WAY):
+        ends.agent.send(BLOCKS)
     frames.close()
 
 

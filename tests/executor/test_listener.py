@@ -72,6 +72,16 @@ def test_who_comes_with_another_token_twice_or_too_late_is_turned_away(listener:
         each.close()
 
 
+def test_who_has_the_secret_and_shows_no_token_has_no_memory_taken_for_him(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 300.0)
+    connection = IDENTITY.of_work_agent().wrap_socket(socket.create_connection(listener.address, DEADLINE_S))
+    connection.sendall(struct.pack("<I", module.ARRIVAL_BYTES + 1))
+    assert is_closed(connection)
+    connection.close()
+
+
 def test_one_that_comes_when_nobody_waits_any_more_is_closed(listener: Listener) -> None:
     with listener.expecting("a") as arrival:
         agent = come_in(listener, "a")

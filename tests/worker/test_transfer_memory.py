@@ -72,6 +72,19 @@ def test_what_is_not_there_is_not_read(
 
 
 @pytest.mark.parametrize(
+    ("epochs", "num_written"), [([1, 2], [4, 0]), ([1, 2], [-1, 4]), ([1, 2], [4, 2**40]), ([1, 2**31], [4, 4])]
+)
+def test_numbers_that_no_block_has_change_nothing(
+    here: TransferMemory, epochs: list[int], num_written: list[int]
+) -> None:
+    fill(here)
+    before = here.read([0, 1, 2], [5, 6, 7])
+    with pytest.raises(WorkerError, match="blocks must have 1 to 65536 tokens each and epochs up to 2147483647"):
+        here.write([0, 1], epochs, num_written, bytes(2 * BLOCK_BYTES))
+    assert here.read([0, 1, 2], [5, 6, 7]) == before
+
+
+@pytest.mark.parametrize(
     ("block_ids", "num_written", "num_bytes", "rule"),
     [
         ([0, 1], [4, 4], 2 * BLOCK_BYTES + 1, "Given: 73 bytes, tokens of 2"),

@@ -11,7 +11,7 @@ from typing import TypeVar
 from llm_serving.errors import TransportError, WorkerDiedError, WorkerError
 from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.kvcache.exports import TransferBlock
-from llm_serving.transport.block_frames import FRAMES_UNDER_WAY, blocks_a_frame, max_frame_bytes
+from llm_serving.transport.block_frames import FRAMES_UNDER_WAY, MAX_TOKENS, blocks_a_frame, max_frame_bytes
 from llm_serving.transport.messages import AgentMessage, Blocks, BlocksRefused, BlocksTaken, SendBlocks
 
 _REASON_CHARS = 500
@@ -135,6 +135,8 @@ class BlockLink:
             raise self._broken(reply)
         count = len(asked.block_ids)
         if (len(reply.num_written), len(reply.content)) != (count, count * self._block_bytes):
+            raise self._broken(reply)
+        if not all(0 < each <= MAX_TOKENS for each in reply.num_written):
             raise self._broken(reply)
         return reply
 

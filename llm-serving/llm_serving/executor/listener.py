@@ -13,7 +13,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import AgentChannel
 from llm_serving.executor.arrivals import Arrival, Arrivals
 from llm_serving.log import get_logger
-from llm_serving.transport.channel import Channel
+from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
 from llm_serving.transport.cluster_identity import ClusterIdentity
 from llm_serving.transport.connections import notice_silence
 from llm_serving.transport.messages import AgentMessage, Arrived
@@ -21,6 +21,8 @@ from llm_serving.transport.messages import AgentMessage, Arrived
 logger = get_logger(__name__)
 
 HANDSHAKE_S: Final = 10.0
+ARRIVAL_BYTES: Final = 256
+"""Of the frame that shows the token: nobody who is not expected has more memory taken for him."""
 MAX_HANDSHAKES: Final = 64
 """At once; whoever comes beyond is turned away, as it may well come again."""
 
@@ -85,7 +87,9 @@ class Listener:
             connection = secured
             notice_silence(secured)
             channel: AgentChannel = Channel(secured, AgentMessage)  # type: ignore[arg-type]
+            channel.max_frame_bytes = ARRIVAL_BYTES
             arrived = channel.receive(HANDSHAKE_S)
+            channel.max_frame_bytes = MAX_FRAME_BYTES
             taken = isinstance(arrived, Arrived) and self._arrivals.come(arrived.token, channel)
             if not taken:
                 logger.warning("a WorkAgent at %s came that nobody expects (any more)", peer)

@@ -9,6 +9,8 @@ PIECE_BYTES: Final = 2**20
 FRAMES_UNDER_WAY: Final = 2
 """On each connection, before the first of them is answered: while one is on its way the next one is too."""
 MAX_BLOCKS: Final = 256
+MAX_TOKENS: Final = 2**16
+"""Written of one block; far more than any has."""
 _NAMES_BYTES: Final = 2**14
 """Room for the numbers of so many blocks."""
 

@@ -13,8 +13,10 @@ import numpy as np
 from llm_serving.backends.base import Array
 from llm_serving.core.step import Int32Array
 from llm_serving.errors import WorkerError
+from llm_serving.transport.block_frames import MAX_TOKENS
 
 _PAGE = 4096
+_MAX_EPOCH = 2**31 - 1
 
 
 class TransferMemory:
@@ -73,12 +75,15 @@ class TransferMemory:
         """The inverse of `read`, here; until it is done nobody may read these blocks.
 
         Raises:
-            WorkerError: There is no such block, or the content is that of more or fewer.
+            WorkerError: There is no such block, the content is that of more or fewer, or a number is none of a block.
         """
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
             rule = f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, each with its tokens"
             raise WorkerError(f"{rule}. Given: {len(content)} bytes, tokens of {len(num_written)}")
+        if not all(0 < each <= MAX_TOKENS for each in num_written) or max(epochs) > _MAX_EPOCH:
+            rule = f"blocks must have 1 to {MAX_TOKENS} tokens each and epochs up to {_MAX_EPOCH}"
+            raise WorkerError(f"{rule}. Given: {list(num_written)}, epochs {list(epochs)}")
         self.num_written[ids] = 0
         offset = 0
         for array in self._arrays:
