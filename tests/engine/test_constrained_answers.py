@@ -126,13 +126,32 @@ def test_guesses_save_steps_of_answers_that_are_bound_to_a_form(known):
         sampling = SamplingParams(max_tokens=60, seed=seed, constraint=OBJECTS.grammar.text)
         request, answer = create(sampling, PROMPT), run_alone(sampling)
         told = ToldDrafter(random.Random(seed), {request.request_id: answer}, wrong=0.0)
-        harness = Harness(runner=SamplingRunner, block_size=16, drafter=told if known else Drafter(8, 3))
+        drafter = told if known else Drafter(8, 3)
+        harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter, clock=lambda: 0.0)
         harness.engine.submit(request)
         harness.run()
         assert harness.token_ids(request.request_id) == answer
         num_steps += len(harness.runner.steps)
         num_tokens += len(answer)
     assert num_steps < (0.6 if known else 0.9) * num_tokens
+
+
+class NeverPays(Drafter):
+    pays = property(lambda self: False, lambda self, value: None)
+
+
+def test_where_guesses_do_not_pay_an_answer_with_a_form_takes_part_in_every_step():
+    num_steps = []
+    for drafter in (None, NeverPays(8, 3)):
+        harness = Harness(runner=SamplingRunner, block_size=16, drafter=drafter)
+        bound = create(SamplingParams(max_tokens=60, seed=0, constraint=OBJECTS.grammar.text), PROMPT)
+        for request in (bound, *(create(SamplingParams(max_tokens=60, seed=seed), PROMPT) for seed in range(4))):
+            harness.engine.submit(request)
+        while not bound.is_finished:
+            harness.engine.step()
+        num_steps.append(len(harness.runner.steps))
+        harness.run()
+    assert num_steps[0] == num_steps[1]
 
 
 def constraints() -> st.SearchStrategy[dict[str, Any]]:

@@ -118,6 +118,53 @@ def test_what_a_constraint_forces_is_guessed_until_it_turns_out_to_be_wrong() ->
     assert drafter.drafts(1, waits=False) == []
 
 
+def bound(drafter: Drafter, last: int):
+    """A request whose form forces three tokens behind 500, and that does not wait for replies."""
+    request = create_request(4, max_tokens=1000)
+    request.walk, request.status = Walk(), RequestStatus.RUNNING
+    drafter.begin(request)
+    answer(drafter, request, [3, last])
+    return request
+
+
+def test_what_a_constraint_forces_is_guessed_where_that_pays() -> None:
+    for host_s, pays in ((0.001, True), (0.05, False)):
+        drafter = Drafter(6, 3)
+        for num_tokens in (1, 2, 7):
+            drafter.measured(num_tokens, 0.01 + 0.0001 * num_tokens, host_s)
+        request = bound(drafter, 500)
+        assert drafter.pays is pays
+        assert drafter.drafts(1, waits=pays) == ([(request, [7, 8, 9])] if pays else [])
+
+
+def test_of_many_one_that_is_bound_delays_nobody() -> None:
+    drafter = Drafter(6, 3)
+    for num_tokens in (100, 128, 140):
+        drafter.measured(num_tokens, 0.0001 * num_tokens, 0.001)
+    answer(drafter, bound(drafter, 500), [500], num_rows=128)
+    assert not drafter.pays
+
+
+def test_where_nothing_is_forced_it_is_seldom_asked() -> None:
+    drafter = Drafter(6, 3)
+    for num_tokens in (1, 2, 7):
+        drafter.measured(num_tokens, 0.01 + 0.001 * num_tokens, 0.003)
+    request, num_asked = bound(drafter, 3), 0
+    for index in range(400):
+        num_asked += drafter.pays
+        assert not drafter.drafts(1, waits=drafter.pays)
+        answer(drafter, request, [1001 + index])
+    assert 4 < num_asked < 80
+    request.output_token_ids[-1] = 500
+    while not drafter.pays:
+        answer(drafter, request, [500])
+    for index in range(40):
+        assert drafter.drafts(1, waits=True) == [(request, [7, 8, 9])]
+        drafter.checked(request, 3, 3)
+        answer(drafter, request, [2001 + index, 500])
+        assert drafter.pays
+
+
 def test_guesses_are_counted_for_who_made_them() -> None:
     drafter = Drafter(6, 3)
     request = predictable(drafter, rounds=3)

@@ -10,7 +10,7 @@ drafts are worth waiting for replies no step is formed while the one before it i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from llm_serving.core.choices import Proposer
@@ -46,6 +46,12 @@ MANY: Final = 32
 """To ask that takes as long as to compare so many."""
 SEARCHED_S: Final = 0.004
 """In shorter steps the search for how far to guess, where full reach does not pay, would take a per cent."""
+FIRST_FORCED: Final = 1.0
+"""Tokens a step that are expected of what a constraint forces, before it is known."""
+FORCED_MEMORY: Final = 8
+"""Steps after which what one brought counts 1/e."""
+FORCED_FORGOTTEN: Final = 128
+"""Tokens after which, where nobody has looked at what is forced, all that was known of it counts 1/e."""
 LEAST_SWEPT: Final = 64
 TAKEN_TOGETHER: Final = 8
 """One in so many of those that run has to end before finished answers are taken, as many together cost little more than
@@ -53,7 +59,17 @@ one."""
 
 
 class _State:
-    __slots__ = ("forced_hits", "hits", "lookup", "num_proposed", "num_tokens", "proposer", "trust")
+    __slots__ = (
+        "_forced",
+        "_forced_at",
+        "forced_hits",
+        "hits",
+        "lookup",
+        "num_proposed",
+        "num_tokens",
+        "proposer",
+        "trust",
+    )
 
     def __init__(self, lookup: Lookup, trust: Trust | None) -> None:
         self.lookup = lookup
@@ -63,12 +79,27 @@ class _State:
         """Share of right guesses of late."""
         self.forced_hits = 1.0
         """The same, of what a constraint forces; that is known only of what was checked."""
+        self._forced = FIRST_FORCED
+        """How many of these a step has brought of late."""
+        self._forced_at = 0
+        """Tokens of the answer when that was last known."""
         self.num_tokens = 0
         """Tokens of the answer that the look-up has taken."""
         self.num_proposed = 0
         """Of the newest drafts; those behind them are forced."""
         self.proposer = Proposer.NGRAM
         """Whose these are."""
+
+    def forced(self, num_tokens: int) -> float:
+        """How many forced tokens are expected of a step, with so many tokens of the answer."""
+        known = (1 - 1 / FORCED_FORGOTTEN) ** (num_tokens - self._forced_at)
+        return FIRST_FORCED + known * (self._forced - FIRST_FORCED)
+
+    def note_forced(self, num_right: int, num_tokens: int) -> None:
+        """A step brought so many."""
+        expected = self.forced(num_tokens)
+        self._forced = expected + (num_right - expected) / FORCED_MEMORY
+        self._forced_at = num_tokens
 
     def compare(self, output: list[int]) -> bool:
         """Compares the newest tokens with what was guessed, up to the first wrong one; returns whether there still is
@@ -137,7 +168,7 @@ class Drafter:
         self._turn_of_lost = True
         self._num_steps = 0
         """Replied to since the newest one that was followed."""
-        self._follows_every = SELDOM
+        self._follows_every = 1
         """So many."""
         self._farthest = max_drafts
         """How far to guess at most, where all that may be guessed would cost others too much."""
@@ -200,6 +231,7 @@ class Drafter:
         num_proposed = num_drafts if state is None else min(num_drafts, state.num_proposed)
         num_forced, right = num_drafts - num_proposed, min(num_right, num_proposed)
         if state is not None and num_forced and right == num_proposed:
+            state.note_forced(num_right - right, len(request.output_token_ids))
             for index in range(min(num_right - right + 1, num_forced)):
                 state.forced_hits += ((index < num_right - right) - state.forced_hits) / HIT_MEMORY
         proposer = Proposer.NGRAM if state is None else state.proposer
@@ -224,7 +256,7 @@ class Drafter:
         self._compare()
         self._visit(min(num_steps, SELDOM))
         asked = self._asked()
-        self.pays = pays = bool(self._predictable or asked) and self._pays(num_rows, asked)
+        self.pays = pays = bool(self._predictable or self._constrained or asked) and self._pays(num_rows, asked)
         self._follows_every = 1 if pays else SELDOM
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
@@ -280,7 +312,10 @@ class Drafter:
         reach = worth.reach(state.forced_hits) if state.forced_hits >= LEAST_HITS else 0
         if not guesses and not reach:
             return []
-        possible = request.walk.possible(request.output_token_ids, guesses, max(len(guesses), reach))
+        output = request.output_token_ids
+        possible = request.walk.possible(output, guesses, max(len(guesses), reach))
+        if not guesses and not possible:
+            state.note_forced(0, len(output))
         while possible[: state.num_proposed] != guesses[: state.num_proposed]:
             state.num_proposed -= 1
         if proposed and not state.num_proposed and state.proposer is Proposer.DRAFT_MODEL:
@@ -300,8 +335,16 @@ class Drafter:
         for those who get none; if not so, with fewer drafts for each."""
         if not self._step_s or not num_rows:
             return True
-        num_without = num_rows - len(self._predictable) - len(asked)
-        waiting_s = self._waiting_s(len(self._predictable) + len(asked))
+        forced = [
+            (state, state.forced(len(request.output_token_ids)))
+            for request, state in self._constrained.items()
+            if request.status is RUNNING
+            and request not in self._predictable
+            and request not in asked
+            and state.forced_hits >= LEAST_HITS
+        ]
+        num_guessed = len(self._predictable) + len(asked) + len(forced)
+        num_without, waiting_s = num_rows - num_guessed, self._waiting_s(num_guessed)
         self._farthest = self._max_drafts
         while True:
             self._worth = None
@@ -309,7 +352,7 @@ class Drafter:
             most_s = MOST_DELAY * num_rows * worth.step_s
             if num_without * waiting_s > most_s:
                 break
-            gain, cost_s = self._balance(worth, asked)
+            gain, cost_s = self._balance(worth, asked, forced)
             cost_s += waiting_s
             if gain / num_rows > cost_s / worth.step_s and num_without * cost_s <= most_s:
                 return True
@@ -319,9 +362,21 @@ class Drafter:
         self._worth, self._farthest = None, self._max_drafts
         return False
 
-    def _balance(self, worth: Worth, asked: Mapping[Request, _State]) -> tuple[float, float]:
-        """Tokens that all drafts bring, and seconds that they cost."""
-        num_drafts, gain, proposing_s = 0, 0.0, 0.0
+    def _balance(
+        self, worth: Worth, asked: Mapping[Request, _State], forced: Sequence[tuple[_State, float]]
+    ) -> tuple[float, float]:
+        """Tokens that all drafts bring, and seconds that they cost.
+
+        Args:
+            worth: Of a draft.
+            asked: For whom the draft model is to be asked.
+            forced: Those for whom nothing but what a constraint forces is known, and tokens expected of that.
+        """
+        num_drafts, gain, proposing_s = 0.0, 0.0, 0.0
+        for state, num_forced in forced:
+            brought = min(num_forced, worth.reach(state.forced_hits))
+            gain += brought
+            num_drafts += brought
         for state in self._predictable.values():
             reach, brought = worth.looked_up(state.hits)
             gain += brought

@@ -34,7 +34,7 @@ class StepCost:
             sums = self._sizes[size] = _Sums()
         sums.add(self._num_steps, num_tokens, seconds)
 
-    def seconds_of(self, num_tokens: int) -> float:
+    def seconds_of(self, num_tokens: float) -> float:
         """Of a step of so many tokens; 0 before the first."""
         weight = tokens = seconds = squares = products = 0.0
         wanted = _size_of(num_tokens)
@@ -54,7 +54,7 @@ class StepCost:
         slope = max(0.0, (products - seconds * mean) / spread)
         return max(0.1 * mean_s, mean_s + slope * (num_tokens - mean))
 
-    def further(self, num_tokens: int, num_more: int) -> float:
+    def further(self, num_tokens: int, num_more: float) -> float:
         """Seconds by which a step of so many tokens takes longer with so many more.
 
         At most as much as the step is then larger; 0 as long as all steps were alike, so that something is tried.
@@ -82,5 +82,5 @@ class _Sums:
         self.products = keep * self.products + num_tokens * seconds
 
 
-def _size_of(num_tokens: int) -> int:
-    return (num_tokens + SMALL).bit_length()
+def _size_of(num_tokens: float) -> int:
+    return (round(num_tokens) + SMALL).bit_length()
