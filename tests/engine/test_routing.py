@@ -79,3 +79,11 @@ def test_of_many_replicas_the_likely_ones_are_compared() -> None:
     assert rule.choose(many, predict).replica == 0
     assert len(asked) == MAX_COMPARED
     assert {77, 78, 0, 50, 1, 51} <= asked
+
+
+def test_a_delay_of_others_counts_less_than_ones_own() -> None:
+    """To compute a prompt again takes 0.1 s, which 30 others wait for too; where it is cached, the queue is longer."""
+    rule = ROUTINGS[RoutingName.PREDICTED_TTFT]()
+    cached, free = candidate(0, 30, num_cached=90, token_s=0.001), candidate(1, 30, token_s=0.001)
+    assert chosen(rule, cached, free, predicted={0: 1.0, 1: 0.5}) == 0
+    assert chosen(rule, cached, free, predicted={0: 2.0, 1: 0.5}) == 1

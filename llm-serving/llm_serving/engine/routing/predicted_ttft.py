@@ -1,9 +1,10 @@
 """Least predicted time to the first token, its own and that of others.
 
-By what was measured of steps and is known of queues and caches. What is computed of a prompt delays everybody who is at
-the replica, or whoever comes after them: counted once for each, it is worth little to an idle replica and much to a
-busy one, where a request that sought but its own advantage would have prefixes computed again and again. Where that is
-the same, the one with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
+By what was measured of steps and is known of queues and caches. What is computed of a prompt delays those who are at
+the replica, or come after them: it is worth little to an idle replica and much to a busy one, where a request that
+sought but its own advantage would have prefixes computed again and again. Most of those who are there decode, and have
+their first token: a delay of theirs counts less than one of the request itself. Where all that is the same, the one
+with fewer requests; where nothing has been measured yet, `prefix_affinity` decides.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ MAX_COMPARED: Final = 8
 most of the prompt, and otherwise those with the fewest requests."""
 
 
+OTHERS_WEIGHT: Final = 1 / 3
+"""What a delay of one of those who are there counts. As much as one's own, requests stay with a prefix until the queue
+before it is seconds longer than others, and the slowest ones are slower; nothing, and prefixes are computed
+everywhere, which makes all slower (docs/cluster.md)."""
+
+
 class PredictedTTFT:
     needs_prefixes = True
     _at_first = PrefixAffinity()
@@ -27,7 +34,7 @@ class PredictedTTFT:
         likely = _likely(candidates)
         predicted = [(predict(each), each) for each in likely]
         told = [
-            (seconds + each.num_unfinished * each.work_s, load_of(each), each)
+            (seconds + OTHERS_WEIGHT * each.num_unfinished * each.work_s, load_of(each), each)
             for seconds, each in predicted
             if seconds is not None
         ]
