@@ -29,7 +29,8 @@ from llm_serving.engine.replica import build_engine
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.app import collect_garbage_rarely, create_app, hand_over_often
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 from llm_serving.text.tokenizer import Tokenizer
 from random_agent import random_executor
 

@@ -19,7 +19,8 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.server.access_log import open_access_log
 from llm_serving.server.app import create_app
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 from llm_serving.text.tokenizer import Tokenizer
 from random_agent import random_executor
 

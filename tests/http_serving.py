@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import uvloop
 from fakes import FakeEngine
 from llm_serving.server.app import create_app
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 
 TIMEOUT_S = 30.0
 """A test that waits longer has failed."""

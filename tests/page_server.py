@@ -14,7 +14,8 @@ import uvloop
 from gated_server import GatedRunner, GatedServer
 from llm_serving.core.step import StepInput, StepOutput
 from llm_serving.server.app import build_site
-from llm_serving.server.http_server import HttpServer, bind
+from llm_serving.server.http_server import HttpServer
+from llm_serving.server.listener import bind
 
 
 class SlowRunner(GatedRunner):

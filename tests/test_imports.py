@@ -246,8 +246,9 @@ def test_part_never_reaches_mindspore(part):
     assert [chain for start in starts if (chain := reaches(PACKAGE, start, "mindspore"))] == []
 
 
-def test_command_line_starts_without_mindspore():
-    assert reaches(PACKAGE, f"{NAME}.cli", "mindspore", at_top_only=True) == []
+@pytest.mark.parametrize("package", ["mindspore", "starlette", "uvicorn"])
+def test_command_line_starts_without_what_computes_and_serves(package):
+    assert reaches(PACKAGE, f"{NAME}.cli", package, at_top_only=True) == []
 
 
 def test_nothing_imports_a_format_that_runs_code():

@@ -20,7 +20,7 @@ import psutil
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError, LLMServingError
-from llm_serving.server.http_server import bind
+from llm_serving.server.listener import bind
 
 POLL_S = 0.1
 STOP_MARGIN_S = 15.0

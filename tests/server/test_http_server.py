@@ -22,7 +22,8 @@ from llm_serving.config.sections.api_key import ApiKey
 from llm_serving.config.sections.server import ServerConfig
 from llm_serving.errors import ConfigError
 from llm_serving.server.authentication import hash_key
-from llm_serving.server.http_server import MAX_OPEN_FILES, bind, possible_connections, raise_open_files_limit
+from llm_serving.server.http_server import MAX_OPEN_FILES, possible_connections, raise_open_files_limit
+from llm_serving.server.listener import bind
 
 TESTS = Path(__file__).parents[1]
 SERVE = """

@@ -12,7 +12,6 @@ from llm_serving.config import ServingConfig
 from llm_serving.core.choices import KVCacheDtypeName, QuantizationName
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.errors import ConfigError
-from llm_serving.server.authentication import hash_key
 
 API_KEY: Final = re.compile(r"[!-~]{16,512}")
 """Keys that may be hashed; a shorter one could be found from its hash."""
@@ -131,6 +130,8 @@ def overrides_of_environment(config: ServingConfig) -> list[str]:
 
 
 def _key_override(key: str, source: str) -> str:
+    from llm_serving.server.authentication import hash_key
+
     if not API_KEY.fullmatch(key):
         raise ConfigError(f"{source}: an API key must be 16 to 512 printable ASCII characters without spaces")
     return f"api_keys.{TENANT}.key_sha256={json.dumps(hash_key(key))}"

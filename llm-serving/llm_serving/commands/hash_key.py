@@ -9,7 +9,6 @@ import sys
 from llm_serving.commands.arguments import Subcommands
 from llm_serving.commands.flags import API_KEY
 from llm_serving.errors import ConfigError
-from llm_serving.server.authentication import hash_key
 
 
 def add_to(commands: Subcommands) -> None:
@@ -20,6 +19,8 @@ def add_to(commands: Subcommands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from llm_serving.server.authentication import hash_key
+
     # From standard input: an argument would stay in the shell's history and in the list of processes.
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
     key = key.strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 from llm_serving import launcher
 from llm_serving.config import ServingConfig, load_config
 from llm_serving.errors import ConfigError
-from llm_serving.server.http_server import bind
+from llm_serving.server.listener import bind
 
 
 @contextlib.contextmanager

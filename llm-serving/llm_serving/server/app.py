@@ -42,8 +42,9 @@ from llm_serving.server.batches.objects import RequestCounts
 from llm_serving.server.batches.store import lock_of
 from llm_serving.server.browser_guard import BrowserGuard
 from llm_serving.server.error_responses import json_response
-from llm_serving.server.http_server import HttpServer, bind, raise_open_files_limit
+from llm_serving.server.http_server import HttpServer, raise_open_files_limit
 from llm_serving.server.inside import Inside
+from llm_serving.server.listener import bind
 from llm_serving.server.live_feed import LiveFeed
 from llm_serving.server.openapi import openapi_document
 from llm_serving.server.page import page_routes

@@ -1,9 +1,8 @@
-"""Running an ASGI application on a port: binding early, ending in order."""
+"""Running an ASGI application on a port that was bound before, ending in order."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import resource
 import signal
@@ -18,7 +17,6 @@ import uvicorn
 import uvloop
 
 from llm_serving.config.sections.server import ServerConfig
-from llm_serving.errors import ConfigError
 from llm_serving.log import get_logger
 from llm_serving.server.front_door import Acceptor, Certificates, Connection, Guests, Turns
 from llm_serving.server.front_door.acceptor import MAX_WAITING
@@ -26,8 +24,6 @@ from llm_serving.server.front_door.request_head import RequestHead
 
 logger = get_logger(__name__)
 
-BACKLOG: Final = 2048
-"""Connections the kernel keeps until they are accepted."""
 MAX_OPEN_FILES: Final = 65536
 """Files and connections the process may have open; the usual 1,024 are fewer than the backlog alone."""
 RESERVED_FILES: Final = 64
@@ -44,44 +40,12 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-UNSENT_BYTES: Final = 128 * 1024
-"""Bytes of a connection that the kernel takes beyond what is on its way to the client. Without, it takes megabytes of
-each client that reads nothing, in memory that counts as nobody's, and a dozen answers are computed to fill them."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address; connections wait until the server accepts them.
-
-    Raises:
-        ConfigError: The port is taken, or the address is not of this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"serving_config.server_ip: {host} is not an address: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
-        listener.bind(address)
-        listener.listen(BACKLOG)  # with SO_REUSEADDR a taken port may show here only
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            rule = "is in use by another program; stop that, or choose another port with --port"
-            raise ConfigError(f"serving_config.server_port: {host}:{port} {rule}") from None
-        raise ConfigError(f"serving_config.server_ip: cannot bind to {host}:{port}: {error.strerror}") from None
-    return listener
-
-
 class HttpServer(uvicorn.Server):
     """A server with a door of its own, whose signals end it in order and do not end the process.
 
     Args:
         app: ASGI application.
-        listener: From `bind`.
+        listener: From `listener.bind`.
         limits: What clients may do, the certificate, and how long running requests get after the first signal.
         on_refused: Told of the address and status of what the door refused, before the application saw it.
         on_reload: Reads what else there is to be read at the signal to read files again.
