@@ -1,15 +1,17 @@
 """A server on a cluster of five machines, and what happens to clusters: machines and processes die, stop and lose time,
 the network is cut in both directions or in one, is slow, loses and repeats, Ray is without its head or its memory, the
-master dies. 32 streams run meanwhile; every answer is compared with the one given alone.
+master dies. 32 streams run meanwhile; every answer is compared with the one given alone. Then the same with replicas
+that have roles, where the links break by which blocks move.
 
     python tests/cluster_proof.py                  # needs ray, root, `ip` and /dev/net/tun; some twenty minutes
-    python tests/cluster_proof.py --only 'cut|slow'    # cases (`cluster_cases.py`) whose names it matches
+    python tests/cluster_proof.py --only 'cut|slow'    # cases whose names it matches (`cluster_cases.py`,
+                                                       # `cluster_block_cases.py`)
 
 The machines are network namespaces of this one, joined by a switch (`virtual_network.py`), so that TCP, its timers and
 Ray are real: a head, the master's, and three with room for a WorkAgent each, for two replicas. Prints a table in
 Markdown: the longest time that any stream told nothing, seconds until every replica served again, WorkAgents started
 again, and how many more tokens the master took from steps than its clients were told, which is how many it would have
-applied twice.
+applied twice. After each case with roles a request has to move that takes the whole pool along: no block is kept.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +36,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
+from cluster_block_cases import BLOCK_CASES, ROLES, no_block_is_kept
 from cluster_cases import CASES, CORES, MACHINES, MEANWHILE, NUM_REPLICAS, Disturb, Proof
 from cluster_streams import Answer, bodies, read
 from ray_machines import HEAD, RayMachines, ray_machines
@@ -44,7 +48,7 @@ NUM_TOKENS: Final = 240
 STEP_TIMEOUT_S: Final = 15
 CASE_S: Final = 600.0
 LOOK_EVERY_S: Final = 0.1
-ON_EVERY_MACHINE: Final = {"RAY_worker_niceness": "0"}
+ON_EVERY_MACHINE: Final = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
 QUICK: Final = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -76,15 +80,17 @@ HEADER: Final = (
 )
 
 
-async def play(proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int) -> Row:
-    """Runs the streams, disturbs when a fifth of their tokens have come, and waits until the cluster is whole."""
+async def play(
+    proof: Proof, case: str, disturb: Disturb, alone: Sequence[Answer], num_tokens: int, share: float
+) -> Row:
+    """Runs the streams, disturbs when a share of their tokens have come, and waits until the cluster is whole."""
     generated, restarts = await proof.generated(), await proof.restarts()
     proof.num_masters = 1
     answers = [Answer() for _ in alone]
     asked = zip(bodies(len(alone), num_tokens), answers, strict=True)
     async with asyncio.timeout(CASE_S):
         proof.reading = asyncio.gather(*(read(lambda: proof.client, body, answer) for body, answer in asked))
-        while sum(len(answer.told_at) for answer in answers) < len(alone) * num_tokens // 5:
+        while sum(len(answer.told_at) for answer in answers) < share * len(alone) * num_tokens:
             await asyncio.sleep(0.005)
         since = time.monotonic()
         open_then = sum(not answer.num_tokens for answer in answers)
@@ -125,7 +131,7 @@ async def _watch(proof: Proof) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-def a_server(machines: RayMachines, folder: Path) -> Server:
+def a_server(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Server:
     settings = {
         "cluster_config.engine": "ray",
         "cluster_config.address": machines.address,
@@ -137,14 +143,15 @@ def a_server(machines: RayMachines, folder: Path) -> Server:
         "serving_config.resume_streams": True,
         "serving_config.request_log": "disk",
         "serving_config.request_log_path": folder / "accepted",
+        **more,
     }
     return start_server(*itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items()))
 
 
 @contextlib.contextmanager
-def a_proof(machines: RayMachines, folder: Path) -> Iterator[Proof]:
+def a_proof(machines: RayMachines, folder: Path, more: Mapping[str, object]) -> Iterator[Proof]:
     def start() -> Server:
-        return a_server(machines, folder)
+        return a_server(machines, folder, more)
 
     server = start()
     client = server.client()
@@ -156,19 +163,21 @@ def a_proof(machines: RayMachines, folder: Path) -> Iterator[Proof]:
         proof.server.stop()
 
 
-async def prove(proof: Proof, num_streams: int, num_tokens: int, pattern: str) -> bool:
-    good = True
+async def prove(proof: Proof, cases: Mapping[str, Disturb], num_streams: int, num_tokens: int) -> bool:
+    good, with_roles = True, cases.keys() <= BLOCK_CASES.keys()
     alone = [Answer() for _ in range(num_streams)]
     for body, answer in zip(bodies(num_streams, num_tokens), alone, strict=True):
         await read(lambda: proof.client, body, answer)
     sys.stdout.write(f"{HEADER}\n")
-    for case, disturb in CASES.items():
-        if re.search(pattern, case):
-            async with MEANWHILE.get(case, contextlib.nullcontext)(proof):
-                row = await play(proof, case, disturb, alone, num_tokens)
-            sys.stdout.write(f"{row}\n")
-            sys.stdout.flush()
-            good &= row.num_equal == row.num_streams and row.num_twice == 0
+    for case, disturb in cases.items():
+        async with MEANWHILE.get(case, contextlib.nullcontext)(proof):
+            row = await play(proof, case, disturb, alone, num_tokens, 0.0 if with_roles else 0.2)
+        sys.stdout.write(f"{row}\n")
+        sys.stdout.flush()
+        good &= row.num_equal == row.num_streams and row.num_twice == 0
+        if with_roles and not await no_block_is_kept(proof):
+            sys.stderr.write(f"{case}: a block was kept\n")
+            good = False
     for law in ("bound_violations", "audit_mismatch"):
         good &= await metric(proof.client, f"llm_serving:{law}_total") == 0
     await proof.client.aclose()
@@ -182,21 +191,26 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=f"of each stream (default: {NUM_TOKENS})")
     parser.add_argument("--log", type=Path, help="where the log of the newest master is kept")
     arguments = parser.parse_args()
+    os.environ.update(ON_EVERY_MACHINE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
     with tempfile.TemporaryDirectory(prefix="cluster-proof-") as name, virtual_network(*CORES) as network:
         folder = Path(name)
-        environments = {each: {**ON_EVERY_MACHINE, **(QUICK if each == HEAD else {})} for each in CORES}
+        environments = {each: dict(QUICK) if each == HEAD else {} for each in CORES}
         (folder / "secret").write_text(secrets.token_hex(32))
         (folder / "secret").chmod(0o600)
-        with (
-            ray_machines(network, folder, CORES, environments) as machines,
-            a_proof(machines, folder) as proof,
-        ):
-            try:
-                return 0 if asyncio.run(prove(proof, arguments.streams, arguments.tokens, arguments.only)) else 1
-            finally:
-                if arguments.log is not None:
-                    arguments.log.write_text(proof.server.log)
+        with ray_machines(network, folder, CORES, environments) as machines:
+            good = True
+            for cases, more in ((CASES, {}), (BLOCK_CASES, ROLES)):
+                chosen = {name: case for name, case in cases.items() if re.search(arguments.only, name)}
+                if not chosen:
+                    continue
+                with a_proof(machines, folder, more) as proof:
+                    try:
+                        good &= asyncio.run(prove(proof, chosen, arguments.streams, arguments.tokens))
+                    finally:
+                        if arguments.log is not None:
+                            arguments.log.write_text(proof.server.log)
+            return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -20,18 +20,24 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-SUBNET: Final = "10.77.0"
+SUBNET: Final = f"10.77.{os.getpid() % 256}"
+"""Those of two programs are seldom the same."""
 HERE: Final = "here"
 """The host that has no namespace of its own: it is this one, at SUBNET.1."""
 _SET_INTERFACE: Final = 0x400454CA  # TUNSETIFF
 _TAP_WITHOUT_HEADER: Final = 0x1002  # IFF_TAP | IFF_NO_PI
 _LONGEST_FRAME: Final = 65536
 _EVERYBODY: Final = b"\xff" * 6
+_ETHERNET_BYTES: Final = 14
+_IPV4: Final = b"\x08\x00"
+_TCP: Final = 6
+_RST: Final = 4
+_ACK: Final = 16
 
 Direction = Literal["to", "from"]
 """Seen from a host: what others send it, and what it sends."""
@@ -50,6 +56,18 @@ class Link:
 
 CUT: Final = Link(loss=1.0)
 _LATE_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class Break:
+    """What happens to one TCP connection of a host, once some of it has gone by."""
+
+    after_bytes: int
+    """Of frames in both directions; fewer are left with each."""
+    link: Link = CUT
+    directions: tuple[Direction, ...] = ("to", "from")
+    resets: bool = False
+    """Whoever is sent something is told by its first frame that the connection is no more, as a firewall does."""
 
 
 def usable() -> bool:
@@ -98,12 +116,25 @@ class VirtualNetwork:
 
     hosts: dict[str, Host]
     _switch: Connection
-    _links: dict[tuple[str, Direction], Link] = field(default_factory=dict)
 
     def set_link(self, host: str, direction: Direction, link: Link) -> None:
         """From the next frame on."""
         self._switch.send((self.hosts[host].number, direction, link))
-        assert self._switch.recv()
+        self._switch.recv()
+
+    def set_break(self, host: str, port: int, planned: Break) -> None:
+        """Of the connection that has this port on the host."""
+        self._switch.send((self.hosts[host].number, port, planned))
+        self._switch.recv()
+
+    def bytes_before_break(self, host: str, port: int) -> int:
+        """Not above 0: it has come."""
+        self._switch.send((self.hosts[host].number, port, None))
+        left: int = self._switch.recv()
+        return left
+
+    def mend_break(self, host: str, port: int) -> None:
+        self.set_break(host, port, Break(0, Link()))
 
     def cut(self, host: str, *directions: Direction) -> None:
         for direction in directions:
@@ -163,6 +194,7 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
     other_end.close()
     rng = random.Random(0)
     links: dict[tuple[int, str], Link] = {}
+    breaks: dict[tuple[int, int], Break] = {}
     due: list[tuple[float, int, int, bytes]] = []
     """Frames by when they are to be handed on: time, number in order, host, content."""
     count = itertools.count()
@@ -173,14 +205,21 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
 
     def hand_on(now: float, sender: int, frame: bytes) -> None:
         outward = links.get((sender, "from"), Link())
+        ports = _ports(frame) if breaks else None
         targets = [n for n in fds if n != sender] if frame[:6] == _EVERYBODY else [frame[5]]
         for target in [each for each in targets if each in fds]:
-            inward = links.get((target, "to"), Link())
-            if any(link.loss and rng.random() < link.loss for link in (outward, inward)):
+            passed = [outward, links.get((target, "to"), Link())]
+            if ports is not None:
+                ends = ((sender, ports[0], "from"), (target, ports[1], "to"))
+                broken = [_broken(breaks.get((number, port)), direction, frame) for number, port, direction in ends]
+                passed += [each.link for each in broken if each is not None]
+                if any(each is not None and each.resets for each in broken):
+                    frame = _reset(frame)
+            if any(link.loss and rng.random() < link.loss for link in passed):
                 continue
-            at = now + outward.delay_s + inward.delay_s
+            at = now + sum(link.delay_s for link in passed)
             heapq.heappush(due, (at, next(count), target, frame))
-            if any(link.duplicates and rng.random() < link.duplicates for link in (outward, inward)):
+            if any(link.duplicates and rng.random() < link.duplicates for link in passed):
                 heapq.heappush(due, (at + rng.uniform(0.0, _LATE_S), next(count), target, frame))
 
     while True:
@@ -197,8 +236,50 @@ def _switch(fds: dict[int, int], orders: Connection, other_end: Connection) -> N
                         hand_on(time.monotonic(), numbers[fd], os.read(fd, _LONGEST_FRAME))
                 continue
             try:
-                number, direction, link = orders.recv()
+                number, where, order = orders.recv()
             except EOFError:
                 return
-            links[number, direction] = link
-            orders.send(True)
+            if order is None:
+                orders.send(breaks[number, where].after_bytes)
+                continue
+            known: dict[tuple[int, Any], Any] = breaks if isinstance(order, Break) else links
+            known[number, where] = order
+            orders.send(0)
+
+
+def _ports(frame: bytes) -> tuple[int, int] | None:
+    """Of sender and receiver; None: it is no segment of TCP."""
+    if frame[12:14] != _IPV4 or frame[23] != _TCP:
+        return None
+    begin = _ETHERNET_BYTES + 4 * (frame[14] & 15)
+    return int.from_bytes(frame[begin : begin + 2]), int.from_bytes(frame[begin + 2 : begin + 4])
+
+
+def _broken(planned: Break | None, direction: str, frame: bytes) -> Break | None:
+    """What happens to a frame of a connection in one direction."""
+    if planned is None:
+        return None
+    if planned.after_bytes > 0:
+        planned.after_bytes -= len(frame)
+        return None
+    return planned if direction in planned.directions else None
+
+
+def _reset(frame: bytes) -> bytes:
+    """The segment, without what it carries, that ends its connection."""
+    ip = bytearray(frame[_ETHERNET_BYTES : _ETHERNET_BYTES + 20])
+    begin = _ETHERNET_BYTES + 4 * (ip[0] & 15)
+    tcp = bytearray(frame[begin : begin + 20])
+    ip[0], ip[2:4], ip[10:12] = 0x45, (40).to_bytes(2), bytes(2)
+    tcp[12], tcp[13], tcp[16:18] = 5 << 4, _RST | _ACK, bytes(2)
+    ip[10:12] = _checksum(bytes(ip))
+    tcp[16:18] = _checksum(bytes(ip[12:20]) + bytes((0, _TCP)) + len(tcp).to_bytes(2) + bytes(tcp))
+    return frame[:_ETHERNET_BYTES] + bytes(ip) + bytes(tcp)
+
+
+def _checksum(content: bytes) -> bytes:
+    """That of the internet protocols."""
+    total = sum(struct.unpack(f">{len(content) // 2}H", content))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return (~total & 0xFFFF).to_bytes(2)

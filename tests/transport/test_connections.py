@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llm_serving.transport import connections
 from llm_serving.transport.connections import notice_silence
-from virtual_network import HERE, Link, VirtualNetwork, usable, virtual_network
+from virtual_network import HERE, Break, Link, VirtualNetwork, usable, virtual_network
 
 pytestmark = pytest.mark.skipif(not usable(), reason="needs root, ip and /dev/net/tun")
 
@@ -74,3 +74,27 @@ def test_a_link_that_loses_and_repeats_ends_nothing(network: VirtualNetwork, con
     for direction in ("to", "from"):
         network.set_link("there", direction, Link(delay_s=0.001, loss=0.05, duplicates=0.3))
     assert all(echoes(connection) for _ in range(20))
+
+
+def test_a_connection_is_reset_in_the_middle_of_what_it_carries_and_the_next_one_lives(
+    network: VirtualNetwork, connection: socket.socket
+) -> None:
+    assert echoes(connection)
+    port = connection.getpeername()[1]
+    network.set_break("there", port, Break(50_000, Link(), resets=True))
+    assert network.bytes_before_break("there", port) > 0
+    with pytest.raises(ConnectionResetError):
+        while True:
+            connection.sendall(bytes(4096))
+            connection.recv(4096)
+    assert network.bytes_before_break("there", port) <= 0
+
+
+def test_one_of_two_connections_of_a_machine_is_cut(network: VirtualNetwork, connection: socket.socket) -> None:
+    network.set_break("there", connection.getpeername()[1] + 1, Break(0))
+    assert echoes(connection)
+    network.set_break("there", connection.getpeername()[1], Break(0))
+    connection.sendall(b"?")
+    with pytest.raises(OSError) as raised:
+        connection.recv(1)
+    assert raised.value.errno is not None
