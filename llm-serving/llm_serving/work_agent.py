@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import socket
 import ssl
@@ -16,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of what is imported is garbage
 
 from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
@@ -66,6 +70,9 @@ CONNECT_S: Final = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # Nor does MindSpore look for any among it, which it would at each graph that it compiles.
+    gc.freeze()
+    gc.enable()
     args = _parse(argv)
     name = f"work_agent {args.index}" if args.ranks_fd is None else f"work_agent {args.index}, rank {args.rank}"
     configure_logging(args.log_level, name)
