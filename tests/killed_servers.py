@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 from kills import Table
-from server_process import Server, metric, shared_memory_names, start_server
+from server_process import ONE_THREAD, Server, metric, shared_memory_names, start_server
 
 LONG = " ".join(["Repeat the word stone after me."] * 6)
 STREAMS: dict[str, dict[str, Any]] = {
@@ -62,6 +62,7 @@ def a_server(num_agents: int) -> Iterator[Server]:
         "model_config.decode_batch_size": 8,
         "scheduler_config.max_prefill_tokens": 24,
         "serving_config.step_timeout_s": 2.0,
+        "device_config.num_threads": 1,
     }
     arguments = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
     server = start_server(*arguments, num_agents=num_agents)
@@ -185,7 +186,7 @@ def table_of_two(num_kills: int = NUM_KILLS) -> Table:
 def end_of_a_master(sent: signal.Signals, num_agents: int = 2) -> str:
     """The signal reaches the master while all streams run; tells what became of them."""
     before = shared_memory_names()
-    server = start_server(num_agents=num_agents)
+    server = start_server("--set", ONE_THREAD, num_agents=num_agents)
 
     async def run() -> list[BaseException | dict[int, str]]:
         async with asyncio.timeout(600), server.client() as client:

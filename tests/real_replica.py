@@ -16,6 +16,7 @@ from llm_serving.models.spec import ModelSpec
 from llm_serving.observe.metrics import Metrics
 from llm_serving.text.tokenizer import Tokenizer
 from llm_serving.transport.messages import Loaded
+from server_process import ONE_THREAD
 
 MAX_STEPS = 5000
 NUM_BLOCKS = 256
@@ -27,7 +28,7 @@ class RealReplica:
 
     def __init__(self, *settings: str, model: Path = Path("demo")) -> None:
         """`settings` are overrides such as "pa_config.num_blocks=36"."""
-        common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}"]
+        common = ["serving_config.audit_every=0", f"pa_config.num_blocks={NUM_BLOCKS}", ONE_THREAD]
         self.config = load_config(None, [*common, *settings], model)
         self.tokenizer = Tokenizer.load(self.config.model.model_path)
         self.agents: list[WorkAgentProcess] = []

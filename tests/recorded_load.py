@@ -30,6 +30,7 @@ SETTINGS = {
     "scheduler_config.preemption_mode": "auto",
     "model_config.decode_batch_size": 24,
     "scheduler_config.max_prefill_tokens": 64,
+    "device_config.num_threads": 1,
 }
 NUM_CLIENTS = 128
 

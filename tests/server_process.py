@@ -29,6 +29,10 @@ atexit.register(shutil.rmtree, RUN_DIR, ignore_errors=True)
 ROOT = Path(__file__).resolve().parents[1]
 
 
+ONE_THREAD = "device_config.num_threads=1"
+"""For servers that share the cores with other tests: threads of kernels wait for each other in loops, which costs a
+third more where others are in their way. Their number changes no bit (tests/kernels)."""
+
 _HELD: list[socket.socket] = []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import start_server
+from server_process import ONE_THREAD, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -37,7 +37,7 @@ async def reach(client: httpx.AsyncClient, state: str) -> None:
 
 
 def test_a_replica_leaves_and_joins_under_load_and_nothing_is_lost() -> None:
-    server = start_server("--set", "model_config.decode_batch_size=4", num_agents=2)
+    server = start_server("--set", "model_config.decode_batch_size=4", "--set", ONE_THREAD, num_agents=2)
     try:
 
         async def run() -> None:

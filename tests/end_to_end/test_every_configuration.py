@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import Server, metric, start_server
+from server_process import ONE_THREAD, Server, metric, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -28,6 +28,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "decode first, chunks of 16": {
         "scheduler_config.policy": "decode_first",
         "scheduler_config.max_prefill_tokens": 16,
+        "device_config.num_threads": 1,
         **TIGHT,
     },
     "mixed, swapping, no prefix cache": {
@@ -36,6 +37,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config.preemption_mode": "swap",
         "scheduler_config.prefix_caching": False,
         "pa_config.num_swap_blocks": 64,
+        "device_config.num_threads": 1,
         **TIGHT,
     },
     "throughput, separate steps, the graphs of Ascend": {
@@ -49,6 +51,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "scheduler_config.policy": "fcfs",
         "model_config.batching_strategy": "static",
         "model_config.decode_batch_size": 8,
+        "device_config.num_threads": 1,
         "scheduler_config.schedule_ahead": False,
     },
 }
@@ -121,7 +124,7 @@ def alone() -> dict[bool, list[str]]:
                     given[repr(each)] = await answer(client, each)
         return {static: [given[repr(each)] for each in asked] for static, asked in wanted.items()}
 
-    server = start_server("--set", "scheduler_config.prefix_caching=False")
+    server = start_server("--set", "scheduler_config.prefix_caching=False", "--set", ONE_THREAD)
     try:
         return asyncio.run(run(server))
     finally:

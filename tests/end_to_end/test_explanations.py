@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import Server, start_server
+from server_process import ONE_THREAD, Server, start_server
 
 NUM_REQUESTS = 20
 
@@ -17,7 +17,7 @@ NUM_REQUESTS = 20
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     sizes = ["--set", "pa_config.num_blocks=24", "--set", "model_config.max_generate_length=256"]
-    started = start_server("--model", "demo", *sizes)
+    started = start_server("--model", "demo", "--set", ONE_THREAD, *sizes)
     yield started
     started.stop()
 

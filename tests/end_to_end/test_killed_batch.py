@@ -18,11 +18,12 @@ from typing import Any
 
 import httpx
 import psutil
-from server_process import ROOT, start_server
+from server_process import ONE_THREAD, ROOT, start_server
 
-NUM_LINES = 200
+NUM_LINES = 120
 NUM_BEFORE = 5
 """So many lines have answers, at least, when the process is killed."""
+SETTINGS = ("--set", "model_config.decode_batch_size=4", "--set", ONE_THREAD)
 TRACED = (
     "CREATE TABLE given (batch TEXT, number INTEGER);"
     "CREATE TRIGGER once AFTER UPDATE OF status ON lines WHEN new.status IS NOT NULL "
@@ -107,8 +108,7 @@ def test_a_killed_run_of_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
     command += [
         "--config",
         str(ROOT / "configs" / "demo_cpu.yaml"),
-        "--set",
-        "model_config.decode_batch_size=4",
+        *SETTINGS,
     ]
     terminal, its_end = pty.openpty()
     termios.tcsetwinsize(its_end, (24, 100))  # without a width a bar has no text
@@ -134,8 +134,7 @@ def test_a_batch_of_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None
     arguments = [
         "--set",
         f"serving_config.batch_path={path}",
-        "--set",
-        "model_config.decode_batch_size=4",
+        *SETTINGS,
     ]
     server = start_server(*arguments)
     try:

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from llm_serving.config.paths import DEMO_FOLDER
-from server_process import ROOT, free_ports, run_script, shared_memory_names, start_server
+from server_process import ONE_THREAD, ROOT, free_ports, run_script, shared_memory_names, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -26,7 +26,7 @@ def test_two_replicas_serve_while_one_is_away_and_the_server_ends_when_told_to_w
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         shutil.copytree(DEMO_FOLDER, model)
-        settings = ("serving_config.max_worker_restarts=0", "serving_config.exit_without_work_agents=True")
+        settings = ("serving_config.max_worker_restarts=0", "serving_config.exit_without_work_agents=True", ONE_THREAD)
         server = start_server("--model", str(model), *(x for each in settings for x in ("--set", each)), num_agents=2)
         try:
             (model / "model.safetensors").unlink()

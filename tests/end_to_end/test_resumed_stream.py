@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import Server, start_server
+from server_process import ONE_THREAD, Server, start_server
 
 pytestmark = pytest.mark.end_to_end
 
@@ -27,7 +27,7 @@ READ = 40
 
 def start(folder: Path) -> Server:
     settings = ("resume_streams=True", "request_log=disk", f"request_log_path={folder}")
-    return start_server(*(x for each in settings for x in ("--set", f"serving_config.{each}")))
+    return start_server("--set", ONE_THREAD, *(x for each in settings for x in ("--set", f"serving_config.{each}")))
 
 
 def read_and_kill(server: Server) -> tuple[str, bytes]:
