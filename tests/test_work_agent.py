@@ -87,13 +87,15 @@ class Runner(FakeRunner):
 class Master:
     """The test's end of a WorkAgent that serves in a thread."""
 
-    def __init__(self, config, pool):
+    def __init__(self, config, pool, model_path=None, away=False):
+        """`away`: on another machine, which shares no memory and has the model at `model_path`."""
         self.settings = load_settings(config, 0)
         self.socket, right = socket.socketpair()
         self.channel = Channel(self.socket, AgentMessage)
         self._agent_channel = Channel(right, MasterMessage)
         self.buffers = SharedBuffers.create(self.settings.num_buffers, self.settings.buffer_bytes)
-        self.end = pool.submit(work_agent.serve, self._agent_channel, self.buffers.fd)
+        memory_fd = None if away else self.buffers.fd
+        self.end = pool.submit(work_agent.serve, self._agent_channel, memory_fd, model_path=model_path)
 
     def greet(self, hello=None):
         self.channel.send(hello or Hello(PROTOCOL_VERSION))
@@ -135,9 +137,9 @@ def start(pool, monkeypatch):
     """Starts an agent whose model is loaded by `load_runner`; by default a runner that never fails."""
     masters = []
 
-    def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None):
+    def start(load_runner=lambda settings, on_progress: (Runner(), ""), config=None, **where):
         monkeypatch.setattr(work_agent, "load_runner", load_runner)
-        masters.append(Master(config or ServingConfig(), pool))
+        masters.append(Master(config or ServingConfig(), pool, **where))
         return masters[-1]
 
     yield start
@@ -182,6 +184,26 @@ class TestLoading:
         master = start(load_runner)
         assert master.load() == Failed("the model cannot be loaded: allocation failed")
         assert master.end.result(DEADLINE_S) is None
+
+    def test_another_machine_without_the_folder_names_the_keys(self, start, tmp_path):
+        config = ServingConfig(model=ModelConfig(model_path=tmp_path / "none"))
+        failed = start(config=config, away=True).load()
+        assert isinstance(failed, Failed)
+        assert failed.error.startswith(
+            "model_config.model_path must be at the same path on every machine, or come with"
+        )
+        assert "cluster_config.weights: object_store" in failed.error
+        assert failed.error.endswith(f"Given: {tmp_path / 'none'}")
+
+    def test_another_machine_may_have_the_model_elsewhere(self, start, tmp_path):
+        paths = []
+
+        def load_runner(settings, on_progress):
+            paths.append(settings.model_path)
+            return Runner(), ""
+
+        assert isinstance(start(load_runner, away=True, model_path=str(tmp_path)).load(), Loaded)
+        assert paths == [str(tmp_path)]
 
     @pytest.mark.parametrize("first", [RunStep(0, 0, ()), Shutdown(), Hello(PROTOCOL_VERSION)])
     def test_another_message_than_what_to_load_ends_it(self, start, first):

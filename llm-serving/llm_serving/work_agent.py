@@ -21,6 +21,8 @@ from typing import Final
 if __name__ == "__main__":
     gc.disable()  # nothing of what is imported is garbage
 
+import msgspec
+
 from llm_serving.core.agent_exit import AgentExit
 from llm_serving.core.image import package_image
 from llm_serving.core.step import AllowedTokens
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return AgentExit.UNREACHABLE
     try:
-        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks)
+        serve(channel, args.memory_fd, args.ranks_fd, args.transfer_fd, blocks, args.model_path)
     except ChannelClosedError:
         logger.info("the master is gone")
     except TransportError as error:
@@ -141,6 +143,7 @@ def serve(
     ranks_fd: int | None = None,
     transfer_fd: int | None = None,
     blocks: Channel[MasterMessage] | None = None,
+    model_path: str | None = None,
 ) -> None:
     """Greets the master, loads the model that it names, then answers its steps until it says Shutdown.
 
@@ -150,6 +153,7 @@ def serve(
         ranks_fd: Memory of those that compute the replica together; None: this process computes it alone.
         transfer_fd: Memory by which blocks are handed over to other WorkAgents; None: there is none.
         blocks: To the master, by which blocks are handed over where no memory is shared; None: none are.
+        model_path: Where this machine has the model; None: where the master has it.
 
     Raises:
         TransportError: The channel broke, or the master is gone.
@@ -163,6 +167,12 @@ def serve(
     settings = channel.receive()
     if not isinstance(settings, LoadModel):
         channel.send(Failed(f"expected LoadModel, got {type(settings).__name__}"))
+        return
+    if model_path is not None:
+        settings = msgspec.structs.replace(settings, model_path=model_path)
+    elif memory_fd is None and not Path(settings.model_path).is_dir():
+        rule = "must be at the same path on every machine, or come with `cluster_config.weights: object_store`"
+        channel.send(Failed(f"model_config.model_path {rule}: there is no folder here. Given: {settings.model_path}"))
         return
     try:
         load = load_runner if ranks_fd is None else partial(load_runner, ranks_fd=ranks_fd)
@@ -294,6 +304,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token", help="tells that master which start this is")
     parser.add_argument("--blocks-token", help="the same of a second connection, by which blocks are handed over")
     parser.add_argument("--secret-file", type=Path, help="with the secret of the cluster")
+    parser.add_argument("--model-path", help="where this machine has the model; that of the master unless told")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)
 

@@ -14,7 +14,16 @@ from small_model import CONFIG, write_small_model
 
 
 @pytest.mark.parametrize(
-    "given", ["address=10.0.0.1:6379", "cpus_per_replica=2", "placement=pack", "master_host=10.0.0.1", "secret_file=x"]
+    "given",
+    [
+        "address=10.0.0.1:6379",
+        "cpus_per_replica=2",
+        "placement=pack",
+        "weights=object_store",
+        "weights_cache_path=x",
+        "master_host=10.0.0.1",
+        "secret_file=x",
+    ],
 )
 def test_keys_of_ray_mean_nothing_without_it(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -34,6 +43,15 @@ def test_a_cluster_of_several_machines_needs_a_secret(tmp_path: Path) -> None:
     secret.write_text("s" * 32)
     config = load_config(None, [*overrides, f"cluster_config.secret_file={secret}"])
     assert config.cluster.secret_file == secret
+
+
+def test_weights_that_machines_are_given_are_those_of_the_model_folder() -> None:
+    ray, stored = "cluster_config.engine=ray", "cluster_config.weights=object_store"
+    assert load_config(None, [ray, stored, "cluster_config.weights_cache_path=/w"]).cluster.weights_cache_path == "/w"
+    with pytest.raises(ConfigError, match=r"must come with `cluster_config\.weights: object_store`"):
+        load_config(None, [ray, "cluster_config.weights_cache_path=/w"])
+    with pytest.raises(ConfigError, match=r"`cluster_config\.weights` must be path with `model_config\.mindir_path`"):
+        load_config(None, [ray, stored, f"model_config.mindir_path={Path(__file__).parent}"])
 
 
 def test_replicas_are_counted_by_ports_unless_said() -> None:

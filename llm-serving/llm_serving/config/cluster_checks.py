@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.config.values import DEFAULTS, Values
-from llm_serving.core.choices import EngineName, RoleName
+from llm_serving.core.choices import EngineName, RoleName, WeightsName
 from llm_serving.models.spec import ModelSpec
 from llm_serving.network.sharding import rule_against
 
 SECTION: Final = "cluster_config"
 SECRET_FILE: Final = f"{SECTION}.secret_file"
 TENSOR_PARALLEL: Final = f"{SECTION}.tensor_parallel"
+WEIGHTS: Final = f"{SECTION}.weights"
+WEIGHTS_CACHE: Final = f"{SECTION}.weights_cache_path"
 ROLES: Final = f"{SECTION}.roles"
 TRANSFER_BLOCKS: Final = f"{SECTION}.num_transfer_blocks"
 _ONLY_ALONE: Final = (
@@ -26,7 +28,11 @@ _FOR_ROLES: Final = (
     ("model_config.batching_strategy", "continuous", "a static batch ends where it began"),
 )
 """Key, the value that it must have for requests to move, and why."""
-_OF_RAY: Final = ("address", "cpus_per_replica", "placement", "master_host", "secret_file")
+_OF_RAY: Final = (
+    *("address", "cpus_per_replica", "placement", "weights", "weights_cache_path", "master_host", "secret_file"),
+)
+_OUTSIDE: Final = ("model_config.mindir_path", "scheduler_config.draft_model_path")
+"""Keys of what is not in the model's folder, and so does not come with it."""
 
 
 def check_cluster(values: Values, spec: ModelSpec | None) -> None:
@@ -45,9 +51,21 @@ def check_cluster(values: Values, spec: ModelSpec | None) -> None:
         raise values.error(
             name, f"must come with `{SECTION}.secret_file`, whose content all machines have", values[name]
         )
+    _check_weights(values)
     if values[TENSOR_PARALLEL] > 1:
         _check_ranks(values, spec)
     _check_roles(values)
+
+
+def _check_weights(values: Values) -> None:
+    if values[WEIGHTS] == WeightsName.PATH:
+        if values[WEIGHTS_CACHE] is not None:
+            rule = f"must come with `{WEIGHTS}: object_store`"
+            raise values.error(WEIGHTS_CACHE, rule, values[WEIGHTS_CACHE])
+        return
+    for name in _OUTSIDE:
+        if values[name] is not None:
+            raise values.error(WEIGHTS, f"must be path with `{name}`, which lies outside the model", values[WEIGHTS])
 
 
 def _check_roles(values: Values) -> None:

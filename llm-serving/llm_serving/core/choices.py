@@ -49,6 +49,13 @@ class EngineName(enum.StrEnum):
     RAY = "ray"
 
 
+class WeightsName(enum.StrEnum):
+    """Where the machines of a cluster have a model's weights from."""
+
+    PATH = "path"
+    OBJECT_STORE = "object_store"
+
+
 class SpreadName(enum.StrEnum):
     """How WorkAgents are put on the machines of a cluster."""
 

@@ -24,6 +24,8 @@ from llm_serving.transport.messages import LoadModel
 
 COME_S: Final = 300.0
 """In which a WorkAgent has to come, however long it takes to load after that."""
+COME_WITH_WEIGHTS_S: Final = 3600.0
+"""The same where the weights have to come first: whether they do, Ray says."""
 LOOK_EVERY_S: Final = 0.2
 """While a WorkAgent is waited for, it is looked whether it lives and is still wanted."""
 
@@ -52,6 +54,7 @@ class ClusterPlacement:
         starter: Runs the processes.
         num_threads: Of each WorkAgent's kernels; None: as this machine would have.
         own_device: Whether a WorkAgent sees the device it was given as its only one.
+        come_s: In which a WorkAgent has to come.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ClusterPlacement:
         starter: Starter,
         num_threads: int | None = None,
         own_device: bool = False,
+        come_s: float = COME_S,
         clock: Clock = monotonic,
     ) -> None:
         """Raises ConfigError: the address cannot be listened at."""
@@ -75,6 +79,7 @@ class ClusterPlacement:
         self._starter = starter
         self._num_threads = num_threads
         self._own_device = own_device
+        self._come_s = come_s
         self._clock = clock
 
     def settings(self, settings: LoadModel) -> LoadModel:
@@ -116,7 +121,7 @@ class ClusterPlacement:
     def _await(
         self, index: int, arrival: Arrival, process: AgentProcess, timeout_s: float | None, given_up: GivenUp | None
     ) -> AgentChannel:
-        patience_s = COME_S if timeout_s is None else min(timeout_s, COME_S)
+        patience_s = self._come_s if timeout_s is None else min(timeout_s, self._come_s)
         deadline = self._clock() + patience_s
         while (channel := arrival.wait(LOOK_EVERY_S)) is None:
             if process.has_ended:

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llm_serving.config.schema import ServingConfig
-from llm_serving.core.choices import EngineName
-from llm_serving.executor.cluster_placement import ClusterPlacement
+from llm_serving.core.choices import EngineName, WeightsName
+from llm_serving.executor.cluster_placement import COME_S, COME_WITH_WEIGHTS_S, ClusterPlacement
 from llm_serving.executor.placement import Placement, ThisMachine
-from llm_serving.executor.ray_orders import RayPlaces
+from llm_serving.executor.ray_orders import RayPlaces, RayWeights
 from llm_serving.executor.ray_starter import RayStarter
+from llm_serving.executor.weight_files import CACHE
 from llm_serving.transport.cluster_identity import ClusterIdentity, read_secret
 from llm_serving.transport.transfer_memory import transfer_memory
 
@@ -41,11 +42,21 @@ def _on_ray(config: ServingConfig, secret_file: Path) -> ClusterPlacement:
     cpus = cluster.cpus_per_replica or device.num_threads or max(1, cores // config.num_replicas)
     identity = ClusterIdentity(read_secret(secret_file))
     on_ascend = device.device_target == "Ascend"
-    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend)
+    weights = None
+    if cluster.weights == WeightsName.OBJECT_STORE:
+        weights = RayWeights(str(config.model.model_path), cluster.weights_cache_path or CACHE)
+    places = RayPlaces(cluster.address, config.num_replicas, cpus, cluster.placement, on_ascend, weights)
     starter = RayStarter(places, str(secret_file.absolute()))
     try:
         host = cluster.master_host or ("127.0.0.1" if cluster.address is None else starter.host)
-        return ClusterPlacement(host, identity, starter, device.num_threads or cpus, own_device=on_ascend)
+        return ClusterPlacement(
+            host,
+            identity,
+            starter,
+            device.num_threads or cpus,
+            own_device=on_ascend,
+            come_s=COME_S if weights is None else COME_WITH_WEIGHTS_S,
+        )
     except BaseException:
         starter.close()
         raise

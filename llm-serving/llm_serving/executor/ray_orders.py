@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 
+class RayWeights(msgspec.Struct, frozen=True):
+    """A model folder of the master's machine that the others get through Ray's object store."""
+
+    folder: str
+    cache: str
+    """Folder of every machine where they keep it."""
+
+
 class RayPlaces(msgspec.Struct, frozen=True):
     """What is asked of a cluster. `RayStarter` says what each means."""
 
@@ -13,6 +21,8 @@ class RayPlaces(msgspec.Struct, frozen=True):
     cpus: int
     spread: str
     with_device: bool
+    weights: RayWeights | None = None
+    """None: every machine has them at the same path."""
 
 
 class StartAgent(msgspec.Struct, tag="start", frozen=True):

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from llm_serving.executor.ray_orders import (
     StartAgent,
     Unusable,
 )
+from llm_serving.executor.stored_weights import StoredWeights
 from llm_serving.transport.channel import Channel
 
 NAMESPACE: Final = "llm-serving"
@@ -66,6 +67,7 @@ class Agents:
     def __init__(self, ray: Any, wanted: RayPlaces, channel: Channel[Order]) -> None:
         """Raises ConfigError: the cluster has no room."""
         self._ray, self._wanted, self._channel = ray, wanted, channel
+        self._weights = None if wanted.weights is None else StoredWeights(ray, wanted.weights)
         self._lock = threading.Lock()
         self._actors: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
@@ -98,15 +100,32 @@ class Agents:
             options["resources"] = {DEVICE: 1}
         try:
             actor = self._ray.remote(AgentHost).options(**options).remote()
-            running = actor.run.remote([*order.arguments])
+            with self._lock:
+                self._actors[order.number] = actor
+            if self._weights is None:
+                self._run(order, actor, order.arguments)
+            else:
+                threading.Thread(target=self._bring_and_run, args=(order, actor, self._weights), daemon=True).start()
         except self._ray.exceptions.RayError as error:
+            with self._lock:
+                self._actors.pop(order.number, None)
             self._tell(AgentEnded(order.number, f"Ray cannot start it: {error}"))
             with self._lock:
                 return bool(self._actors)
-        with self._lock:
-            self._actors[order.number] = actor
-            self._running[running] = order.number
         return True
+
+    def _run(self, order: StartAgent, actor: Any, arguments: Sequence[str]) -> None:
+        running = actor.run.remote([*arguments])
+        with self._lock:
+            self._running[running] = order.number
+
+    def _bring_and_run(self, order: StartAgent, actor: Any, weights: StoredWeights) -> None:
+        """Takes as long as the weights do, so it has a thread of its own."""
+        try:
+            self._run(order, actor, (*order.arguments, "--model-path", weights.bring(actor)))
+        except (ConfigError, self._ray.exceptions.RayError) as error:
+            self.kill(KillAgent(order.number))
+            self._tell(AgentEnded(order.number, str(error).strip().splitlines()[0]))
 
     def kill(self, order: KillAgent) -> None:
         """Ends the actor, and by that its WorkAgent: at once where Ray reaches its machine; where it does not, the

@@ -73,7 +73,7 @@ _WITHOUT_EFFECT: Final[tuple[tuple[str, str], ...]] = (
     ("scheduler_config", "record_path record_file_bytes record_files"),
     # Which processes compute, and where.
     ("cluster_config", "engine address master_host secret_file replicas cpus_per_replica placement"),
-    ("cluster_config", "roles num_transfer_blocks"),
+    ("cluster_config", "weights weights_cache_path roles num_transfer_blocks"),
     ("serving_config", "agent_ports start_device_id routing"),
     ("serving_config", "step_timeout_s load_timeout_s max_worker_restarts exit_without_work_agents restart_wait_s"),
     # Who may ask, from where, how much and for how long.

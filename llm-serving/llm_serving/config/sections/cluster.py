@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llm_serving.config.kinds import Kind
 from llm_serving.config.rules import choice, choices, integer, option, path, text
-from llm_serving.core.choices import EngineName, RoleName, SpreadName
+from llm_serving.core.choices import EngineName, RoleName, SpreadName, WeightsName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,13 @@ class ClusterConfig:
 
     placement: str = option(SpreadName.SPREAD.value, choice(tuple(SpreadName)))
     """`spread`: WorkAgents on as many machines as there are. `pack`: on as few as will do."""
+
+    weights: str = option(WeightsName.PATH.value, choice(tuple(WeightsName)))
+    """Where machines have the weights from. `path`: each has the model folder at the path that it has here.
+    `object_store`: the master's goes through Ray's object store to those that do not keep it yet."""
+
+    weights_cache_path: str | None = option(None, text())
+    """Folder of every machine in which they are kept then, by their content. None: `~/.cache/llm_serving/weights`."""
 
     master_host: str | None = option(None, text())
     """Address of this machine that WorkAgents connect to. None: the one Ray knows it by; where the master started Ray,
