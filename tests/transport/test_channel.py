@@ -2,13 +2,23 @@ import contextlib
 import socket
 import struct
 import threading
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 from llm_serving.transport.channel import MAX_FRAME_BYTES, Channel
-from llm_serving.transport.messages import AgentMessage, Failed, Hello, MasterMessage, Progress, RunStep, Shutdown
+from llm_serving.transport.messages import (
+    AgentMessage,
+    Blocks,
+    Failed,
+    Hello,
+    MasterMessage,
+    Progress,
+    RunStep,
+    Shutdown,
+)
 
 
 @pytest.fixture
@@ -55,6 +65,22 @@ def test_a_deadline_in_the_middle_of_a_frame_loses_nothing(ends) -> None:
         channel.receive(0.0)
     left.send(data[7:])
     assert channel.receive(1.0) == Hello(1)
+
+
+def test_a_large_frame_is_not_copied_again_and_again(ends) -> None:
+    """While it is, whoever computes steps beside waits."""
+    left, channel = ends
+    sent = Blocks([1], [2], [3], bytes(2**23))
+    thread = threading.Thread(target=Channel(left, MasterMessage).send, args=(sent,))
+    thread.start()
+    while not channel.has_frame:
+        channel._fill(len(channel._received) + 1, None)
+    thread.join()
+    tracemalloc.start()
+    assert channel.receive() == sent
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * len(sent.content)
 
 
 def test_the_machine_at_the_other_end_is_known_unless_it_is_this_one(ends) -> None:

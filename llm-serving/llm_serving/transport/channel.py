@@ -58,10 +58,12 @@ class Channel(Generic[Incoming]):
             ProtocolError: The message is longer than a frame may be.
             ChannelClosedError: The other side is gone, or takes nothing for so long that it counts as gone.
         """
-        payload = self._encoder.encode(message)
-        if len(payload) > self.max_frame_bytes:
-            raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {self.max_frame_bytes}")
-        frame = _LENGTH.pack(len(payload)) + payload
+        frame = bytearray(_LENGTH.size)
+        self._encoder.encode_into(message, frame, _LENGTH.size)
+        length = len(frame) - _LENGTH.size
+        if length > self.max_frame_bytes:
+            raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self.max_frame_bytes}")
+        _LENGTH.pack_into(frame, 0, length)
         try:
             self._socket.settimeout(self.send_timeout_s)
             self._socket.sendall(frame)
@@ -85,12 +87,13 @@ class Channel(Generic[Incoming]):
         if length > self.max_frame_bytes:
             raise ProtocolError(f"a frame announces {length} bytes; the limit is {self.max_frame_bytes}")
         self._fill(_LENGTH.size + length, deadline)
-        payload = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
-        del self._received[: _LENGTH.size + length]
         try:
-            return self._decoder.decode(payload)
+            with memoryview(self._received) as received, received[_LENGTH.size : _LENGTH.size + length] as payload:
+                return self._decoder.decode(payload)
         except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors, as is invalid UTF-8
             raise ProtocolError(f"a frame of {length} bytes is no known message: {error}") from error
+        finally:
+            del self._received[: _LENGTH.size + length]
 
     @property
     def has_frame(self) -> bool:
