@@ -24,12 +24,8 @@ UNKNOWN_TOKEN = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def shipping() -> Iterator[RealReplica]:
-    yield from running()
-
-
-@pytest.fixture(scope="module")
-def raising() -> Iterator[RealReplica]:
+def replica() -> Iterator[RealReplica]:
+    """Its WorkAgent is the shipping one, but for what it raises when a step has been computed."""
     popen = placement.LocalProcess
 
     def start_the_other(command: list[str], **options: Any) -> placement.LocalProcess:
@@ -39,15 +35,11 @@ def raising() -> Iterator[RealReplica]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "LocalProcess", start_the_other)
-        yield from running()
-
-
-def running() -> Iterator[RealReplica]:
-    replica = RealReplica(*SETTINGS)
-    try:
-        yield replica
-    finally:
-        replica.close()
+        replica = RealReplica(*SETTINGS)
+        try:
+            yield replica
+        finally:
+            replica.close()
     assert not any(psutil.pid_exists(agent.process.pid) for agent in replica.agents)
 
 
@@ -78,19 +70,23 @@ def culprit(token_id: int, place: int) -> Request:
     return request
 
 
+@pytest.fixture(scope="module")
+def alone(replica: RealReplica) -> list[Any]:
+    return [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
+
+
 @pytest.mark.parametrize("place", [40, 70])
 @pytest.mark.parametrize(
-    ("kind", "token_id", "error"),
+    ("token_id", "error"),
     [
-        ("shipping", UNKNOWN_TOKEN, "WorkerError: token_ids must be below"),
-        ("raising", POISON, "FloatingPointError: poison"),
+        (UNKNOWN_TOKEN, "WorkerError: token_ids must be below"),
+        (POISON, "FloatingPointError: poison"),
     ],
+    ids=["refused", "computed"],
 )
 def test_only_the_request_that_makes_a_step_raise_ends(
-    request: pytest.FixtureRequest, kind: str, token_id: int, error: str, place: int
+    replica: RealReplica, alone: list[Any], token_id: int, error: str, place: int
 ) -> None:
-    replica: RealReplica = request.getfixturevalue(kind)
-    alone = [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
     guilty, others = culprit(token_id, place), innocents(replica)
     failed, *answers = replica.answer([guilty, *others])
     assert failed.finish_reason is FinishReason.ERROR
@@ -101,10 +97,8 @@ def test_only_the_request_that_makes_a_step_raise_ends(
     assert replica.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
-@pytest.mark.parametrize(("kind", "token_id"), [("shipping", UNKNOWN_TOKEN), ("raising", POISON)])
-def test_two_culprits_and_nobody_else(request: pytest.FixtureRequest, kind: str, token_id: int) -> None:
-    replica: RealReplica = request.getfixturevalue(kind)
-    alone = [bytes_of(replica.answer([each])[0]) for each in innocents(replica)]
+@pytest.mark.parametrize("token_id", [UNKNOWN_TOKEN, POISON], ids=["refused", "computed"])
+def test_two_culprits_and_nobody_else(replica: RealReplica, alone: list[Any], token_id: int) -> None:
     first, *others, last = replica.answer([culprit(token_id, 3), *innocents(replica), culprit(token_id, 79)])
     assert first.finish_reason is last.finish_reason is FinishReason.ERROR
     assert [bytes_of(output) for output in others] == alone
