@@ -11,6 +11,7 @@ from llm_serving.cli import main
 from llm_serving.commands.stored_models import cached_table
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
+from llm_serving.errors import ConfigError
 from llm_serving.models.memory import bytes_for_cache
 from llm_serving.models.spec import ModelSpec
 
@@ -117,3 +118,14 @@ def test_models_lists_the_caches(hub, caches, capsys):
     assert lines[1].split(maxsplit=3)[3] == "complete"
     assert "not served: " in lines[2]
     assert "model.safetensors.index.json must hold a JSON object with `weight_map`" in lines[2]
+
+
+def test_a_damaged_model_of_a_cache_does_not_hide_that_of_another(hub, monkeypatch):
+    for hub_name in ("modelscope", "huggingface"):
+        config = load_config(None, [f"model_config.model_hub={hub_name}"], "Tiny/Llama")
+        llm_serving.hub.download(config.hub_model, lambda text: None)
+    (config.model.model_path / "model.safetensors.index.json").write_text("{")
+    assert load_config(model="Tiny/Llama").hub_model.hub == "modelscope"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"index\.json must hold a JSON object .*, and HF_HUB_OFFLINE forbids"):
+        load_config(None, ["model_config.model_hub=huggingface"], "Tiny/Llama")

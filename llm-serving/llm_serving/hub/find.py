@@ -77,7 +77,11 @@ def locate(name: str, hub: str = "auto", revision: str | None = None) -> HubMode
         folder = HUBS[each]().snapshot(name, wanted)
         if folder is None:
             continue
-        missing = missing_files(folder)
+        try:
+            missing = missing_files(folder)
+        except ModelError as error:  # another cache may have all of it
+            incomplete.append(str(error))
+            continue
         if not missing:
             return HubModel(name, each, _commit_of(folder), folder)
         incomplete.append(f"{folder} lacks {', '.join(missing[:3])}")
