@@ -18,10 +18,6 @@ from llm_serving.network.program import Program, program_of
 from llm_serving.network.rotary import Rotary
 
 BLOCK_SIZE = 16
-BY_ADDRESS = {
-    *("token_ids", "positions", "slot_mapping", "block_tables", "query_lens", "context_lens", "sample_indices"),
-    "result",
-}
 _program_of = functools.cache(program_of)
 _MULTIPLIED = frozenset({"weight", "gate_up", "down"})
 
@@ -92,20 +88,18 @@ def parameters(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache])
 
 
 def status_of_program(given: Mapping[str, Typed], changes: Mapping[tuple[int, int], int] = {}) -> int:
-    """Calls `program`, which knows what belongs to a step by address; 0 for success.
+    """Calls `program`, which knows everything by address; 0 for success.
 
     Args:
         given: From `parameters`.
         changes: (row, column) -> what stands there in the table of addresses.
     """
-    by_address = {number: name for number, name in enumerate(given) if name in BY_ADDRESS}
-    table = AddressTable([(number, given[name].dtype) for number, name in by_address.items()])
-    for index, name in enumerate(by_address.values()):
-        (table.take if name == "result" else table.give)(index, given[name].array)
+    table = AddressTable(len(given))
+    for number, parameter in enumerate(given.values()):
+        table.lend(number, parameter.array)
     for place, value in changes.items():
         table.memory[place] = value
-    others = [parameter for name, parameter in given.items() if name not in BY_ADDRESS]
-    return status_of("program", *others[:2], Typed(table.memory, "int64"), *others[2:], empty((1,), "float32"))
+    return status_of("program", Typed(table.memory, "int64"), empty((1,), "float32"))
 
 
 def run(runnable: Runnable, step: Step, caches: Sequence[Blocks | Cache]) -> Typed:

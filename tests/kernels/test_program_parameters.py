@@ -138,12 +138,11 @@ def test_steps_that_do_not_fit_are_refused(changes: dict[str, Typed], message: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({(0, 0): -1}, "there is no place -1 for a parameter by address"),
-        ({(0, 0): 99}, "there is no place 99 for a parameter by address"),
-        ({(1, 0): 2}, "there is no place 2 for a parameter by address"),  # token_ids stand there
-        ({(0, 2): 5}, "parameter 2 is of no known type and shape"),
-        ({(3, 3): 3}, "parameter 5 is of no known type and shape"),
-        ({(3, 4): -1}, "parameter 5 is of no known type and shape"),
+        ({(2, 1): -1}, "parameter 2 is of no known type and shape"),
+        ({(2, 1): 6}, "parameter 2 is of no known type and shape"),
+        ({(5, 2): -1}, "parameter 5 is of no known type and shape"),
+        ({(5, 2): 5}, "parameter 5 is of no known type and shape"),
+        ({(5, 4): -1}, "parameter 5 is of no known type and shape"),
     ],
 )
 def test_addresses_that_do_not_fit_are_refused(changes: dict[tuple[int, int], int], message: str) -> None:
@@ -151,11 +150,16 @@ def test_addresses_that_do_not_fit_are_refused(changes: dict[tuple[int, int], in
 
 
 def test_what_is_no_table_of_addresses_is_refused() -> None:
-    runnable, caches = llama()
-    given = [*parameters(runnable, STEP, caches).values()]
-    for table in (integers(np.zeros((8, 5)), "int64"), integers(np.zeros((8, 6))), integers(np.zeros(6), "int64")):
-        assert status_of("program", *given[:2], table, *given[9:]) != 0
-        assert library.last_error() == "program: parameter 2 must be a table of addresses, int64 [n, 6]"
+    done = empty((1,), "float32")
+    table = integers(np.zeros((9, 7)), "int64")
+    for given in (
+        (integers(np.zeros((9, 6)), "int64"), done),
+        (integers(np.zeros((9, 7))), done),
+        (integers(np.zeros(7), "int64"), done),
+        (table, table, done),
+    ):
+        assert status_of("program", *given) != 0
+        assert library.last_error() == "program: expects a table of addresses, int64 [n, 7]"
 
 
 def test_weights_of_another_shape_and_weights_that_are_not_packed_are_refused() -> None:

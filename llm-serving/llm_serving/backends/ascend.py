@@ -107,7 +107,7 @@ class AscendBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return PromptAttention(shape.num_heads, shape.scale, prompt_mask(self.activation_dtype))
 
-    def program(self, kinds: str) -> nn.Cell | None:
+    def program(self) -> nn.Cell | None:
         return None
 
     def rounded(self, number: float) -> float:

@@ -156,16 +156,13 @@ class Backend(Protocol):
         where there is no such way.
         """
 
-    def program(self, kinds: str) -> nn.Cell | None:
-        """(instructions, operands, table, weights, caches) -> float32 [1], no number; None where programs are not run.
+    def program(self) -> nn.Cell | None:
+        """(table) -> float32 [1], no number; None where programs are not run.
 
-        `table` names the step (as `lowering.step.STEP_INPUTS`) and the result by their addresses
-        (`lowering.addressed.Addressed`). Weights are as `network.program.Program` numbers them, each from
-        `linear_weight`, `coded_weight`, `table`, `vector` or `numbers`; each layer has a key and a value cache.
-
-        Args:
-            kinds: A letter for each weight and then for each cache: "f" of the model dtype, "s" of float32, "b" from
-                `coded_weight` or `coded_kv_cache`.
+        `table` has the addresses of all there is (`kernels.addressed.AddressTable`): instructions and operands, what
+        belongs to the step (as `lowering.step.STEP_INPUTS`), weights, caches and the result. Weights are as
+        `network.program.Program` numbers them, each from `linear_weight`, `coded_weight`, `table`, `vector` or
+        `numbers`; each layer has a key and a value cache.
         """
 
     def rounded(self, number: float) -> float:

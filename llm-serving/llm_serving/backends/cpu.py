@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 
 import mindspore as ms
@@ -38,7 +37,6 @@ from llm_serving.network.description import SCALE_BYTES, CacheShape
 
 PLUGIN_VARIABLE = "MS_OP_PLUGIN_PATH"
 _MULTIPLE = 16
-_FORMATS = {dtype.name: getattr(DataType, f"{dtype.safetensors}_Default") for dtype in MODEL_DTYPES.values()}
 
 
 def load_plugin() -> None:
@@ -86,8 +84,8 @@ class CpuBackend(AscendBackend):
     def quantized_logits(self) -> nn.Cell:
         return QuantizedLogits()
 
-    def program(self, kinds: str) -> nn.Cell | None:
-        return Program(self.dtype, kinds)
+    def program(self) -> nn.Cell | None:
+        return Program()
 
     def linear_weight(self, array: Array, name: str | None = None) -> ms.Parameter:
         return self._packed(array, array.shape, name)
@@ -211,24 +209,17 @@ class QuantizedLogits(nn.Cell):
 
 
 class Program(nn.Cell):
-    """`Backend.program`: an operator whose shapes are always the same.
+    """`Backend.program`: an operator whose shapes are always the same, with one parameter.
 
     Around one whose shapes may change MindSpore takes twenty times as long (csrc/addressed.h).
     """
 
-    def __init__(self, dtype: str, kinds: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        # MindSpore keeps the first registration of a name, so that it must tell the types of all inputs.
-        inputs = "iil" + kinds
-        register = CustomRegOp(f"program_{dtype}_{len(inputs)}_{zlib.crc32(inputs.encode()):08x}")
-        for index in range(len(inputs)):
-            register = register.input(index, f"x{index}")
-        register = register.output(0, "done").target("CPU")
-        types = {"f": _FORMATS[dtype], "s": DataType.F32_Default, "b": DataType.I8_Default}
-        types |= {"i": DataType.I32_Default, "l": DataType.I64_Default}
-        register = register.dtype_format(*(types[letter] for letter in inputs), DataType.F32_Default)
+        register = CustomRegOp("program").input(0, "table").output(0, "done").target("CPU")
+        register = register.dtype_format(DataType.I64_Default, DataType.F32_Default)
         path = f"{library.library_path()}:program"
         self.run = ops.Custom(path, (1,), ms.float32, "aot", reg_info=register.get_op_info())
 
-    def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
-        return self.run(*inputs)
+    def construct(self, table: ms.Tensor) -> ms.Tensor:
+        return self.run(table)

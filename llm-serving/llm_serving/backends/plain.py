@@ -100,7 +100,7 @@ class PlainBackend:
     def prompt_attention(self, shape: AttentionShape) -> nn.Cell | None:
         return None
 
-    def program(self, kinds: str) -> nn.Cell | None:
+    def program(self) -> nn.Cell | None:
         return None
 
     def rounded(self, number: float) -> float:

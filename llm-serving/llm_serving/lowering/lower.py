@@ -20,7 +20,6 @@ from llm_serving.models.mindformers_llama import unstacked
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weights import WeightReader
 from llm_serving.network.coded import Quantization
-from llm_serving.network.description import Network
 from llm_serving.network.primitives import lacking_in_coded_cache, lacking_of_codes
 from llm_serving.network.program import Program, program_of, program_of_head, program_of_states
 
@@ -76,11 +75,11 @@ def lower(
     """
     network = spec.network
     program = program_of(network, backend.dtype)
-    as_program = as_program and backend.program("f") is not None
+    as_program = as_program and backend.program() is not None
     lacks = None if as_program else lacking_of_codes(quantization)
     if lacks is not None:
         raise ModelError(f"the Cells of {backend.name} have no {lacks}; kernels: program has")
-    if any(_letter(cache) == "b" for pair in kv_caches for cache in pair):
+    if any(cache.dtype == ms.int8 for pair in kv_caches for cache in pair):
         if not as_program:
             raise ModelError(f"the Cells of {backend.name} attend to no keys in 8 bits; kernels: program does")
         if (lacks := lacking_in_coded_cache(network)) is not None:
@@ -101,29 +100,22 @@ def lower(
         of_prompts = NetworkOfCells(*settings, of_states=True, whole_prompts=True) if whole_prompts else None
         return Lowered(None, states, HeadOfCells(network, backend, parameters), of_prompts)
     (head,) = parameters[network.head.weights["weight"]]
-    of_head = program_of_head(network, backend.dtype)
+    of_states, of_head = program_of_states(network, backend.dtype), program_of_head(network, backend.dtype)
     return Lowered(
-        _network(program, network, backend, parameters, kv_caches, spec.vocab_size),
-        _network(program_of_states(network, backend.dtype), network, backend, parameters, kv_caches, network.hidden),
-        NetworkOfProgram(of_head, _operator(backend, _letter(head)), [head], (), spec.vocab_size, rows=True),
+        _network(program, backend, parameters, kv_caches, spec.vocab_size),
+        _network(of_states, backend, parameters, kv_caches, network.hidden),
+        NetworkOfProgram(of_head, _operator(backend), [head], (), spec.vocab_size, rows=True),
     )
 
 
 def _network(
-    program: Program, network: Network, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
+    program: Program, backend: Backend, parameters: Parameters, kv_caches: KVCaches, width: int
 ) -> NetworkOfProgram:
-    kinds = "".join("s" if weight.kind == "float32" else _letter(parameters[weight][0]) for weight in program.weights)
-    operator = _operator(backend, kinds + "".join(_letter(cache) for pair in kv_caches for cache in pair))
     weights = [parameter for weight in program.weights for parameter in parameters[weight]]
-    return NetworkOfProgram(program, operator, weights, kv_caches, width)
+    return NetworkOfProgram(program, _operator(backend), weights, kv_caches, width)
 
 
-def _operator(backend: Backend, kinds: str) -> nn.Cell:
-    operator = backend.program(kinds)
+def _operator(backend: Backend) -> nn.Cell:
+    operator = backend.program()
     assert operator is not None
     return operator
-
-
-def _letter(parameter: ms.Parameter) -> str:
-    """As `Backend.program` names it."""
-    return "b" if parameter.dtype == ms.int8 else "f"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import mindspore as ms
 from mindspore import nn
@@ -14,15 +15,17 @@ from llm_serving.kernels.addressed import AddressTable
 from llm_serving.lowering.step import STEP_INPUTS, KVCaches
 from llm_serving.network.program import DTYPES, Program
 
-_STEP = 2
+_STEP: Final = 2
 """Number of the first parameter that belongs to the step, behind instructions and operands."""
+_WEIGHTS: Final = _STEP + len(STEP_INPUTS)
+"""Number of the first weight."""
 
 
 class NetworkOfProgram(nn.Cell):
     """Computes what `place` has been given; its own result is no number.
 
-    A step's arrays and its result are known to the operator by their addresses: a graph without arguments, whose
-    shapes are always the same, is what MindSpore runs fastest.
+    All that there is is known to the operator by its address: a graph without arguments, whose shapes are always the
+    same and which has one Parameter, is what MindSpore runs fastest.
 
     Args:
         program: What is run.
@@ -49,19 +52,22 @@ class NetworkOfProgram(nn.Cell):
         self._has_rows = rows
         self._memory: Float32Array = zeroed_array((0, width), "float32")
         self._result = self._memory
-        first_weight = _STEP + len(STEP_INPUTS)
-        places = [(_STEP + number, "int32") for number in range(len(STEP_INPUTS))]
-        places += [(first_weight + len(weights), self._dtype)] if rows else []
-        result = first_weight + len(weights) + rows + 2 * len(kv_caches)
-        self._addresses = AddressTable([*places, (result, "float32")])
-        self.operator = operator
-        self.instructions = ms.Tensor(program.instructions)
-        self.operands = ms.Tensor(program.operands)
+        self._program = program
+        caches = [cache for pair in kv_caches for cache in pair]
+        self.held = ms.ParameterTuple([*weights, *caches])
+        self._rows_at = _WEIGHTS + len(weights)
+        first_cache = self._rows_at + rows
+        self._result_at = first_cache + len(caches)
+        self._addresses = AddressTable(self._result_at + 1)
+        given = [program.instructions, program.operands]
+        for first, arrays in ((0, given), (_WEIGHTS, _memory_of(weights)), (first_cache, _memory_of(caches))):
+            for number, array in enumerate(arrays, first):
+                self._addresses.lend(number, array)
         self.table = parameter_over(self._addresses.memory, "int64", "addresses")
-        self.parameters_of_step = ms.ParameterTuple([*weights, *(cache for pair in kv_caches for cache in pair)])
+        self.operator = operator
 
     def construct(self) -> ms.Tensor:
-        return self.operator(self.instructions, self.operands, self.table, *self.parameters_of_step)
+        return self.operator(self.table)
 
     def place(self, arrays: Sequence[Int32Array | Float32Array]) -> Float32Array:
         """Says what the next run is about.
@@ -75,13 +81,14 @@ class NetworkOfProgram(nn.Cell):
         """
         step: Sequence[Array] = arrays
         if self._has_rows:
-            step = (*arrays[1:], to_model_dtype(arrays[0], self._dtype))
-        for index, array in enumerate(step):
-            self._addresses.give(index, array)
-        num_results = len(step[len(STEP_INPUTS) - 1])
+            rows, *step = arrays
+            self._addresses.give(self._rows_at, to_model_dtype(rows, self._dtype))
+        for number, array in enumerate(step, _STEP):
+            self._addresses.give(number, array)
+        num_results = len(step[-1])
         if num_results != len(self._result):
             self._result = self._room_for(num_results)
-            self._addresses.take(len(step), self._result)
+            self._addresses.lend(self._result_at, self._result)
         return self._result
 
     def _room_for(self, num_results: int) -> Float32Array:
@@ -89,3 +96,7 @@ class NetworkOfProgram(nn.Cell):
             self._memory = zeroed_array((max(num_results, 2 * len(self._memory)), self._width), "float32")
         result: Float32Array = self._memory[:num_results]
         return result
+
+
+def _memory_of(parameters: Sequence[ms.Parameter]) -> list[Array]:
+    return [parameter.storage for parameter in parameters]

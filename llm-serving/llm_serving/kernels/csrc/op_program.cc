@@ -12,8 +12,6 @@ const Operation* const kOperations[] = {&kGather, &kLinear,  &kNorm,   &kRotate,
                                         &kRoute,  &kExperts, &kOutput, &kSelect, &kWeigh, &kStates, &kAllReduce};
 constexpr size_t kNumOperations = sizeof(kOperations) / sizeof(kOperations[0]);
 
-constexpr int kTable = 2;  // where the operator is given the addresses
-
 const Operation* operation(const Program& program, size_t i) {
   return kOperations[static_cast<size_t>(*program.instruction(i))];
 }
@@ -57,13 +55,12 @@ int run_program(const Call& call) {
 }  // namespace
 }  // namespace llm
 
-// instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W], query_lens [B],
-// context_lens [B], sample_indices [S]; weights, of which the first is that of the logits [V, H]; key_cache and
-// value_cache of each layer | float32 [S, V] of the rows that give a result, or [S, H] of a program that ends in
-// states. Those of the step and the result are given by address, in a table behind `operands`. A custom operator; the
-// bits of an operation do not depend on which others are part of it.
+// A table of addresses: of instructions, operands, token_ids [T], positions [T], slot_mapping [T], block_tables [B, W],
+// query_lens [B], context_lens [B], sample_indices [S]; of weights, of which the first is that of the logits [V, H]; of
+// key_cache and value_cache of each layer; of the result, float32 [S, V] of the rows that give one, or [S, H] of a
+// program that ends in states. The bits of an operation do not depend on which others are part of it.
 LLM_OPERATOR(program) {
-  llm::AddressedCall addressed(call, llm::kTable);
+  llm::AddressedCall addressed(call);
   if (const int status = addressed.read()) return status;
   return llm::run_program(addressed.call());
 }
