@@ -21,6 +21,7 @@ from llm_serving.errors import (
     NoWorkAgentsError,
     RequestError,
     UnavailableError,
+    WorkerDiedError,
 )
 from llm_serving.executor.away import Away
 from llm_serving.observe.metrics import ReplicaCounts
@@ -39,6 +40,19 @@ def test_streams_carry_the_answers_of_many_requests() -> None:
             streams = [engine.generate(prompt, GREEDY, request_id="same") for prompt in prompts]
             answers = await asyncio.gather(*map(token_ids, streams))
             assert answers == [expected_output(prompt, 4) for prompt in prompts]
+
+    asyncio.run(run())
+
+
+def test_what_a_scheduler_said_before_its_engine_ended_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_ended(question: object) -> None:
+        raise WorkerDiedError("since it was found living")
+
+    async def run() -> None:
+        async with Setup(num_replicas=2).running() as engine:
+            assert sorted(await engine.lookup.scheduler_states()) == [0, 1]
+            monkeypatch.setattr(engine.replicas.engines[0], "ask", has_ended)
+            assert sorted(await engine.lookup.scheduler_states()) == [1]
 
     asyncio.run(run())
 

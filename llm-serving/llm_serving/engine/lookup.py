@@ -75,6 +75,7 @@ class Lookup:
         for index, engine in living.items():
             before = asked.get(index)
             if before is None or before.done():
+                asked.pop(index, None)
                 with contextlib.suppress(WorkerDiedError):
                     asked[index] = asyncio.wrap_future(engine.ask(question(engine)))
         asked_now = {index: asked[index] for index in living if index in asked}
