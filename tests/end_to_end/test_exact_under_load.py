@@ -57,6 +57,9 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     return requests
 
 
+REQUESTS = mixed_requests(64)
+
+
 async def complete(client: httpx.AsyncClient, request: dict[str, Any]) -> bytes:
     """The answer without what names this one call."""
     response = await client.post("/v1/completions", json=request)
@@ -77,27 +80,32 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[st
     return text, token_ids
 
 
-def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server) -> None:
-    requests = mixed_requests(64)
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[bytes]:
+    """The answers to `REQUESTS`, each given when nothing else is asked for."""
 
-    async def run() -> tuple[list[bytes], list[bytes]]:
+    async def run() -> list[bytes]:
         async with server.client() as client:
-            alone = [await complete(client, request) for request in requests]
-            together = await asyncio.gather(*(complete(client, request) for request in requests))
-        return alone, list(together)
+            return [await complete(client, request) for request in REQUESTS]
 
-    alone, together = asyncio.run(run())
-    assert together == alone
+    return asyncio.run(run())
+
+
+def test_64_concurrent_answers_equal_the_answers_given_alone(server: Server, alone: list[bytes]) -> None:
+    async def run() -> list[bytes]:
+        async with server.client() as client:
+            return list(await asyncio.gather(*(complete(client, request) for request in REQUESTS)))
+
+    assert asyncio.run(run()) == alone
     assert len(set(alone)) > 40, "the requests are meant to differ"
 
 
-def test_streams_under_load_carry_the_same_answer(server: Server) -> None:
-    requests = mixed_requests(24)
+def test_streams_under_load_carry_the_same_answer(server: Server, alone: list[bytes]) -> None:
+    whole = [json.loads(answer)[0] for answer in alone[:24]]
 
     async def run() -> None:
         async with server.client() as client:
-            whole = [json.loads(await complete(client, request))[0] for request in requests]
-            streams = await asyncio.gather(*(stream(client, request) for request in requests))
+            streams = await asyncio.gather(*(stream(client, request) for request in REQUESTS[:24]))
         assert [text for text, _ in streams] == [choice["text"] for choice in whole]
         assert [ids for _, ids in streams] == [choice["token_ids"] for choice in whole]
 
