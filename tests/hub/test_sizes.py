@@ -8,12 +8,13 @@ import llm_serving
 import psutil
 import pytest
 from llm_serving.cli import main
-from llm_serving.commands.stored_models import cached_table
+from llm_serving.commands.stored_models import cached_table, stored_size
 from llm_serving.config import load_config
 from llm_serving.config.model_size import model_size
 from llm_serving.errors import ConfigError
 from llm_serving.models.memory import bytes_for_cache
 from llm_serving.models.spec import ModelSpec
+from model_folders import write_config
 
 from .conftest import weight_requests
 
@@ -129,3 +130,12 @@ def test_a_damaged_model_of_a_cache_does_not_hide_that_of_another(hub, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"index\.json must hold a JSON object .*, and HF_HUB_OFFLINE forbids"):
         load_config(None, ["model_config.model_hub=huggingface"], "Tiny/Llama")
+
+
+def test_weights_that_a_folder_has_twice_count_once(tmp_path):
+    folder = write_config(tmp_path / "m")
+    config = load_config(model=folder)
+    assert stored_size(config).lines == model_size(config, None).lines
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(bytes(10**6))
+    assert stored_size(config).lines == model_size(config, 10**6).lines

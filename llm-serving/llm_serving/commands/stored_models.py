@@ -8,6 +8,7 @@ from pathlib import Path
 from llm_serving.config import ServingConfig
 from llm_serving.config.model_size import ModelSize, model_size
 from llm_serving.errors import ConfigError, ModelError
+from llm_serving.formats.folder import weight_files
 from llm_serving.hub import cached_models, download
 from llm_serving.hub.contents import missing_files
 from llm_serving.models.contents import check_folder
@@ -22,8 +23,11 @@ def stored_size(config: ServingConfig) -> ModelSize:
     if config.hub_model is not None:
         return model_size(config, sum(config.hub_model.weight_sizes.values()))
     path = config.model.model_path
-    files = [path] if is_gguf(path) else list(path.glob("*.safetensors"))
-    return model_size(config, sum(file.stat().st_size for file in files) if files else None)
+    try:
+        files = [path] if is_gguf(path) else weight_files(path)
+    except ModelError:  # who loads them is told
+        return model_size(config, None)
+    return model_size(config, sum(file.stat().st_size for file in files))
 
 
 def get_weights(config: ServingConfig, say: Callable[[str], None]) -> None:
