@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from llm_serving.observe.metrics import Metrics
 from llm_serving.recording.snapshot import capture
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.whatif.cost_model import CostModel, Piece
@@ -95,13 +96,15 @@ def play(load: Load, settings: dict[str, Any], looks_alike: bool, monkeypatch: p
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
-    num_steady = num_at_once = 0
+    num_steady = num_audited = num_at_once = 0
+    differ: list[bool] = []
     step, advance = SteadyEngine._step, SteadyEngine.advance
 
     def counted(self: SteadyEngine) -> bool:
-        nonlocal num_steady
+        nonlocal num_steady, num_audited
         took = step(self)
         num_steady += took
+        num_audited += took and not self._all_are_counted
         return took
 
     def noted(self: SteadyEngine) -> int:
@@ -112,6 +115,7 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
 
     monkeypatch.setattr(SteadyEngine, "_step", counted)
     monkeypatch.setattr(SteadyEngine, "advance", noted)
+    monkeypatch.setattr(Metrics, "audited", lambda self, *, differs: differ.append(differs))
     for seed, timeout_s in enumerate((None, 0.7)):
         load = create(10 * seed + len(case), timeout_s)
         one_by_one, all_known = play(load, CASES[case], False, monkeypatch)
@@ -121,4 +125,6 @@ def test_steps_decided_at_once_are_those_decided_one_by_one(case, monkeypatch):
         assert known.items() <= all_known.items()
         assert len(known) == len(all_known) - (num_steady - before)
     assert num_steady > 20 or case == "roles"
+    assert not any(differ)
+    assert (num_audited > 20 and len(differ) > 2) == (case == "audits")
     assert num_at_once > 5 or "cluster_config__replicas" in CASES[case]

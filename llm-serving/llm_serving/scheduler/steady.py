@@ -89,7 +89,7 @@ class SteadySteps:
         if not self.num_formed:
             scheduler.waiting.look((), scheduler.held)
         for request in growing:
-            self._settle(request)
+            self.settle_one(request)
             scheduler.places.grow(request)
         self.num_formed += 1
         self.num_keys += len(self.rows)
@@ -101,22 +101,17 @@ class SteadySteps:
         blocks = self._scheduler.blocks
         filling = self._filling.get(self.num_replied % blocks.block_size, ()) if blocks.prefix_caching else ()
         for request in filling:
-            self._settle(request)
+            self.settle_one(request)
             blocks.name_blocks(request, request.num_confirmed_tokens + 1)
         self.num_replied += 1
 
     def settle(self) -> None:
         """All requests are as they would be."""
         for request in self.rows:
-            self._settle(request)
+            self.settle_one(request)
 
-    def in_flight(self) -> list[Schedule]:
-        """The steps that have been formed and not been replied to, as `schedule` would have returned them."""
-        number = self._first_step + self.num_formed - 1
-        rows = [ScheduledRow(each, each.num_computed_tokens - 1, 1, 1, each.num_preemptions) for each in self.rows]
-        return [Schedule(number, rows)] * self._num_in_flight
-
-    def _settle(self, request: Request) -> None:
+    def settle_one(self, request: Request) -> None:
+        """The request is as it would be."""
         num_computed, num_output = self._starts[request]
         output = request.output_token_ids
         missing = num_output + self.num_replied - len(output)
@@ -128,6 +123,12 @@ class SteadySteps:
         request.num_confirmed_tokens = num_computed - self._num_in_flight + self.num_replied
         request.num_tokens_in_flight = self._num_in_flight + self.num_formed - self.num_replied
         request.last_scheduled_step = self._first_step - 1 + self.num_formed
+
+    def in_flight(self) -> list[Schedule]:
+        """The steps that have been formed and not been replied to, as `schedule` would have returned them."""
+        number = self._first_step + self.num_formed - 1
+        rows = [ScheduledRow(each, each.num_computed_tokens - 1, 1, 1, each.num_preemptions) for each in self.rows]
+        return [Schedule(number, rows)] * self._num_in_flight
 
 
 def num_steps_alike(running: Sequence[Request], most: Callable[[Request], int]) -> int:

@@ -9,12 +9,14 @@ from typing import Final
 from llm_serving.admission.load_estimator import UnderWay
 from llm_serving.admission.slots import Slots
 from llm_serving.core.request import Request
+from llm_serving.core.request_output import RequestOutput
 from llm_serving.engine.engine import SHORT_STEP_S, STEP_MEMORY, Engine
+from llm_serving.engine.receivers import OneSequence
 from llm_serving.scheduler.schedule import Schedule
 from llm_serving.scheduler.steady import SteadySteps, num_steps_alike
-from llm_serving.whatif.counted_answer import CountedAnswer
+from llm_serving.whatif.counted_answer import CountedAnswer, Told
 from llm_serving.whatif.step_shape import StepShape
-from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep
+from llm_serving.whatif.virtual_agent import VirtualAgent, VirtualStep, reply_of
 
 MOST_STEPS: Final = 64
 """At once, before others have a look."""
@@ -43,7 +45,8 @@ class SteadyEngine:
         self._deliver = deliver
         self.goes_on = True
         """False: the next step is another, and the engine is as it would be."""
-        self._told: list[CountedAnswer] = [each.receiver for each in steps.rows]  # type: ignore[misc]
+        self._answers = [each.receiver for each in steps.rows if type(each.receiver) is CountedAnswer]
+        self._all_are_counted = len(self._answers) == len(steps.rows)
         self._num_in_flight = len(engine._in_flight)
         self._newest: VirtualStep | None = None
         self._running = tuple(steps.rows)
@@ -60,7 +63,7 @@ class SteadyEngine:
         if engine._inbox or not SteadySteps.are_alike(scheduler, newest, num_in_flight):
             return None
         running = scheduler.running
-        if not all(type(each.receiver) is CountedAnswer and each.output_token_ids for each in running):
+        if not all(map(_is_answered, running)):
             return None
         num_steps = num_steps_alike(running, agent.num_output)
         if num_steps < 1:
@@ -77,11 +80,12 @@ class SteadyEngine:
             if not self.goes_on:
                 break
             num_steps += 1
-            if (times := self._deliver(self._engine._clock(), len(self._told))) is None:
-                self._engine._publish(self._told)  # type: ignore[arg-type]
+            times = self._deliver(self._engine._clock(), len(self._answers)) if self._all_are_counted else None
+            if times is None:
+                self._publish()
                 break
             arrivals.append(times)
-        for answer, of_one in zip(self._told, zip(*arrivals, strict=True), strict=False):
+        for answer, of_one in zip(self._answers, zip(*arrivals, strict=True), strict=False):
             answer.outcome.token_times_s.extend(of_one)
         if not self.goes_on:
             self._leave()
@@ -127,6 +131,30 @@ class SteadyEngine:
         engine._settle_s = clock() - replied
         return True
 
+    def _publish(self) -> None:
+        """The tokens of the step that was replied to go to the clients, in pieces where an audit reads them."""
+        engine = self._engine
+        told: list[Told] = [*self._answers]
+        if not self._all_are_counted:
+            told = []
+            for request in self._steps.rows:
+                if type(request.receiver) is CountedAnswer:
+                    told.append(request.receiver)
+                else:
+                    told += self._pieces_of(request)
+            engine._processor.report_times()
+            engine._auditor.told(told)  # type: ignore[arg-type]
+        if told:
+            engine._publish(told)  # type: ignore[arg-type]
+
+    def _pieces_of(self, request: Request) -> list[RequestOutput]:
+        """What the newest reply has its client be told; nothing of what nobody but an audit waits for."""
+        assert request.receiver is not None
+        self._steps.settle_one(request)
+        request.receiver.take(request, range(1), reply_of(0, request.output_token_ids[-1:]))
+        pieces, self._engine._outputs = self._engine._outputs, []
+        return pieces
+
     def _leave(self) -> None:
         """The engine goes on, request by request."""
         self.settle()
@@ -144,6 +172,12 @@ class SteadyEngine:
     def _tell_under_way(self, num_steps: int) -> None:
         if self._predicts:
             self._engine.load.under_way = UnderWay((0,) * num_steps, 0, self._engine._step_began)
+
+
+def _is_answered(request: Request) -> bool:
+    """Whether it has got a token, and its client, or an audit of it, is told of the next by no more than that."""
+    counts = type(request.receiver) in (CountedAnswer, OneSequence) and request.transfer is None
+    return counts and bool(request.output_token_ids)
 
 
 def _sample(request: Request) -> tuple[int, int]:

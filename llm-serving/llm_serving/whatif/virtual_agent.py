@@ -59,6 +59,11 @@ def _nothing_more(count: int) -> tuple[Float32Array, TopTokens]:
     return np.zeros(count, np.float32), no_top_tokens(count)
 
 
+def reply_of(number: int, token_ids: Sequence[int]) -> StepOutput:
+    """The reply to a step that chose these."""
+    return StepOutput(number, np.array(token_ids, np.int32), *_nothing_more(len(token_ids)))
+
+
 class Beside(NamedTuple):
     """What the master has done until a moment."""
 
@@ -145,8 +150,7 @@ class VirtualAgent(Unsupervised):
 
     def collect(self) -> StepOutput:
         step = self.finish_oldest()
-        tokens = np.array(self._tokens(step.samples), np.int32)
-        return StepOutput(step.number, tokens, *_nothing_more(len(tokens)))
+        return reply_of(step.number, self._tokens(step.samples))
 
     def finish_oldest(self) -> VirtualStep:
         """Lets the time pass until the reply to the oldest step has been taken."""
