@@ -153,6 +153,7 @@ class Replica:
     def step(self) -> bool:
         """Whether there was anything to do."""
         if self.engine.dead is not None:
+            self._simulation.left(self)
             return False
         try:
             progressed = self.engine.step()
@@ -221,10 +222,12 @@ class Simulation:
             num_replicas = random.Random(f"replicas {seed}").randint(1, num_machines)
         if self._cluster.roles is not None:
             num_replicas = len(self._cluster.roles)
-        self.replicas = [Replica(self, index, scheduler) for index in range(num_replicas)]
+        self._shared = {"num_schedulers": num_replicas}
+        self.replicas = [Replica(self, index, scheduler | self._shared) for index in range(num_replicas)]
         for index, replica in enumerate(self.replicas):
             self._master.replicas.watch(replica.engine)
             self._master.replicas.engines[index] = replica.engine
+            self._master.replicas._join(index, replica.engine)
         self._scheduler = scheduler
         self._reloads = _draw_reloads(random.Random(f"reload {seed}"))
         self._num_reloads = 0
@@ -262,6 +265,7 @@ class Simulation:
             self._carrier.bring()
         for counter in ("bound_violations", "audit_mismatch"):
             assert self.metrics._counts[f"llm_serving:{counter}_total"] == 0, f"{counter}_total is not 0"
+        self._check_limits_of_tenants()
         # One may have been asked after its step, by clients that another's step let act.
         asked = any(replica.engine.dead is None and replica.engine._inbox for replica in self.replicas)
         return any(progressed) or asked or bool(self._to_come) or self._loop.has_calls or self._carrier.has_work
@@ -336,7 +340,7 @@ class Simulation:
         for replica in self.replicas:
             if replica.engine.dead is None:
                 max_steps = replica.scheduler.limits.max_steps_in_flight
-                other = create_scheduler(**others, max_steps_in_flight=max_steps)
+                other = create_scheduler(**others, **self._shared, max_steps_in_flight=max_steps)
                 rules = Rules(other.limits, other.policy, other.classes, other.order, others["prefix_caching"])
                 replica.engine.ask(functools.partial(replica.engine.reload, rules))
 
@@ -363,7 +367,20 @@ class Simulation:
             client.engine = engine
         self._master.replicas._publish(pieces)
 
+    def left(self, replica: Replica) -> None:
+        """Its engine has ended, and with it all that it had."""
+        self._master.replicas.ledger.leave(self.replicas.index(replica))
+
     # --- the laws ---------------------------------------------------------------------------------------------------
+
+    def _check_limits_of_tenants(self) -> None:
+        """All replicas together keep to them; a search runs all its beams, and who runs when the rules change stays."""
+        limit = self._scheduler["max_running_per_tenant"]
+        if limit is None or self._num_reloads:
+            return
+        running = (each for replica in self.replicas for each in replica.scheduler.running)
+        counts = Counter(each.tenant for each in running if not (each.is_beam or each.asked.form is not None))
+        assert max(counts.values(), default=0) <= limit, f"a tenant runs more than {limit} requests"
 
     def _check_end(self) -> None:
         for replica in self.replicas:

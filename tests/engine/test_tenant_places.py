@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from factories import create_classes, create_request
@@ -249,11 +250,12 @@ def test_a_server_keeps_to_it_while_clients_come_and_go(replicas: int, monkeypat
     simulation = Simulation(config, load, create_profile())
     step, most = VirtualReplica.step, dict.fromkeys("ab", 0)
 
-    def watched(self: VirtualReplica) -> None:
-        step(self)
+    def watched(self: VirtualReplica) -> Any:
+        result = step(self)
         everybody: list[Request] = [each for one in simulation._replicas for each in one.engine.scheduler.running]
         for tenant in most:
             most[tenant] = max(most[tenant], sum(each.tenant == tenant for each in everybody))
+        return result
 
     monkeypatch.setattr(VirtualReplica, "step", watched)
     result = simulation.run()

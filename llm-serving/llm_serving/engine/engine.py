@@ -455,6 +455,8 @@ class Engine:
             self._tell_drafter(self._drafter, schedule, ended, right)
         self._record(schedule, num_tokens)
         self._measure(schedule, num_tokens, len(ended))
+        if schedule.departures:  # whoever departs takes its tenant's place along, so before others are dealt any
+            self._flush()
         self._settle_s = self._clock() - replied
 
     def _allow(self) -> None:
