@@ -46,8 +46,7 @@ def highest_rate(load: Load, simulate: Callable[[Load], Result], kept_share: flo
         return result, figures, figures["goodput_share"] >= kept_share
 
     low, high = 0.0, math.inf
-    factor, best = 1.0, at(1.0)
-    known = best
+    best = at(1.0)
     if best[2]:
         low = 1.0
         while high == math.inf and low < MAX_FACTOR:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from llm_serving.errors import ConfigError
 from llm_serving.whatif.figures import Figures
+from llm_serving.whatif.reach import BEYOND
 from llm_serving.whatif.report import mark
 from llm_serving.whatif.simulation import Result
 
@@ -37,7 +38,7 @@ def write_svg(results: Sequence[tuple[Result, Figures]], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    beyond = [f"BEYOND WHAT WAS MEASURED: {result.name}" for result, _ in results if result.num_steps_beyond]
+    beyond = [f"{BEYOND}: {result.name}" for result, _ in results if result.num_steps_beyond]
     marks = "; ".join(dict.fromkeys([*(mark(result.profile) for result, _ in results), *beyond]))
     figure.suptitle(f"load {results[0][0].load}; {marks}", fontsize=8)
     try:

@@ -150,7 +150,7 @@ def _model(document: Mapping, key: str) -> CostModel:
     pieces = document.take(key, _list_of_mappings, "must be a list of {of, seconds, above, to}", nothing)
     found = []
     for number_of, piece in enumerate(pieces):
-        where = f"{document.where_of(key)}"
+        where = document.where_of(key)
         located = {name: Located(value, where) for name, value in piece.items()}
         one = Mapping(Located(located, where), f"{key}.{number_of}")
         above = one.take("above", number(), "must be a number >= 0", 0.0)

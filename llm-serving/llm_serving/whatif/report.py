@@ -40,9 +40,9 @@ GAP: Final = 2
 def table(results: Sequence[tuple[Result, Figures]]) -> str:
     """A column for each result, a line for each number; then the classes, then what the numbers rest on."""
     names = [result.name for result, _ in results]
-    lines: list[list[str]] = [_row("", names), *(_line(key, key, results) for key in (*OF_GROUP, *OF_ALL))]
+    lines: list[list[str]] = [["", *names], *(_line(key, key, results) for key in (*OF_GROUP, *OF_ALL))]
     for name in _class_names(results):
-        lines += [[], _row(f"class {name}", [""] * len(names))]
+        lines += [[], [f"class {name}", *[""] * len(names)]]
         lines += [_line(f"  {key}", f"{name}.{key}", results) for key in _OF_CLASS]
     widths = [max(len(row[place]) for row in lines if row) for place in range(len(names) + 1)]
     text = [
@@ -81,10 +81,6 @@ def mark(profile: Profile) -> str:
 
 def _of_profile(profile: Profile) -> dict[str, Any]:
     return {"name": profile.name, "source": profile.source, "measured": profile.measured}
-
-
-def _row(title: str, cells: Sequence[str]) -> list[str]:
-    return [title, *cells]
 
 
 def _line(title: str, key: str, results: Sequence[tuple[Result, Figures]]) -> list[str]:

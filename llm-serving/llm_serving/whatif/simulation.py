@@ -64,7 +64,7 @@ class Result:
     preemptions: int = 0
     bound_violations: int = 0
     block_use: list[tuple[float, float]] = field(default_factory=list)
-    """(time, share of the blocks of all replicas in use), a sample every few steps."""
+    """(time, share of a replica's blocks in use) after each step of it."""
     num_blocks: int = 0
     """Of each replica."""
     notices: tuple[str, ...] = ()
