@@ -179,7 +179,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "none"))
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override any key")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.pairs < 2:
+        parser.error(f"argument --pairs: must be >= 2, as the first one is left aside. Given: {arguments.pairs}")
+    return arguments
 
 
 if __name__ == "__main__":
