@@ -40,7 +40,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     },
 }
 """The cache below is too small for all of them at once, so some are swapped besides."""
-COMMON = {"max_tokens": 100, "ignore_eos": True, "stream": True}
+COMMON = {"max_tokens": 64, "ignore_eos": True, "stream": True}
 NUM_KILLS = 3
 
 Progress = list[int]
@@ -103,7 +103,7 @@ async def lose(server: Server, client: httpx.AsyncClient, sent: signal.Signals, 
     agents = server.work_agents()
     agents[turn % len(agents)].send_signal(sent)
     while await metric(client, "llm_serving:worker_restarts_total") == restarts:
-        await asyncio.sleep(0.1)  # a start takes seconds
+        await asyncio.sleep(0.3)  # a start takes seconds, and what is asked for is computed on the same cores
 
 
 def now_and_then(sent: signal.Signals, times: int) -> Disturb:
