@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from llm_serving.admission import answer_lengths
-from llm_serving.admission.answer_lengths import MEMORY, MIN_ALIKE, MIN_ENDS, AnswerLengths, Asked, beginnings_of
+from llm_serving.admission.answer_lengths import MEMORY, MIN_ENDS, AnswerLengths, Asked, beginnings_of
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
 
@@ -60,21 +62,43 @@ def test_what_has_ended_long_ago_is_forgotten(before: int) -> None:
     assert remaining(answers, 0, ASKED, 0.999) == 10
 
 
+def counts(answers: AnswerLengths, request: Asked) -> Counter[int | None]:
+    """How many of a hundred requests are expected to have each length."""
+    return Counter(remaining(answers, 0, request, (each + 0.5) / 100) for each in range(100))
+
+
 def test_prompts_that_begin_alike_are_answered_alike() -> None:
+    answers = seen(*[3] * 230)
+    for number in range(9):
+        answers.ended(80, asked(1, 3, 100 + number))
+        answers.ended(40, asked(1, 9, 100 + number))
+    assert counts(answers, asked(8, 8))[3] > 90  # nobody began so
+    for third, length, other in ((3, 80, 40), (9, 40, 80)):
+        like = counts(answers, asked(1, third, 5))
+        assert like[length] > 90 and like[other] in range(1, 10)
+
+
+def test_one_in_one_more_than_have_ended_is_as_those_with_a_shorter_beginning() -> None:
+    answers = seen(*[3] * 250)
+    for number, percent in enumerate((50, 67, 75)):
+        answers.ended(80, asked(1, 100 + number))
+        like = counts(answers, asked(1, 5))
+        assert like[80] in range(percent - 1, percent + 3) and set(like) == {80, 3}
+
+
+def test_the_same_prompt_gets_the_same_answer_where_nothing_is_drawn() -> None:
+    greedy = Asked(SamplingParams(max_tokens=100, temperature=0.0), beginnings_of((1, 2, 3)))
     answers = seen(*[3] * 50)
-    for number in range(MIN_ALIKE):
-        answers.ended(80, asked(1, 2, 3, 100 + number))
-        answers.ended(40, asked(1, 2, 9, 100 + number))
-        answers.ended(20, asked(1, 2, 9, 9))
-    lengths = [remaining(answers, 0, each, 0.0) for each in (asked(1, 2, 3, 5), asked(1, 2, 9, 9), asked(8, 8))]
-    assert lengths == [20, 20, 3]  # of two tokens: all of them; the whole prompt; nobody began so
-    assert remaining(answers, 0, asked(1, 2, 3, 5), 0.9) == 80
-    assert remaining(answers, 0, asked(1, 2, 9, 5), 0.5) == 40
+    answers.ended(80, greedy)
+    assert [remaining(answers, 0, greedy, each / 10) for each in range(10)] == [80] * 10
+    assert 3 in [remaining(answers, 0, asked(1, 2, 3), each / 10) for each in range(10)]
+    answers.ended(90, ASKED)
+    assert remaining(answers, 80, greedy, 0.5) == 10  # not the same after all
 
 
 def test_one_that_got_further_than_all_like_it_is_one_of_those_more_like_others() -> None:
     answers = seen(*[90] * MIN_ENDS)
-    for _ in range(MIN_ALIKE):
+    for _ in range(2):
         answers.ended(10, asked(1, 2))
     assert remaining(answers, 10, asked(1, 2), 0.5) == 80
 
@@ -92,7 +116,7 @@ def test_beginnings_that_were_met_longest_ago_are_forgotten(monkeypatch: pytest.
     monkeypatch.setattr(answer_lengths, "MAX_BEGINNINGS", 8)
     answers = seen(*[3] * 50)
     for number in (7, *range(20), 7):
-        for _ in range(MIN_ALIKE):
+        for _ in range(MIN_ENDS):
             answers.ended(80, asked(number))
     assert len(answers._alike) == 8
     assert [remaining(answers, 0, asked(number), 0.0) for number in (7, 19, 0)] == [80, 80, 3]

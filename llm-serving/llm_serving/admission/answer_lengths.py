@@ -1,5 +1,8 @@
 """How long answers get: as those to prompts that begin alike have got lately, and otherwise as all have.
 
+The longer a beginning that prompts share, the more it says, and the fewer have been seen that have it: of n that have
+ended one in n + 1 is taken to be as those with a shorter one. The same prompt, answered greedily, gets the same answer.
+
 Of answers that began together the short ones end first. So those that run count too, as longer than they are by now:
 what is told is the estimate of Kaplan and Meier.
 """
@@ -21,8 +24,8 @@ MIN_ENDS: Final = 8
 """Ended requests that must have been seen before anything is told."""
 MEMORY_ALIKE: Final = 32
 """Ended requests that are remembered, of each beginning."""
-MIN_ALIKE: Final = 2
-"""Those that must have ended before they say more than all others."""
+LEAST_WEIGHT: Final = 0.02
+"""Of what less alike ones say; below, they are not asked."""
 MAX_BEGINNINGS: Final = 4096
 """Remembered; those that were met longest ago are forgotten."""
 LONGEST_BEGINNING: Final = 1024
@@ -58,8 +61,6 @@ class Expected(NamedTuple):
     """Ascending."""
     weights: Sequence[float]
     """Of each and all before it together."""
-    longest: float
-    """That has ended."""
 
     def middle(self, share: float) -> float:
         """Of those beyond a share; where there are none, of what is left of the most."""
@@ -80,6 +81,9 @@ class _Shares:
         """Never changed in place; with each share the number of its request."""
         self._since = -1
         """Of the requests that came after this one, each that has ended is remembered."""
+
+    def __len__(self) -> int:
+        return len(self._ascending)
 
     def add(self, share: float, sequence: int) -> None:
         ascending = self._ascending[:]
@@ -110,18 +114,17 @@ class _Shares:
         going = [(share, True) for share, sequence in running if sequence > since]
         kept = [(share, False) for share, sequence in ended if sequence > since] if going else []
         if not kept:
-            return Expected([share for share, _ in ended], range(1, len(ended) + 1), ended[-1][0])
-        return _estimated(sorted(kept + going), kept[-1][0], others)
+            return Expected([share for share, _ in ended], range(1, len(ended) + 1))
+        return _estimated(sorted(kept + going), others)
 
 
-def _estimated(answers: Sequence[tuple[float, bool]], longest: float, others: Expected | None) -> Expected:
+def _estimated(answers: Sequence[tuple[float, bool]], others: Expected | None) -> Expected:
     """Kaplan and Meier: what one that runs weighs goes to those that got further, in equal parts.
 
     Where none did, it will as others do.
 
     Args:
         answers: Ascending shares, and whether they run on.
-        longest: Of those that do not.
         others: Of a wider kind.
     """
     shares: list[float] = []
@@ -135,7 +138,24 @@ def _estimated(answers: Sequence[tuple[float, bool]], longest: float, others: Ex
             share = (share + 1) / 2 if others is None else others.middle(share)
         shares.append(share)
         weights.append(weight)
-    return Expected(shares, list(accumulate(weights)), longest)
+    return Expected(shares, list(accumulate(weights)))
+
+
+class _Part(NamedTuple):
+    """What some of the requests like one come to, of those that got further than it has."""
+
+    weight: float
+    """Of these among all of them."""
+    expected: Expected
+    first: int
+    """Of its shares that is more than the request has."""
+    before: float
+    """Weight of those before."""
+
+    def share(self, quantile: float) -> float:
+        shares, weights = self.expected
+        weight = self.before + quantile * (weights[-1] - self.before)
+        return shares[bisect_right(weights, weight, self.first, len(shares) - 1)]
 
 
 class Remaining(NamedTuple):
@@ -145,22 +165,24 @@ class Remaining(NamedTuple):
     """That it has."""
     most: int
     """It may have."""
-    expected: Expected | None = None
-    """What requests like it come to. None: it will have the most."""
-    first: int = 0
-    """Of these that is more than it has."""
+    parts: Sequence[_Part] | None = None
+    """The most alike first; empty: none got so far. None: it will have the most."""
+    weight: float = 0.0
+    """Of all of them."""
 
     def at(self, quantile: float) -> int:
-        """So that this share of requests like it gets fewer."""
-        if self.expected is None:
+        """One of what requests like it get; of evenly spread quantiles as many get each as do."""
+        if self.parts is None:
             return self.most - self.num_output
-        shares, weights, _ = self.expected
-        if self.first == len(shares):
+        if not self.parts:
             return max(1, round(quantile * (self.most - self.num_output)))
-        before = weights[self.first - 1] if self.first else 0.0
-        weight = before + quantile * (weights[-1] - before)
-        number = bisect_right(weights, weight, self.first, len(shares) - 1)
-        return max(1, round(shares[number] * self.most) - self.num_output)
+        rest = quantile * self.weight
+        for part in self.parts:
+            if rest < part.weight:
+                break
+            rest -= part.weight
+        share = part.share(min(1.0, rest / part.weight))
+        return max(1, round(share * self.most) - self.num_output)
 
 
 class AnswerLengths:
@@ -223,22 +245,38 @@ class LengthsNow:
         most = asked.sampling.max_tokens
         if is_certain(asked.sampling):
             return Remaining(num_output, most)
-        has = num_output / most
-        expected = self._like(asked, has)
-        if expected is None:
+        like = self._like(asked)
+        if not like:
             return None
-        return Remaining(num_output, most, expected, bisect_right(expected.shares, has) if num_output else 0)
+        parts, total, has = [], 0.0, num_output / most
+        for weight, expected in like:
+            if (part := _beyond(expected, weight, has)) is not None:
+                parts.append(part)
+                total += part.weight
+        return Remaining(num_output, most, parts, total)
 
-    def _like(self, asked: Asked, share: float) -> Expected | None:
-        """Of the requests most like this one of which some got further than it has; maybe of all."""
-        size = asked.sampling.max_tokens.bit_length()
+    def _like(self, asked: Asked) -> list[tuple[float, Expected]]:
+        """What is expected of requests like this one, the most alike first, and how much that says."""
+        sampling = asked.sampling
+        size = sampling.max_tokens.bit_length()
         others = self._expected(size, self._of_size.get(size), MIN_ENDS)
         others = others or self._expected(0, self._of_size.get(0), MIN_ENDS)
-        for beginning in asked.beginnings:
-            alike = self._expected((size, beginning), self._alike.get((size, beginning)), MIN_ALIKE, others)
-            if alike is not None and alike.longest > share:
-                return alike
-        return others
+        if others is None:
+            return []
+        like, rest = [], 1.0
+        for number, beginning in enumerate(asked.beginnings):
+            shares = self._alike.get((size, beginning))
+            alike = self._expected((size, beginning), shares, 1, others)
+            if shares is None or alike is None:
+                continue
+            is_same = number == 0 and sampling.temperature == 0
+            after = 0.0 if is_same else rest / (len(shares) + 1)
+            like.append((rest - after, alike))
+            rest = after
+            if rest < LEAST_WEIGHT:
+                break
+        # Also after the same: one that is not, although it begins so, goes on as others do.
+        return [*like, (max(rest, LEAST_WEIGHT), others)]
 
     def _expected(
         self, kind: _Name, shares: _Shares | None, num_least: int, others: Expected | None = None
@@ -248,6 +286,18 @@ class LengthsNow:
         if kind not in self._known:
             self._known[kind] = shares.expected(self._running.get(kind, ()), num_least, others)
         return self._known[kind]
+
+
+def _beyond(expected: Expected, weight: float, has: float) -> _Part | None:
+    """Those that got further than a request has; None where none did."""
+    shares, weights = expected
+    if not has or has < shares[0]:
+        return _Part(weight, expected, 0, 0.0)
+    first = bisect_right(shares, has)
+    if first == len(shares):
+        return None
+    before = weights[first - 1]
+    return _Part(weight * (1 - before / weights[-1]), expected, first, before)
 
 
 def is_certain(sampling: SamplingParams) -> bool:
