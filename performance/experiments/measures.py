@@ -94,13 +94,18 @@ class Accuracy(NamedTuple):
     num: int
     median_error: float
     p99_factor: float
+    p99_later: float
+    """By which factor it came later than predicted."""
+    p99_sooner: float
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> "Accuracy":
         """Pairs of what was predicted and what came, both above 0; NaN where there are none."""
         errors = sorted(abs(predicted / real - 1) for predicted, real in pairs)
-        factors = sorted(max(predicted / real, real / predicted) for predicted, real in pairs)
-        return cls(len(pairs), percentile(errors, 50), percentile(factors, 99))
+        later = sorted(real / predicted for predicted, real in pairs)
+        sooner = sorted(predicted / real for predicted, real in pairs)
+        factors = sorted(max(each, 1 / each) for each in later)
+        return cls(len(pairs), percentile(errors, 50), *(percentile(each, 99) for each in (factors, later, sooner)))
 
 
 def told_and_waited(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:

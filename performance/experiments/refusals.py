@@ -90,7 +90,15 @@ def _result(trial: Trial, found: Sequence[FirstToken], capacity: float) -> Resul
         ],
     )
     accuracy = Table(
-        ["from / to the first token", "requests", "predicted p50, ms", "real p50, ms", "median error", "p99 factor"],
+        [
+            "from / to the first token",
+            "requests",
+            "predicted p50, ms",
+            "real p50, ms",
+            "median error",
+            "p99 factor",
+            "later / sooner p99",
+        ],
         [
             _accuracy_row("let in, while others arrive", _by_client(under_load)),
             _accuracy_row("the same, by the server's clock", _by_server(under_load)),
@@ -116,7 +124,8 @@ def _result(trial: Trial, found: Sequence[FirstToken], capacity: float) -> Resul
 def _accuracy_row(name: str, pairs: Sequence[tuple[float, float]]) -> Sequence[str | float]:
     accuracy = measures.Accuracy.of(pairs)
     predicted, real = (percentile(sorted(1e3 * each[side] for each in pairs), 50) for side in (0, 1))
-    return [name, accuracy.num, predicted, real, f"{accuracy.median_error:.1%}", f"{accuracy.p99_factor:.2f}"]
+    ways = f"{accuracy.p99_later:.2f} / {accuracy.p99_sooner:.2f}"
+    return [name, accuracy.num, predicted, real, f"{accuracy.median_error:.1%}", f"{accuracy.p99_factor:.2f}", ways]
 
 
 def _by_client(found: Sequence[FirstToken]) -> list[tuple[float, float]]:

@@ -207,6 +207,7 @@ def test_a_prediction_errs_by_a_share_and_by_a_factor_either_way():
         pytest.approx(0.2),
         pytest.approx(3.0, rel=0.05),
     )
+    assert (accuracy.p99_later, accuracy.p99_sooner) == (pytest.approx(3.0, rel=0.05), pytest.approx(1.2, rel=0.05))
 
 
 def test_gaps_are_those_between_the_tokens_of_one_request():
