@@ -19,11 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
-import queue
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from delaying_relay import relay
 from llm_serving.config import load_config
 from llm_serving.core.request import Request
 from llm_serving.core.sampling_params import SamplingParams
@@ -207,12 +206,10 @@ def over_tcp(step_s: float, delay_s: float | None) -> Iterator[Link]:
         secret_file = Path(folder) / "secret"
         secret_file.touch(mode=0o600)
         secret_file.write_text(SECRET)
-        relayed = None if delay_s is None else undo.enter_context(socket.create_server(("127.0.0.1", 0)))
         listener = undo.enter_context(contextlib.closing(Listener("127.0.0.1", ClusterIdentity(SECRET))))
         address = listener.address
-        if relayed is not None:
-            undo.enter_context(_process(_relay, relayed, address, delay_s))
-            address = relayed.getsockname()
+        if delay_s is not None:
+            address = undo.enter_context(relay(address, delay_s))
         with listener.expecting("benchmark") as arrival:
             undo.enter_context(_process(_answer_over_tcp, f"{address[0]}:{address[1]}", secret_file, step_s))
             channel = arrival.wait(COME_S)
@@ -252,44 +249,6 @@ def _answer(channel: Channel[MasterMessage], buffers: Buffers, step_s: float) ->
 
     with contextlib.suppress(ChannelClosedError):
         answer_steps(channel, Answers(step_s), buffers)  # type: ignore[arg-type]  # it has what steps need
-
-
-def _relay(server: socket.socket, address: tuple[str, int], delay_s: float) -> None:
-    with server.accept()[0] as there, socket.create_connection(address) as here:
-        threads = [threading.Thread(target=_hand_on, args=(*pair, delay_s)) for pair in ((there, here), (here, there))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def _hand_on(source: socket.socket, target: socket.socket, delay_s: float) -> None:
-    """What has come at once is handed on at once, so much later."""
-    target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-
-    def deliver() -> None:
-        while True:
-            due, content = waiting.get()
-            if (pause_s := due - time.monotonic()) > 0:
-                time.sleep(pause_s)
-            if not content:
-                with contextlib.suppress(OSError):
-                    target.shutdown(socket.SHUT_WR)
-                return
-            with contextlib.suppress(OSError):
-                target.sendall(content)
-
-    delivering = threading.Thread(target=deliver)
-    delivering.start()
-    content = b"?"
-    while content:
-        try:
-            content = source.recv(2**18)
-        except OSError:
-            content = b""
-        waiting.put((time.monotonic() + delay_s, content))
-    delivering.join()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

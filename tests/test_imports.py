@@ -96,6 +96,7 @@ MEASURE_IN_PROCESS = {
     "loop_holds.py",
     "machine_limits.py",
     "move_cost.py",
+    "moves_between_machines.py",
     "random_agent.py",
     "rank_memory.py",
     "replica_comparison.py",

@@ -42,6 +42,7 @@ from llm_serving.transport.messages import (
     Welcome,
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
+from llm_serving.worker.beside_steps import BesideSteps
 from step_factories import sampling_input, step_input
 
 pytestmark = pytest.mark.mindspore
@@ -406,3 +407,21 @@ class TestHandshake:
         master.socket.sendall(data)
         with pytest.raises(ProtocolError):
             master.end.result(DEADLINE_S)
+
+
+def test_what_is_done_beside_a_step_gives_way_to_it(start, monkeypatch) -> None:
+    pauses = []
+    beside = BesideSteps(pauses.append)
+    monkeypatch.setattr(work_agent, "BesideSteps", lambda: beside)
+
+    class Beside(Runner):
+        def execute(self, step, await_allowed=None):
+            beside.rest(1.0)
+            return super().execute(step, await_allowed)
+
+    master = start(lambda settings, on_progress: (Beside(), ""))
+    master.load()
+    master.run(a_step(0, 0, 5, 6, 7))
+    assert isinstance(master.receive(), StepDone)
+    beside.rest(1.0)
+    assert len(pauses) == 1

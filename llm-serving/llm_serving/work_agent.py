@@ -61,6 +61,7 @@ from llm_serving.transport.messages import (
 )
 from llm_serving.transport.shared_arrays import SharedBuffers
 from llm_serving.transport.transfer_memory import transfer_memory
+from llm_serving.worker.beside_steps import BesideSteps
 from llm_serving.worker.block_exchange import Pool, exchange_blocks
 from llm_serving.worker.loading import load_runner
 from llm_serving.worker.model_runner import ModelRunner
@@ -190,9 +191,11 @@ def serve(
         return
     tensors = runner.kv_tensors
     sizes = tensors.num_blocks, tensors.num_swap_blocks
+    beside = BesideSteps()
     if blocks is not None:
         blocks.max_frame_bytes = max_frame_bytes(tensors.block_bytes)
-        threading.Thread(target=_exchange, args=(blocks, tensors.transfer, channel), name="blocks", daemon=True).start()
+        exchanged = blocks, tensors.transfer, channel, beside
+        threading.Thread(target=_exchange, args=exchanged, name="blocks", daemon=True).start()
     channel.send(Loaded(*sizes, notice, runner.computed_by, tensors.block_bytes))
     buffers: SharedBuffers | InlineArrays
     if memory_fd is not None:
@@ -200,13 +203,13 @@ def serve(
     else:
         buffers = InlineArrays(settings.num_buffers)
         channel.max_frame_bytes = settings.buffer_bytes + MAX_FRAME_BYTES
-    answer_steps(channel, runner, buffers)
+    answer_steps(channel, runner, buffers, beside)
 
 
-def _exchange(blocks: Channel[MasterMessage], pool: Pool, steps: Channel[MasterMessage]) -> None:
+def _exchange(blocks: Channel[MasterMessage], pool: Pool, steps: Channel[MasterMessage], beside: BesideSteps) -> None:
     """Without this connection, as without the other one, the WorkAgent ends: another one takes its place."""
     try:
-        exchange_blocks(blocks, pool)
+        exchange_blocks(blocks, pool, beside.rest)
     except ChannelClosedError:
         pass
     except Exception:
@@ -215,8 +218,13 @@ def _exchange(blocks: Channel[MasterMessage], pool: Pool, steps: Channel[MasterM
         steps.shutdown()
 
 
-def answer_steps(channel: Channel[MasterMessage], runner: ModelRunner, buffers: SharedBuffers | InlineArrays) -> None:
-    """Does what the master orders, until it says Shutdown.
+def answer_steps(
+    channel: Channel[MasterMessage],
+    runner: ModelRunner,
+    buffers: SharedBuffers | InlineArrays,
+    beside: BesideSteps | None = None,
+) -> None:
+    """Does what the master orders, until it says Shutdown; `beside` is told when steps are computed.
 
     Raises:
         TransportError: The channel broke, or the master is gone.
@@ -230,7 +238,8 @@ def answer_steps(channel: Channel[MasterMessage], runner: ModelRunner, buffers: 
             arrays = buffers.read(message.buffer, message.layout, message.content)
             step = step_from_arrays(message.step, arrays, message.allowed_follow)
             _announce_ending(runner, channel, message)
-            output = runner.execute(step, partial(_allowed, channel, buffers, message))
+            with contextlib.nullcontext() if beside is None else beside.step():
+                output = runner.execute(step, partial(_allowed, channel, buffers, message))
             channel.send(encode_output(output, runner.num_compilations))
         except (TransportError, RankLostError):
             raise

@@ -39,6 +39,7 @@ class BlockLink:
         channel.max_frame_bytes = max_frame_bytes(block_bytes)
         channel.send_timeout_s = timeout_s
         self.blocks_a_frame = blocks_a_frame(block_bytes)
+        self.frames_under_way = FRAMES_UNDER_WAY
         self.timeout_s = timeout_s
         self.is_closed = False
         """What it held is nobody's any more."""
@@ -94,7 +95,7 @@ class BlockLink:
         under_way: deque[Question] = deque()
         try:
             for question in questions:
-                answer = self._answer(under_way) if len(under_way) == FRAMES_UNDER_WAY else None
+                answer = self._answer(under_way) if len(under_way) == self.frames_under_way else None
                 self._ask(question)
                 under_way.append(question)
                 if answer is not None:
