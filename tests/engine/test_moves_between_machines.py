@@ -112,7 +112,7 @@ def test_blocks_travel_and_nothing_is_computed_again() -> None:
 @pytest.mark.parametrize(("lost", "index", "name"), [(0, 0, "read"), (0, 1, "write"), (1, 0, "read"), (1, 1, "write")])
 def test_whoever_is_lost_in_the_middle_all_is_computed_again_where_it_goes_on(lost: int, index: int, name: str) -> None:
     async def talk(setup: Setup, engine: AsyncEngine) -> None:
-        between(setup, index, name, setup.links[lost]._channel.shutdown)
+        between(setup, index, name, setup.links[lost].close)
         await is_answered(engine)
         assert setup.links[lost].is_closed
         assert not setup.links[1 - lost].is_closed

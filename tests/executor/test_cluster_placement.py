@@ -22,7 +22,7 @@ from llm_serving.config.sections.cluster import ClusterConfig
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.config.sections.scheduler import SchedulerConfig
 from llm_serving.errors import ConfigError, ModelError, ProtocolError, WorkerDiedError
-from llm_serving.executor import cluster_placement, supervisor
+from llm_serving.executor import supervisor
 from llm_serving.executor.agent_process import LocalProcess
 from llm_serving.executor.cluster_placement import ClusterPlacement
 from llm_serving.executor.executor import RemoteExecutor
@@ -90,7 +90,7 @@ def placement(starter: ProcessStarter) -> Iterator[ClusterPlacement]:
 
 def a_config(num_blocks: int | None = None) -> ServingConfig:
     return ServingConfig(
-        model=ModelConfig(max_generate_length=64, decode_batch_size=4),
+        model=ModelConfig(model_path=TESTS, max_generate_length=64, decode_batch_size=4),
         scheduler=SchedulerConfig(max_prefill_tokens=64),
         pa=CacheConfig(num_blocks=num_blocks, num_swap_blocks=5),
     )
@@ -271,7 +271,7 @@ def test_an_address_that_nobody_can_connect_to_is_refused(starter: ProcessStarte
 def test_the_first_one_is_not_waited_for_for_ever(
     placement: ClusterPlacement, starter: ProcessStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_placement, "COME_S", 0.1)
+    monkeypatch.setattr(placement, "_come_s", 0.1)
     program = tmp_path / "program.py"
     program.write_text("import signal; signal.pause()")
     starter.program = str(program)
