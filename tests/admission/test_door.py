@@ -70,7 +70,7 @@ def test_who_comes_when_told_finds_a_place_kept_from_newcomers() -> None:
     assert setup.room.load().num_waiting == PLACES
 
 
-def test_those_who_are_refused_within_a_moment_share_one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_are_not_let_in_within_a_moment_share_one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     predict, predicted = setup.door.predict, []
 
@@ -91,6 +91,9 @@ def test_those_who_are_refused_within_a_moment_share_one_prediction(monkeypatch:
     setup.ask(0)
     setup.ask(1)
     assert len(predicted) == 4
+    for number in range(2, 9):
+        setup.door.knock([4], 0, "", Visitor("a", number.to_bytes(4, "big")), Replica(0, 1, None, True))
+    assert len(predicted) == 5
 
 
 def test_who_was_refused_is_remembered_with_what_it_asked_for() -> None:

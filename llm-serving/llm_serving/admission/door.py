@@ -31,7 +31,7 @@ FEW_ENDS: Final = 8
 MAX_REFUSED: Final = 20_000
 """Refusals that are remembered, the newest."""
 ROUGH_S: Final = 0.05
-"""Seconds for which a prediction holds for others who are refused."""
+"""Seconds for which a prediction holds for others who are not let in."""
 RETURNED_MEMORY: Final = 32
 """Requests let in at their second coming after which one counts 1/e for what others are told."""
 
@@ -158,7 +158,7 @@ class Door:
         came: float | None = None,
     ) -> None:
         """Refuses as `check` does, and lets nobody in: for prompts that have at least so many tokens."""
-        self._pass(least_lens, priority, tenant, visitor, replica, came)
+        self._pass(least_lens, priority, tenant, visitor, replica, came, roughly=True)
 
     def _pass(
         self,
@@ -168,8 +168,10 @@ class Door:
         visitor: Visitor,
         replica: Replica,
         came: float | None,
+        *,
+        roughly: bool = False,
     ) -> tuple[Forecast | None, Appointment | None]:
-        """What is predicted for requests that may come in, and the appointment by which they do."""
+        """What is predicted for requests that may come in, maybe only roughly, and the appointment by which they do."""
         request_class = class_of(priority, self._classes)
         num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
         try:
@@ -183,7 +185,7 @@ class Door:
         appointment = self.book.due(visitor, came)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
         is_full = any(self._num_missing(each, appointment, came, now) > 0 for each in limits)
-        predict = self._predict_roughly if is_full else self.predict
+        predict = self._predict_roughly if roughly or is_full else self.predict
         forecast = predict(prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
@@ -215,9 +217,9 @@ class Door:
     def _predict_roughly(
         self, prompt_lens: Sequence[int], request_class: RequestClass, tenant: str, replica: Replica
     ) -> Forecast | None:
-        """As `predict`, for somebody who is refused: what was predicted for one like it a moment ago will do.
+        """As `predict`, for somebody who is not let in: what was predicted for one like it a moment ago will do.
 
-        Where there are many of them, each step would have another prediction, for as much time as all else takes.
+        Where many come, each step would have another prediction, for as much time as all else takes.
         """
         now = self._clock()
         if now >= self._rough_until:
