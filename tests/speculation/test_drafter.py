@@ -10,6 +10,7 @@ from llm_serving.core.choices import Proposer
 from llm_serving.core.request import FinishReason, RequestStatus
 from llm_serving.speculation import Drafter
 from llm_serving.speculation.drafter import LEAST_SWEPT, RARELY
+from llm_serving.speculation.trust import LEAST_HITS
 
 AGAIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -286,6 +287,19 @@ def test_where_all_guesses_would_delay_others_fewer_are_made_of_each() -> None:
         assert drafter.pays is (num_guesses > 0), knee
         guesses = [token_ids for _, token_ids in drafter.drafts(8, waits=drafter.pays)]
         assert guesses == ([AGAIN[:num_guesses]] * 4 if num_guesses else []), knee
+
+
+def test_who_has_lost_its_guess_for_a_moment_is_not_one_whom_others_delay() -> None:
+    drafter = Drafter(8, 3)
+    for num_tokens in (*range(4, 37),) * 4:
+        drafter.measured(num_tokens, 0.001 * max(1.0, num_tokens / 18), 0.00001)
+    requests = [predictable(drafter, rounds=4) for _ in range(4)]
+    lost = drafter._states[requests[0]]
+    del drafter._followed[requests[0]], drafter._predictable[requests[0]]
+    drafter._lost[requests[0]] = lost
+    assert drafter._pays(4, {})
+    lost.hits = LEAST_HITS / 2
+    assert not drafter._pays(4, {})
 
 
 def test_requests_that_ended_without_a_reply_are_forgotten() -> None:

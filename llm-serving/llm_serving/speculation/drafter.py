@@ -344,7 +344,9 @@ class Drafter:
             and state.forced_hits >= LEAST_HITS
         ]
         num_guessed = len(self._predictable) + len(asked) + len(forced)
-        num_without, waiting_s = num_rows - num_guessed, self._waiting_s(num_guessed)
+        # Whoever has lost its guess for a moment gets more by the next ones than it waits for those of others now.
+        num_lost = sum(each.hits >= LEAST_HITS and request.status is RUNNING for request, each in self._lost.items())
+        num_without, waiting_s = max(0, num_rows - num_guessed - num_lost), self._waiting_s(num_guessed)
         self._farthest = self._max_drafts
         while True:
             self._worth = None
