@@ -42,9 +42,9 @@ def test_a_work_agent_is_told_of_it() -> None:
         (DRAFT[:1], r"`scheduler_config\.speculative_method` must not be draft_model without .*draft_model_path"),
         (
             DRAFT[1:],
-            r"`scheduler_config\.speculative_method` must be draft_model with .*draft_model_path\. Given: none",
+            r"`scheduler_config\.speculative_method` must be draft_model with .*draft_model_path\. Given: ngram",
         ),
-        ([f"{METHOD}ngram", DRAFT[1]], r"must be draft_model with .*\. Given: ngram"),
+        ([f"{METHOD}none", DRAFT[1]], r"must be draft_model with .*\. Given: none"),
         (
             [*DRAFT, "cluster_config.tensor_parallel=2"],
             r"`cluster_config\.tensor_parallel` must be 1 with scheduler_config\.draft_model_path\. Given: 2",

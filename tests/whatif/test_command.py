@@ -48,7 +48,7 @@ def test_what_would_have_to_change_is_told(arguments, capsys, monkeypatch):
     assert main([*few, "--need", "tenant tenant-0.ttft_p99_ms=1e9"]) == 0
     assert "tenant tenant-0.ttft_p99_ms <= 1,000,000,000: it is" in capsys.readouterr().out
     assert main([*few, "--need", "interactive.ttft_p99_ms=60"]) == 0
-    shown = capsys.readouterr().out.split("my+decode_batch_size=4:")[1]
+    shown = capsys.readouterr().out.split("my+decode_batch_size=4:")[-1]
     assert "interactive.ttft_p99_ms <= 60: it is" in shown and "NOT KEPT" in shown
     assert "model_config.decode_batch_size: 4 -> 8: interactive.ttft_p99_ms" in shown
     assert "2 replicas in place of 1: interactive.ttft_p99_ms" in shown
