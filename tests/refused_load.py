@@ -127,7 +127,7 @@ class World:
         self._by_request: dict[str, Client] = {}
         served = ServingConfig(
             model=ModelConfig(max_generate_length=1024, decode_batch_size=slots),
-            scheduler=SchedulerConfig(max_waiting_queue=places, **scheduler),
+            scheduler=SchedulerConfig(max_waiting_queue=places, speculative_method="none", **scheduler),
             **(config or {}),
         )
         metrics = Metrics(classes=served.request_classes)

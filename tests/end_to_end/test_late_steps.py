@@ -26,7 +26,11 @@ def requests() -> list[Request]:
 
 def test_answers_are_the_same_and_every_step_tells_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SHORT_STEP_S", 0.0)
-    replica = RealReplica("scheduler_config.max_prefill_tokens=32", "model_config.decode_batch_size=16")
+    replica = RealReplica(
+        "scheduler_config.max_prefill_tokens=32",
+        "scheduler_config.speculative_method=none",
+        "model_config.decode_batch_size=16",
+    )
     heard: list[AgentMessage] = []
     early: list[AgentMessage] = []
     receive = replica.executor._executor._channel.receive

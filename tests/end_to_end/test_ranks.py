@@ -20,6 +20,7 @@ SETTINGS = (
     "cluster_config.tensor_parallel=2",
     "pa_config.num_blocks=20",
     "scheduler_config.max_prefill_tokens=32",
+    "scheduler_config.speculative_method=none",
     "model_config.decode_batch_size=8",
 )
 UNKNOWN_TOKEN = 1_000_000
