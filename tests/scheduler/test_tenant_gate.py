@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import pytest
 from engine_harness import Harness
@@ -11,6 +12,7 @@ from llm_serving.core.beam_search_params import BeamSearchParams
 from llm_serving.core.request import FinishReason
 from llm_serving.observe.journal import Journal
 from llm_serving.recording.explain import describe_state
+from llm_serving.scheduler.tenant_gate import Need, TenantGate
 from llm_serving.scheduler.wait_reason import WaitReason
 from recordings import MemoryFiles, create_recorded, replay, seal
 from scheduler_run import SchedulerRun
@@ -40,6 +42,19 @@ def test_a_tenant_runs_as_many_as_it_may_and_blocks_nobody():
     scheduler.finish(mine[0], FinishReason.ABORT)
     run_step(scheduler)
     assert running(scheduler) == {"a1", "a2", "b0", "b1"}
+
+
+def test_other_rules_still_tell_that_a_place_is_given_back():
+    limits = create_scheduler(max_running_per_tenant=1, num_schedulers=2).limits
+    gates = [TenantGate(limits, create_classes(), defaultdict(int)) for _ in range(2)]
+    (request,) = of("a", 1)
+    gates[0].arrived(request)
+    gates[0].deal({"a": 1})
+    gates[0].admitted(request)
+    assert gates[0].take_needs() == {"a": Need(1, 1, 1, 0)}
+    gates[0].left(request)
+    gates[1].take_over(gates[0])
+    assert gates[1].take_needs() == {"a": Need(1, 0, 0, 0)}
 
 
 class Unseen(dict):

@@ -175,8 +175,8 @@ class TenantGate:
             if (mine := self._tenant(name)) is not None:
                 mine.active.update(tenant.active)
                 mine.part = tenant.part if self._is_dealt else mine.part
-            if self._is_dealt:
-                self._changed[name] = None
+        if self._is_dealt:
+            self._changed |= dict.fromkeys(before._tenants) | before._changed  # who has left, too
 
     def tick(self) -> Changes:
         """A step has been formed: tenants with requests that are kept apart pay for the places they have."""
