@@ -184,14 +184,15 @@ class Door:
         self.book.advance(now)
         appointment = self.book.due(visitor, came)
         limits = self._room.limits(num_requests, num_tokens, request_class, tenant)
-        is_full = any(self._num_missing(each, appointment, came, now) > 0 for each in limits)
+        missing = [self._num_missing(each, appointment, came, now) for each in limits]
+        is_full = any(each > 0 for each in missing)
         predict = self._predict_roughly if roughly or is_full else self.predict
         forecast = predict(prompt_lens, request_class, tenant, replica)
         predicted_s = None if forecast is None else forecast.seconds
         if predicted_s is not None and self._factor is not None and request_class.ttft_slo_s is not None:
             limits.append(self._promise(request_class, predicted_s, num_requests, replica))
-        for limit in limits:
-            num_missing = self._num_missing(limit, appointment, came, now)
+            missing.append(self._num_missing(limits[-1], appointment, came, now))
+        for limit, num_missing in zip(limits, missing, strict=True):
             if num_missing <= 0:
                 continue
             self._metrics.refused(request_class, limit.name, num_requests)
