@@ -104,12 +104,7 @@ def test_without_threads_it_turns_away_and_goes_on(listener: Listener, monkeypat
     for _ in range(module.MAX_HANDSHAKES):
         with socket.create_connection(listener.address, DEADLINE_S) as connection:
             assert is_closed(connection)
-    with listener.expecting("a") as arrival:
-        agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
-        assert channel is not None
-    agent.close()
-    channel.close()
+    check_that_one_is_let_in(listener)
 
 
 def test_the_silent_delay_nobody(listener: Listener) -> None:
@@ -130,6 +125,15 @@ def test_more_than_may_shake_hands_at_once_are_turned_away(listener: Listener, m
     with listener.expecting("a") as arrival:  # their places are given back
         channel = come_until_taken(listener, arrival)
         assert channel is not None
+    channel.close()
+
+
+def check_that_one_is_let_in(listener: Listener) -> None:
+    with listener.expecting("a") as arrival:
+        agent = come_in(listener, "a")
+        channel = arrival.wait(DEADLINE_S)
+        assert channel is not None
+    agent.close()
     channel.close()
 
 
@@ -156,12 +160,7 @@ def test_a_first_frame_that_is_none_is_turned_away(listener: Listener, content: 
     with IDENTITY.of_work_agent().wrap_socket(socket.create_connection(listener.address)) as stranger:
         stranger.sendall(content)
         assert is_closed(stranger)
-    with listener.expecting("a") as arrival:
-        agent = come_in(listener, "a")
-        channel = arrival.wait(DEADLINE_S)
-        assert channel is not None
-    agent.close()
-    channel.close()
+    check_that_one_is_let_in(listener)
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
