@@ -215,10 +215,7 @@ class Turns:
         backlogged: Collection[str],
     ) -> None:
         for name in self._names:
-            places = WHOLE * held[name] // self._num_places
-            tokens = WHOLE * num_tokens.get(name, 0) // self._budget
-            stored = WHOLE * blocks[name] // self._num_blocks
-            self._service[name] += max(places, tokens, stored) * (SCALE // self._weights[name])
+            self._service[name] += max(self._served(name, held, num_tokens, blocks)) * (SCALE // self._weights[name])
         self._wanting = {name for name in self.contenders if name in backlogged}
 
     def _part(self, name: str) -> int:
@@ -230,15 +227,23 @@ class Turns:
         scale = SCALE // self._weights[name]
         return scale * self._least_part if name in self.ahead else scale
 
+    def _served(
+        self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
+    ) -> tuple[int, int, int]:
+        """What a class has of a step: parts of all places, of the budget and of all blocks, of `WHOLE` each."""
+        return (
+            WHOLE * held[name] // self._num_places,
+            WHOLE * num_tokens.get(name, 0) // self._budget,
+            WHOLE * blocks[name] // self._num_blocks,
+        )
+
     def _charged(
         self, name: str, held: Mapping[str, int], num_tokens: Mapping[str, int], blocks: Mapping[str, int]
     ) -> tuple[int, int, int]:
         """What a class has paid after a step."""
         scale = self._scale(name)
-        places, tokens, stored = self._paid[name]
-        places += WHOLE * held[name] // self._num_places * scale
-        tokens += WHOLE * num_tokens.get(name, 0) // self._budget * scale
-        stored += WHOLE * blocks[name] // self._num_blocks * scale
+        served = self._served(name, held, num_tokens, blocks)
+        places, tokens, stored = [paid + part * scale for paid, part in zip(self._paid[name], served, strict=True)]
         # What it did not need of the one may not be had for nothing much later.
         least = max(places, tokens, stored) - self._turn_steps * WHOLE * scale
         return max(places, least), max(tokens, least), max(stored, least)
