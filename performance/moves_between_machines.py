@@ -107,7 +107,7 @@ class Mover:
         """Of all that were brought beside steps."""
         self._carrier = Carrier()
         content = bytes(agents[0].loaded.block_bytes)
-        with source.held():
+        with source.held(source.timeout_s):
             source.write(Blocks([each], [1], [1], content) for each in range(count))
 
     def bring(self) -> float:

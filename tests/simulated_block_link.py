@@ -26,7 +26,7 @@ class SimulatedBlockLink:
         self._rng, self._pool, self._place, self._end = rng, pool, place, end
         self._rate = rng.choice((0.0, 0.0, 0.1))
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self, timeout_s: float) -> AbstractContextManager[None]:
         return nullcontext()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
@@ -54,9 +54,10 @@ class SimulatedBlockLink:
 
 
 class SimulatedCarrier:
-    """Has the face of a `Carrier`, and brings one request's blocks whenever it is told to."""
+    """Has the face of a `Carrier`, and brings one request's blocks whenever it is told to; takes so many at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._asked: deque[Callable[[], None]] = deque()
 
     def carry(
@@ -66,8 +67,11 @@ class SimulatedCarrier:
         source: SimulatedBlockLink,
         target: SimulatedBlockLink,
         done: Callable[[bool], None],
-    ) -> None:
-        self._asked.append(lambda: done(carried(blocks, source, target)))
+    ) -> bool:
+        if len(self._asked) == self._most:
+            return False
+        self._asked.append(lambda: done(carried(blocks, source, target, math.inf)))
+        return True
 
     @property
     def has_work(self) -> bool:

@@ -215,7 +215,7 @@ class Simulation:
             config, MODEL, TOKENIZER, self.metrics, lambda *_: contextlib.nullcontext(), clock=self.clock
         )
         self._master.replicas._loop = self._loop  # type: ignore[assignment]
-        self._carrier = SimulatedCarrier()
+        self._carrier = SimulatedCarrier(random.Random(f"carrier {seed}").choice((1, 2, 100)))
         self._master.replicas._carrier = self._carrier  # type: ignore[assignment]
         num_replicas = rng.choice((1, 1, 1, 2))
         if num_machines:

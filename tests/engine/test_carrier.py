@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from threading import Event
 from typing import Any
 
 import pytest
 from async_engine_setup import linked
 from fake_runner import FakeTransferPool
+from llm_serving.engine import carrier as module
 from llm_serving.engine.carrier import Carrier, carried
 from llm_serving.errors import WorkerDiedError
 from llm_serving.kvcache.exports import TransferBlock
@@ -19,12 +21,12 @@ BLOCKS = [(each, 1) for each in range(6)]
 
 
 class FailingLink:
-    blocks_a_frame, timeout_s = 2, 60.0
+    blocks_a_frame, block_bytes, timeout_s = 2, 16, 60.0
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self, timeout_s: float) -> AbstractContextManager[None]:
         return nullcontext()
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
@@ -60,10 +62,10 @@ def test_whoever_answers_each_question_late_is_given_up_and_asked_again_next_tim
 
     with linked(source, 16) as here, linked(target, 16) as there:
         source.read = slow  # type: ignore[method-assign]
-        assert not carried(BLOCKS, here, there, lambda: now)
+        assert not carried(BLOCKS, here, there, 60.0, lambda: now)
         assert not (here.is_closed or there.is_closed)
         source.read = really  # type: ignore[method-assign]
-        assert carried(BLOCKS, here, there, lambda: now)
+        assert carried(BLOCKS, here, there, now + 60.0, lambda: now)
     assert target.blocks == source.blocks
 
 
@@ -82,3 +84,63 @@ def test_two_replicas_that_bring_each_other_blocks_do_not_wait_for_each_other() 
         assert all(each.result(timeout=60) for each in told)
     carrier.close()
     assert pools[0].tags.epochs.tolist() == pools[1].tags.epochs.tolist() == [1] * 16
+
+
+class WaitingLink(FailingLink):
+    """Fails what it is asked for, as soon as it may."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerDiedError("gone"))
+        self.asked, self.may_go_on = Event(), Event()
+
+    def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]:
+        self.asked.set()
+        assert self.may_go_on.wait(60)
+        return super().read(pieces)
+
+
+@pytest.mark.parametrize(
+    ("most_requests", "most_bytes"), [(2, 10**6), (10, 2 * 16 * len(BLOCKS))], ids=["requests", "bytes"]
+)
+def test_what_is_taken_from_one_replica_at_a_time_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, most_requests: int, most_bytes: int
+) -> None:
+    monkeypatch.setattr(module, "MAX_REQUESTS", most_requests)
+    monkeypatch.setattr(module, "MAX_BYTES", most_bytes)
+    carrier, link, told = Carrier(), WaitingLink(), [Future[bool]() for _ in range(4)]
+    taken = [carrier.carry(0, BLOCKS, link, link, each.set_result) for each in told[:3]]
+    assert taken == [True, True, False]
+    assert carrier.carry(1, BLOCKS, link, link, told[2].set_result), "others' blocks are not in the way"
+    link.may_go_on.set()
+    assert [each.result(timeout=60) for each in told[:3]] == [False] * 3
+    assert carrier.carry(0, BLOCKS, link, link, told[3].set_result), "there is room again"
+    carrier.close()
+
+
+def test_a_request_that_is_larger_than_all_may_be_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1)
+    carrier, link, told = Carrier(), WaitingLink(), Future[bool]()
+    assert carrier.carry(0, BLOCKS, link, link, told.set_result)
+    assert not carrier.carry(0, BLOCKS[:1], link, link, told.set_result)
+    link.may_go_on.set()
+    carrier.close()
+
+
+def test_the_time_that_blocks_may_take_begins_when_they_come() -> None:
+    """What is before them takes longer than that: they are not even asked for."""
+    now = 0.0
+    carrier, before, told = Carrier(lambda: now), WaitingLink(), Future[bool]()
+    carrier.carry(0, BLOCKS, before, before, lambda there: None)
+    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there:
+        carrier.carry(0, BLOCKS, here, there, told.set_result)
+        assert before.asked.wait(60)
+        now = 61.0
+        before.may_go_on.set()
+        assert told.result(timeout=60) is False
+        assert not (here.is_closed or there.is_closed)
+    carrier.close()
+
+
+def test_whoever_waits_for_a_link_does_not_wait_for_ever() -> None:
+    with linked(a_pool(), 16) as here, linked(FakeTransferPool(len(BLOCKS)), 16) as there, there.held(0.0):
+        assert not carried(BLOCKS, here, there, 0.0, lambda: 0.0)

@@ -12,6 +12,7 @@ from async_engine_setup import Setup
 from fake_runner import expected_output
 from llm_serving.core.request import FinishReason
 from llm_serving.core.sampling_params import SamplingParams
+from llm_serving.engine import carrier
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import WorkerError
 from llm_serving.transport.block_frames import FRAMES_UNDER_WAY
@@ -210,3 +211,26 @@ def test_a_server_that_ends_tells_those_whose_blocks_are_on_their_way() -> None:
         await stopping
 
     on_two_machines(talk)
+
+
+def test_where_too_much_is_on_its_way_a_request_goes_on_with_its_blocks_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carrier, "MAX_REQUESTS", 1)
+
+    async def talk(setup: Setup, engine: AsyncEngine) -> None:
+        came, go_on = Event(), Event()
+
+        def hold() -> None:
+            came.set()
+            go_on.wait()
+
+        between(setup, 0, "read", hold)
+        first = asyncio.create_task(ask(engine))
+        await asyncio.to_thread(came.wait)
+        assert (await ask(engine, [1, *PROMPT]))[0] == expected_output([1, *PROMPT], 20)
+        go_on.set()
+        assert (await first)[0] == expected_output(PROMPT, 20)
+        assert await num_handed_over(engine) == 0
+
+    assert tokens_computed(on_two_machines(talk)) == [len(PROMPT) + len(PROMPT) + 1 + 19, 19]

@@ -212,7 +212,7 @@ def test_what_cannot_be_read_ends_a_write_and_not_its_connection(serving: Ends) 
 def test_a_link_that_somebody_holds_is_closed_without_waiting_for_him(ends: Ends) -> None:
     steps, other = socket.socketpair()
     ends.link._steps = Channel(steps, AgentMessage)  # type: ignore[arg-type]
-    with ends.link.held():
+    with ends.link.held(0.0):
         ends.link.close()
         assert ends.link._channel.fileno() >= 0
         assert other.recv(1) == b"", "the connection of steps has ended too"

@@ -417,11 +417,13 @@ class AsyncEngine:
         if opened is not None:
             request.deadline = opened.deadline
         brought = departure.brought
-        for replica, engine in self._router.next_of(None if brought is None else brought.replica):
-            if not engine.scheduler.blocks.can_ever_hold(request.max_num_tokens):
+        for best, at_best in self._router.next_of(None if brought is None else brought.replica):
+            if not at_best.scheduler.blocks.can_ever_hold(request.max_num_tokens):
                 continue  # caches may differ in size; the one it comes from has room for it
-            if self.replicas.bring(departure, replica):
+            replica = self.replicas.bring(departure, best)
+            if replica is None:
                 return
+            engine = self.replicas.engines[replica]
             with contextlib.suppress(WorkerDiedError):
                 # In one message: the steps between two could finish it.
                 engine.take_over(departure, is_cancelled=opened is None or opened.is_cancelled)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Final, Protocol
 
 from llm_serving.core.clock import Clock, monotonic
 from llm_serving.errors import WorkerError
@@ -16,14 +18,20 @@ from llm_serving.transport.messages import Blocks
 
 logger = get_logger(__name__)
 
+MAX_REQUESTS: Final = 64
+"""Whose blocks are to be brought from one replica at a time."""
+MAX_BYTES: Final = 2**30
+"""Of all these blocks, but for one request's: what a link of 10 Gbit/s takes a second for."""
+
 
 class Link(Protocol):
     """As `BlockLink`."""
 
     blocks_a_frame: int
+    block_bytes: int
     timeout_s: float
 
-    def held(self) -> AbstractContextManager[None]: ...
+    def held(self, timeout_s: float) -> AbstractContextManager[None]: ...
 
     def read(self, pieces: Iterable[Sequence[TransferBlock]]) -> Generator[Blocks, None, None]: ...
 
@@ -35,11 +43,18 @@ class Carrier:
 
     There is a thread for each replica that blocks are read from, which brings one request's after another's. So frames
     on their way are a few for each such replica (`FRAMES_UNDER_WAY`), however much is to be moved; and they have
-    connections of their own, so none is before a step's.
+    connections of their own, so none is before a step's. What a thread has before it is bounded too, in requests and
+    bytes; and in time, since each request is given up `Link.timeout_s` after it came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
         self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
+        self._num_requests: Counter[int] = Counter()
+        """By replica: whose blocks have not been brought."""
+        self._num_bytes: Counter[int] = Counter()
+        """Of these blocks."""
 
     def carry(
         self,
@@ -48,14 +63,31 @@ class Carrier:
         source: Link,
         target: Link,
         done: Callable[[bool], None],
-    ) -> None:
-        """Begins to bring blocks of a replica to the pool behind `target`.
+    ) -> bool:
+        """Begins to bring blocks of a replica to the pool behind `target`, unless there is too much before them.
 
         `done` is called in another thread: whether all of them are there.
         """
+        num_bytes = len(blocks) * source.block_bytes
+        with self._lock:
+            count = self._num_requests[replica]
+            if count >= MAX_REQUESTS or (count and self._num_bytes[replica] + num_bytes > MAX_BYTES):
+                return False
+            self._num_requests[replica] += 1
+            self._num_bytes[replica] += num_bytes
+        deadline = self._clock() + source.timeout_s
+
+        def bring() -> None:
+            there = carried(blocks, source, target, deadline, self._clock)
+            with self._lock:
+                self._num_requests[replica] -= 1
+                self._num_bytes[replica] -= num_bytes
+            done(there)
+
         if replica not in self._threads:
             self._threads[replica] = ThreadPoolExecutor(1, f"carrier-{replica}")
-        self._threads[replica].submit(lambda: done(carried(blocks, source, target)))
+        self._threads[replica].submit(bring)
+        return True
 
     def close(self) -> None:
         """Waits for what is under way, which ends when its WorkAgents do."""
@@ -63,15 +95,19 @@ class Carrier:
             thread.shutdown()
 
 
-def carried(blocks: Sequence[TransferBlock], source: Link, target: Link, clock: Clock = monotonic) -> bool:
-    """Whether all of them are where they shall be. Returns when nothing is under way any more."""
+def carried(
+    blocks: Sequence[TransferBlock], source: Link, target: Link, deadline: float, clock: Clock = monotonic
+) -> bool:
+    """Whether all of them are where they shall be. Returns when nothing is under way any more.
+
+    No frame is begun after the deadline; the answer to one that was has its own.
+    """
     try:
         with contextlib.ExitStack() as both:
             for link in sorted((source, target), key=id):  # in one order, so that no two wait for each other
-                both.enter_context(link.held())
+                both.enter_context(link.held(max(0.0, deadline - clock())))
             pieces = _pieces(blocks, min(source.blocks_a_frame, target.blocks_a_frame))
-            in_time = _until(clock, clock() + source.timeout_s, pieces)
-            with contextlib.closing(source.read(in_time)) as frames:
+            with contextlib.closing(source.read(_until(clock, deadline, pieces))) as frames:
                 target.write(frames)
     except WorkerError as error:
         logger.warning("what a request takes along is lost on its way, and is computed again: %s", error)

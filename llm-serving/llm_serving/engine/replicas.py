@@ -173,26 +173,31 @@ class Replicas:
         for index, given in blocks_of.items():
             self.engines[index].give_back(given)
 
-    def bring(self, departure: Departure, index: int) -> bool:
-        """Whether what a request takes along is not at a replica that shall go on with it, and has to be brought there.
+    def bring(self, departure: Departure, index: int) -> int | None:
+        """The replica that goes on with a request which a certain one shall go on with; None: it is not known yet.
 
-        It then comes back with the next departures: with its blocks there, or without any, if they were lost.
+        What it takes along has to be brought there first, then. It comes back with the next departures: with its blocks
+        there, or without any, if they were lost. Where too much is on its way, it goes on where its blocks are.
         """
         blocks, brought = departure.blocks, departure.brought
         if not blocks or (brought is not None and brought.replica == index):
-            return False
+            return index
         begun = blocks[0][0] // self._num_transfer_blocks
         source, target = self.engines[begun].block_link(), self.engines[index].block_link()
         if begun == index or source is None or target is None or self._stopping.is_set():
-            return False
+            return index
 
         def done(there: bool) -> None:
             if not there:
                 self.give_back(departure.leave_blocks())
             self._publish_departures([departure._replace(brought=Brought(index, target) if there else None)])
 
-        self._carrier.carry(begun, blocks, source, target, done)
-        return True
+        if self._carrier.carry(begun, blocks, source, target, done):
+            return None
+        if self.engines[begun].dead is None:
+            return begun
+        self.give_back(departure.leave_blocks())
+        return index
 
     def join(self, index: int) -> None:
         """A drained replica serves again, and loads if it has left. One that was not drained is left alone.
@@ -274,7 +279,7 @@ class Replicas:
             else:
                 logger.info("WorkAgent %d is ready", index)
             engine.run()  # to its end at least: it may have been given requests
-        self.ledger.leave(index)
+            self.ledger.leave(index)
 
     def _join(self, index: int, engine: Engine) -> None:
         self.ledger.join(index, lambda: engine.nudge())

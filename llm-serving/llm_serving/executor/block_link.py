@@ -39,22 +39,28 @@ class BlockLink:
         channel.max_frame_bytes = max_frame_bytes(block_bytes)
         channel.send_timeout_s = timeout_s
         self.blocks_a_frame = blocks_a_frame(block_bytes)
+        self.block_bytes = block_bytes
         self.frames_under_way = FRAMES_UNDER_WAY
         self.timeout_s = timeout_s
         self.is_closed = False
         """What it held is nobody's any more."""
         self._channel = channel
-        self._block_bytes = block_bytes
         self._steps = steps
         self._holder = threading.Lock()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Whoever reads or writes has it to himself."""
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Whoever reads or writes has it to himself.
+
+        Raises:
+            WorkerError: Others have it for so long.
+        """
+        if not self._holder.acquire(timeout=timeout_s):
+            raise WorkerError("its turn does not come in time")
         try:
-            with self._holder:
-                yield
+            yield
         finally:
+            self._holder.release()
             if self.is_closed:
                 self._release()
 
@@ -135,7 +141,7 @@ class BlockLink:
         if not isinstance(reply, Blocks) or (reply.block_ids, reply.epochs) != (asked.block_ids, asked.epochs):
             raise self._broken(reply)
         count = len(asked.block_ids)
-        if (len(reply.num_written), len(reply.content)) != (count, count * self._block_bytes):
+        if (len(reply.num_written), len(reply.content)) != (count, count * self.block_bytes):
             raise self._broken(reply)
         if not all(0 < each <= MAX_TOKENS for each in reply.num_written):
             raise self._broken(reply)
