@@ -139,7 +139,7 @@ class Bench:
         with own_server(config, overrides, None) as served:
             url, classes = served.serving.url, served.request_classes
             uvloop.run(play(url, read_workload(self.path("warm")), classes, "warm"))
-            played = uvloop.run(play(url, load, classes, until_s=MOST_S))
+            played = uvloop.run(play(url, load, classes, until_s=MOST_S, salt="load"))
         figures = figures_of(Result(name, load.name, self.profile, played.outcomes))
         self.path(name, "json").write_text(json.dumps(figures))
 

@@ -182,10 +182,11 @@ def measure(name: str, arguments: argparse.Namespace, profile: Profile) -> None:
         uvloop.run(play(config.serving.url, warm, classes, "warm", min(1.5, arguments.seconds)))
         for cell in cells:
             load = read_workload(path_of(folder, cell, "yaml"))
-            for _ in range(arguments.attempts):
+            for attempt in range(arguments.attempts):
                 time.sleep(PAUSE_S)
                 watch = Disturbance()
-                played = uvloop.run(play(config.serving.url, load, classes, name_of(cell)))
+                salt = f"{cell.load} {attempt}"  # loads of one seed begin with the same prompts
+                played = uvloop.run(play(config.serving.url, load, classes, name_of(cell), salt=salt))
                 share = watch.share()
                 if share <= MOST:
                     break
@@ -219,12 +220,12 @@ def name_of(cell: Cell) -> str:
 
 
 def slowness_of(cell: Cell, timings: Timings, profile: Profile) -> float:
-    """Mean of measured over predicted seconds of the steps during a load, the last time that it was played."""
+    """Measured over predicted seconds of all steps during a load, the last time that it was played."""
     prefix = f"{name_of(cell)}-"
     begins = max(time for name, time in timings.arrivals.items() if name.startswith(f"{prefix}0-"))
     ends = max(times[-1] for name, times in timings.replies.items() if name.startswith(prefix))
     steps = [each for each in timings.steps if begins <= each.began_s and each.replied_s <= ends]
-    return statistics.fmean(each.seconds / _predicted_s(each, profile) for each in steps)
+    return sum(each.seconds for each in steps) / sum(_predicted_s(each, profile) for each in steps)
 
 
 def _predicted_s(step: MeasuredStep, profile: Profile) -> float:

@@ -35,6 +35,13 @@ def test_requests_are_sent_as_the_load_says_and_answers_timed():
     assert [each.request_id for each in result.seen] == [each.request_id for each in engine.submitted]
 
 
+def test_a_salt_keeps_what_was_computed_for_others_from_a_load():
+    engine = FakeEngine(script=ANSWER)
+    played(engine, create_load(0.0), salt="second")
+    played(engine, create_load(0.0))
+    assert [each.cache_salt for each in engine.submitted] == ["second", ""]
+
+
 def test_a_closed_loop_asks_again_when_it_has_been_answered():
     result = played(FakeEngine(script=ANSWER), create_load(*[0.0] * 5, concurrency=2))
     assert len(result.outcomes) == 5

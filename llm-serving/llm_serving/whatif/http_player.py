@@ -47,6 +47,7 @@ async def play(
     name: str = "play",
     until_s: float | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
+    salt: str | None = None,
 ) -> Play:
     """Sends the requests of a load when they are due, and reads their answers.
 
@@ -59,11 +60,12 @@ async def play(
         name: What ids of requests begin with.
         until_s: After so long nothing more is sent, and what is not answered is broken off; None: all are answered.
         on_end: Told of each request that has ended.
+        salt: `cache_salt` of the requests: what the server computed for others is of no use to them.
 
     Raises:
         UnavailableError: No server answers there.
     """
-    player = _Player(url, load, classes, name, on_end)
+    player = _Player(url, load, classes, name, on_end, salt)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(player.run(stream)) for stream in load.streams]
@@ -82,11 +84,18 @@ def _first(errors: BaseException) -> BaseException:
 
 class _Player:
     def __init__(
-        self, url: str, load: Load, classes: Sequence[RequestClass], name: str, on_end: Callable[[Outcome], None]
+        self,
+        url: str,
+        load: Load,
+        classes: Sequence[RequestClass],
+        name: str,
+        on_end: Callable[[Outcome], None],
+        salt: str | None,
     ) -> None:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._load, self._classes, self._name, self._on_end = load, classes, name, on_end
+        self._salt = salt
         self.seen: list[Seen] = []
         self.outcomes: list[Outcome] = []
         self._bodies = {id(each): self._request(each) for stream in load.streams for each in stream.requests}
@@ -168,6 +177,8 @@ class _Player:
             fields["user"] = asked.tenant
         if asked.timeout_s is not None:
             fields["timeout_s"] = asked.timeout_s
+        if self._salt is not None:
+            fields["cache_salt"] = self._salt
         rest = b'",' + json.dumps(fields).encode()[1:]
         host = f"{self._host}:{self._port}"
         head = f"POST {PATH} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
