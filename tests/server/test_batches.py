@@ -7,6 +7,7 @@ import contextlib
 import json
 import sqlite3
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -17,7 +18,9 @@ from llm_serving.server.app import build_site, open_batches, run_file
 from llm_serving.server.authentication import hash_key
 from llm_serving.server.batches import BatchStore
 from llm_serving.server.batches import batches as module
+from llm_serving.server.batches.batches import Answered
 from llm_serving.server.batches.objects import Batch
+from llm_serving.server.batches.store import new_id
 from server_client import error_of, request
 
 CHAT = "/v1/chat/completions"
@@ -550,3 +553,77 @@ def test_a_batch_goes_on_when_a_full_disk_has_room_again(tmp_path, monkeypatch):
     assert answered_when_full[0] < 40
     assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
     assert [each["custom_id"] for each in answers] == [str(n) for n in range(40)]
+
+
+def test_a_line_that_must_come_again_holds_no_place_of_others(tmp_path):
+    async def ask(url, body, tenant):
+        del url, body
+        return Answered(429 if tenant == "refused" else 200, b"{}", 3600.0)
+
+    async def begin(batches, tenant):
+        about = module.new_file(new_id("file"), "in.jsonl", "batch", batches.now())
+        await batches.stored(BatchStore.add_file, about, tenant, [jsonl(line("a"), line("b"))], batches.now())
+        created = int(batches.now())
+        batch = Batch(
+            id=new_id("batch"), endpoint="/v1/completions", input_file_id=about.id, created_at=created,
+            expires_at=created + 3600,
+        )  # fmt: skip
+        await batches.create(batch, tenant)
+        return batch.id
+
+    async def talking():
+        store = partial(BatchStore, tmp_path / "batches.db", 2**20)
+        batches = module.Batches(store, ask, concurrency=1, priority_class="least")
+        await begin(batches, "refused")
+        other = await begin(batches, "other")
+        async with asyncio.timeout(60):
+            await asyncio.wait([batches.task(other)])
+        status = (await batches.stored(BatchStore.batch, other, None)).status
+        await batches.stop()
+        return status
+
+    assert run(talking) == "completed"
+
+
+def test_one_line_as_deep_as_can_be_read_does_not_stop_the_batch(tmp_path):
+    def deep(depth):
+        return b'{"custom_id": "deep", "url": "/v1/completions", "body": {"prompt": %s%s}}' % (
+            b"[" * depth,
+            b"]" * depth,
+        )
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+
+            def is_read(_, depth):
+                return not module.check_lines([deep(depth)], "/v1/completions")
+
+            deepest, most = 1, 2000  # as the thread of the store reads it
+            while most - deepest > 1:
+                depth = (deepest + most) // 2
+                deepest, most = (depth, most) if await site.batches.stored(is_read, depth) else (deepest, depth)
+            batch_id = await site.begin(jsonl(line("a")) + b"\n" + deep(deepest) + b"\n" + jsonl(line("b")))
+            return await site.ended(batch_id)
+
+    batch = run(talking)
+    assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
+
+
+def test_numbers_of_a_line_are_asked_for_as_they_are_written(tmp_path):
+    bodies = []
+
+    async def ask(url, body, tenant):
+        del url, tenant
+        bodies.append(body)
+        return Answered(200, b"{}")
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            site.batches._ask = ask
+            text = (
+                b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "top_p": 0.50, "priority":null}}'
+            )
+            await site.ended(await site.begin(text))
+
+    run(talking)
+    assert bodies == [b'{"prompt":"x","top_p":0.50,"priority":null,"priority_class":"batch"}']

@@ -32,6 +32,8 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 2**24
 MAX_ERRORS: Final = 100
 """Most faults of an input that are told."""
+SPARE_DEPTH: Final = 64
+"""Lines are read again where there may be so many more calls on the stack, which leave less room for lists in lists."""
 TIDY_EVERY_S: Final = 3600.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 60.0
 """Seconds before a line that was refused for lack of room is tried again."""
@@ -39,6 +41,8 @@ LEAST_STORE_PAUSE_S: Final = 1.0
 """Before a batch goes on whose store could not be written, on a full disk for example; then twice as long each time."""
 BUSY: Final = frozenset((429, 503))
 """Statuses of an answer that may be another one later."""
+_NULL: Final = msgspec.Raw(b"null")
+_decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _EXPIRED: Final = Failure("batch_expired", "the batch was not done within its completion window")
 _CANCELLED: Final = Failure("batch_cancelled", "the batch was cancelled before")
 
@@ -64,7 +68,8 @@ class Batches:
     Args:
         store: Opens it, in its thread.
         ask: Asks a route.
-        concurrency: Lines under way at once, of all batches.
+        concurrency: Lines that are asked for at once, of all batches; and lines of each that are under way, those that
+            were refused and will be tried again among them.
         priority_class: Of lines that name none.
         now: Seconds since 1970, as files and batches tell them.
     """
@@ -212,13 +217,14 @@ class Batches:
 
     async def _answer_lines(self, batch_id: str, tenant: str) -> None:
         last, under_way = -1, set[asyncio.Task[None]]()
+        open_lines = asyncio.Semaphore(self._concurrency)  # of this batch, those that wait to be tried again included
         try:
             while lines := await self.stored(BatchStore.pending, batch_id, last, self._concurrency):
                 for line in lines:
-                    await self._room.acquire()
+                    await open_lines.acquire()
                     task = asyncio.create_task(self._answer(batch_id, line, tenant))
                     under_way.add(task)
-                    task.add_done_callback(lambda _: self._room.release())
+                    task.add_done_callback(lambda _: open_lines.release())
                     last = line.number
                 failed = [task for task in under_way if task.done() and task.exception() is not None]
                 if failed:
@@ -232,17 +238,23 @@ class Batches:
 
     async def _answer(self, batch_id: str, line: PendingLine, tenant: str) -> None:
         body, pause_s = self._with_class(line.body), LEAST_PAUSE_S
-        while (answered := await self._ask(line.url, body, tenant)).status in BUSY:
+        while (answered := await self._asked(line.url, body, tenant)).status in BUSY:
             wanted = answered.retry_after_s or 0.0
             await asyncio.sleep(min(max(wanted, pause_s), MOST_PAUSE_S))
             pause_s *= 2
         await self.stored(BatchStore.answer, batch_id, line.number, answered.status, answered.body)
         self.trouble = None
 
+    async def _asked(self, url: str, body: bytes, tenant: str) -> Answered:
+        """Whoever has to come again waits elsewhere: a key without tokens holds no place that others could use."""
+        async with self._room:
+            return await self._ask(url, body, tenant)
+
     def _with_class(self, body: bytes) -> bytes:
-        content: dict[str, Any] = msgspec.json.decode(body)
-        if content.get("priority") is None and content.get("priority_class") is None:
-            content["priority_class"] = self._priority_class
+        """The rest of the body stays as it is, to the last digit and however deep."""
+        content = _decode_fields(body)
+        if all(content.get(name, _NULL) == _NULL for name in ("priority", "priority_class")):
+            content["priority_class"] = msgspec.Raw(msgspec.json.encode(self._priority_class))
         return msgspec.json.encode(content)
 
     async def _tidy(self) -> None:
@@ -305,7 +317,9 @@ def _fault_of(text: bytes, endpoint: str, ids: dict[str, int], number: int) -> s
     """What is wrong with a line; its id is added to those that were seen, with its number."""
     try:
         line = msgspec.json.decode(text, type=Line)
-        body = msgspec.json.decode(line.body)
+        body = msgspec.json.decode(b"[" * SPARE_DEPTH + bytes(line.body) + b"]" * SPARE_DEPTH)
+        for _ in range(SPARE_DEPTH):
+            [body] = body
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"is not a request: {error}"
     if line.url != endpoint:
