@@ -107,6 +107,23 @@ def test_who_lies_about_events_is_told_so(event_id):
     asyncio.run(run())
 
 
+def test_nothing_is_computed_for_who_tells_of_other_choices_than_a_stream_has():
+    async def run():
+        gated = server()
+        async with gated.running() as client:
+            answer = await client.post(PATH, json=BODY)
+            url, last = f"/v1/streams/{answer.headers['x-stream-id']}", events_of(answer.text)[0][0]
+            gated.runner.gate.clear()
+            for event_id in ("1.2", f"{last}.0"):
+                refused = await client.get(url, headers={"Last-Event-ID": event_id})
+                assert "must have the numbers of 1 choices" in error_of(refused)["message"]
+                again = await client.post(PATH, json=BODY, headers={"Last-Event-ID": f"{last}.0"})
+                assert again.status_code == 400
+            assert gated.engine.num_running + gated.engine.num_waiting == 0
+
+    asyncio.run(run())
+
+
 def test_a_request_that_this_version_cannot_read_is_refused_by_its_field():
     async def run():
         gated = server()

@@ -82,7 +82,7 @@ def test_what_is_no_position_is_refused(text):
 
 def test_a_position_of_another_number_of_choices_is_refused():
     with pytest.raises(RequestError, match="2 choices"):
-        NumberedPieces(Pieces(), "s", 2, Position((1,)))
+        Position((1,)).check(2)
 
 
 def test_a_position_beyond_the_end_tells_nothing_more():

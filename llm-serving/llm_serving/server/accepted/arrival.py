@@ -98,6 +98,7 @@ async def arrival(
     try:
         state = http_request.app.model_state.digest(engine.computed_by, engine.max_model_len)
         if record is not None:
+            position.check(num_streams)
             yield _again(engine, http_request, request, record, position, prefix, rules, state)
             return
         if request.seed is None:

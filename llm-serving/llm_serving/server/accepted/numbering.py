@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from llm_serving.core.request_output import RequestOutput
-from llm_serving.errors import RequestError
 from llm_serving.server.accepted.position import END, Position
 from llm_serving.server.streaming import DONE, Pieces
 
@@ -16,9 +15,8 @@ class NumberedPieces:
     """Pieces of a stream with their ids, behind those that were told before."""
 
     def __init__(self, pieces: Pieces, stream_id: str, num_choices: int, position: Position) -> None:
-        """Raises RequestError where the position is that of a stream with another number of choices."""
-        if position.told and len(position.told) != num_choices:
-            raise RequestError("Last-Event-ID", f"must have the numbers of {num_choices} choices")
+        """`position` is that of a stream of so many choices."""
+        assert len(position.told) in (0, num_choices)
         self._pieces = pieces
         self._prefix = f"id: {stream_id}:"
         self._told_before = list(position.told or (0,) * num_choices)

@@ -38,5 +38,10 @@ class Position(NamedTuple):
         told = tuple(map(int, counts.split(".")))
         return cls(told, 0, True) if closing == END else cls(told, int(closing or 0))
 
+    def check(self, num_choices: int) -> None:
+        """Raises RequestError where it is that of a stream with another number of choices."""
+        if self.told and len(self.told) != num_choices:
+            raise RequestError("Last-Event-ID", f"must have the numbers of {num_choices} choices")
+
 
 BEGINNING: Final = Position()
