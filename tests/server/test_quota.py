@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fakes import FakeEngine
@@ -61,6 +62,19 @@ def test_a_bucket_refills_and_may_be_in_debt():
     bucket.take(-20, 10.0)
     assert bucket.level(10.0) == 0.0
     assert bucket.level(1000.0) == 60.0
+
+
+def test_what_was_not_generated_is_given_back_to_the_limit_that_counts_by_then():
+    key, clock = ApiKey(name="a", key_sha256=hash_key(KEY), max_tokens_per_minute=60), Clock()
+    quota = Quota(key, clock)
+    on_end = quota.take_tokens(10, 5000)
+    quota.reload(replace(key, max_tokens_per_minute=120))
+    on_end(20)
+    assert quota.headers()["x-ratelimit-remaining-tokens"] == "30"
+    on_end = quota.take_tokens(20, 5)
+    quota.reload(replace(key, max_tokens_per_minute=None, max_requests_per_minute=1))
+    on_end(0)
+    assert "x-ratelimit-limit-tokens" not in quota.headers()
 
 
 @pytest.mark.parametrize("path", BODIES)

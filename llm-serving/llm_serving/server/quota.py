@@ -54,11 +54,10 @@ class Quota:
         Raises:
             RateLimitError: They are too many for now.
         """
-        bucket = self._buckets.get("tokens")
-        if bucket is None:
+        if "tokens" not in self._buckets:
             return None
         self._take("tokens", num_prompt + num_output)
-        return lambda num_generated: bucket.take(num_generated - num_output, self._clock())
+        return lambda num_generated: self._give_back("tokens", num_output - num_generated)
 
     def headers(self) -> dict[str, str]:
         """Limits, what is left of them and how long until all is, by the names that OpenAI gave them."""
@@ -83,6 +82,11 @@ class Quota:
                 f"{amount} more would exceed {limit}; {max(0, int(bucket.level(now)))} are left", wait_s
             )
         bucket.take(amount, now)
+
+    def _give_back(self, what: str, amount: int) -> None:
+        """To the limit that counts by then."""
+        if (bucket := self._buckets.get(what)) is not None:
+            bucket.take(-amount, self._clock())
 
 
 def quota_of(connection: HTTPConnection) -> Quota | None:
