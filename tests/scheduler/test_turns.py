@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from factories import create_classes, create_request, create_scheduler, run_step
-from llm_serving.core.request import Request, RequestStatus
+from llm_serving.core.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler import Scheduler, SchedulerLimits
 from llm_serving.scheduler.turns import SCALE, WHOLE, Turns
 
@@ -162,6 +162,14 @@ def test_who_has_all_it_wants_saves_up_no_turns() -> None:
         turns.look(["low"], ["low"], held(high=0, low=1))
         turns.charge(held(low=1), {}, held(), NAMES, NAMES)
     turns.look(["high", "low"], ["low"], held(low=1))
+    assert turns._pass("high") == turns._pass("low") == 0
+
+
+def test_where_nobody_wants_more_nobody_saves_up_turns() -> None:
+    turns = create_turns()
+    turns.look(["high", "low"], ["low"], held(high=7, low=1))
+    for _ in range(100):
+        turns.charge(held(high=7, low=1), {"high": 7, "low": 1}, held(), [], [])
     assert turns._pass("high") == turns._pass("low") == 0
 
 
@@ -347,3 +355,21 @@ def test_a_class_that_has_aged_decodes_in_its_part_of_the_steps_that_prompts_of_
     before = [request.num_computed_tokens for request in decoding]
     crowd.run(70)
     assert [request.num_computed_tokens - num for request, num in zip(decoding, before, strict=True)] >= [10]
+
+
+def test_a_class_does_not_pay_for_what_it_had_while_nobody_waited() -> None:
+    """It did: after hours in which a request of an aged class was always there, the higher class waited for as long."""
+    scheduler = create_scheduler(max_num_seqs=8, num_blocks=100, classes=create_classes(ageing_steps=20), turn_steps=8)
+    crowd = Crowd(scheduler, *({"name": name, "prompt": 4, "output": 8} for name in ("high", "low")))
+    crowd.run(100)
+    for request in [*scheduler.waiting]:
+        scheduler.finish(request, FinishReason.ABORT)
+    for step in range(3000):
+        if step % 7 == 0:  # each takes 8 steps: one is there when another ends
+            scheduler.add(create_request(1, max_tokens=8, priority=1))
+        if step % 4:
+            scheduler.add(create_request(1, max_tokens=8, priority=-1))
+        run_step(scheduler)
+    assert scheduler.waiting.turns.contenders == ["high", "low"]
+    crowd.run(100)
+    assert crowd.places["high"] >= 100 * 8 * 4 // 5 - 100

@@ -178,9 +178,10 @@ class Turns:
             self._paid[alone] = places - most, tokens - most, stored - most
             self._computed = dict.fromkeys(self._names, 0)
             return
-        # Who has all it wants, or does not contend, saves up no turns either.
-        contenders = [name for name in self.contenders if name in backlogged] or self.contenders
-        least = min([max(paid[name]) for name in contenders], default=0)
+        # Who has all it wants, or does not contend, saves up no turns either; and all have it where nobody wants more.
+        wanting = [name for name in self.contenders if name in backlogged]
+        passes = [max(paid[name]) for name in wanting]
+        least = min(passes, default=max(map(max, paid.values()), default=0))
         for name in self._names:
             if (before := paid.get(name)) is None:
                 self._paid[name] = _NOTHING
@@ -188,13 +189,13 @@ class Turns:
                 common = min(least, max(before))
                 self._paid[name] = before[0] - common, before[1] - common, before[2] - common
         # Likewise in tokens: who wanted no more is as far as the one that got least, or further, but never behind.
-        wanting = [name for name in self.contenders if name in unserved]
-        if not wanting:
+        lacking = [name for name in self.contenders if name in unserved]
+        if not lacking:
             self._computed = dict.fromkeys(self._names, 0)
             return
         for name, count in num_tokens.items():
             self._computed[name] += WHOLE * count // self._budget * self._scale(name)
-        fewest = min([self._computed[name] for name in wanting])
+        fewest = min([self._computed[name] for name in lacking])
         for name, computed in self._computed.items():
             self._computed[name] = max(0, computed - fewest)
 
