@@ -10,7 +10,7 @@ drafts are worth waiting for replies no step is formed while the one before it i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from llm_serving.core.choices import Proposer
@@ -19,13 +19,12 @@ from llm_serving.core.continuation import MAX_CONTINUATIONS
 from llm_serving.core.request import FINISHED, RUNNING, Request
 from llm_serving.speculation.draft_model import DraftModel
 from llm_serving.speculation.finished_answers import FinishedAnswers
+from llm_serving.speculation.guess_state import GuessState
 from llm_serving.speculation.lookup import Lookup
-from llm_serving.speculation.step_cost import StepCost
-from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS, Trust
-from llm_serving.speculation.worth import MOST_HITS, Worth, expected
+from llm_serving.speculation.payoff import Forced, Guesses, Payoff
+from llm_serving.speculation.trust import HIT_MEMORY, LEAST_HITS
+from llm_serving.speculation.worth import Worth
 
-MOST_DELAY: Final = 0.03
-"""Of a step's time: what drafts may cost requests without any, shared among all that run."""
 FINISHED_TOKENS: Final = 2**18
 """Tokens of finished answers that are looked in, of all tenants together."""
 HOPELESS: Final = 0.25
@@ -36,92 +35,16 @@ LOOK_S: Final = 2.5e-6
 """Seconds of a look, before one was measured."""
 LOOK_MEMORY: Final = 64
 """Steps after which their measured time counts 1/e."""
-HOST_MEMORY: Final = 16
-"""Steps after which the master's measured time for one counts 1/e."""
 SELDOM: Final = 2
 """Steps from one that is followed to the next, while guesses do not pay."""
 RARELY: Final = 16
 """Steps until it is asked again whether they could, where they could not if all were right."""
 MANY: Final = 32
 """To ask that takes as long as to compare so many."""
-SEARCHED_S: Final = 0.004
-"""In shorter steps the search for how far to guess, where full reach does not pay, would take a per cent."""
-FIRST_FORCED: Final = 1.0
-"""Tokens a step that are expected of what a constraint forces, before it is known."""
-FORCED_MEMORY: Final = 8
-"""Steps after which what one brought counts 1/e."""
-FORCED_FORGOTTEN: Final = 128
-"""Tokens after which, where nobody has looked at what is forced, all that was known of it counts 1/e."""
 LEAST_SWEPT: Final = 64
 TAKEN_TOGETHER: Final = 8
 """One in so many of those that run has to end before finished answers are taken, as many together cost little more than
 one."""
-
-
-class _State:
-    __slots__ = (
-        "_forced",
-        "_forced_at",
-        "forced_hits",
-        "hits",
-        "lookup",
-        "num_proposed",
-        "num_tokens",
-        "proposer",
-        "trust",
-    )
-
-    def __init__(self, lookup: Lookup, trust: Trust | None) -> None:
-        self.lookup = lookup
-        self.trust = trust
-        """In the draft model; None: there is none."""
-        self.hits = 0.0
-        """Share of right guesses of late."""
-        self.forced_hits = 1.0
-        """The same, of what a constraint forces; that is known only of what was checked."""
-        self._forced = FIRST_FORCED
-        """How many of these a step has brought of late."""
-        self._forced_at = 0
-        """Tokens of the answer when that was last known."""
-        self.num_tokens = 0
-        """Tokens of the answer that the look-up has taken."""
-        self.num_proposed = 0
-        """Of the newest drafts; those behind them are forced."""
-        self.proposer = Proposer.NGRAM
-        """Whose these are."""
-
-    def forced(self, num_tokens: int) -> float:
-        """How many forced tokens are expected of a step, with so many tokens of the answer."""
-        known = (1 - 1 / FORCED_FORGOTTEN) ** (num_tokens - self._forced_at)
-        return FIRST_FORCED + known * (self._forced - FIRST_FORCED)
-
-    def note_forced(self, num_right: int, num_tokens: int) -> None:
-        """A step brought so many."""
-        expected = self.forced(num_tokens)
-        self._forced = expected + (num_right - expected) / FORCED_MEMORY
-        self._forced_at = num_tokens
-
-    def compare(self, output: list[int]) -> bool:
-        """Compares the newest tokens with what was guessed, up to the first wrong one; returns whether there still is
-        a guess."""
-        lookup, hits, num_tokens = self.lookup, self.hits, len(output)
-        for index in range(self.num_tokens, num_tokens):
-            right = lookup.append(output[index])
-            hits += (right - hits) / HIT_MEMORY
-            if not right:
-                lookup.extend(output[index + 1 :])
-                break
-        self.hits, self.num_tokens = hits, num_tokens
-        return lookup.has_guess
-
-    def look(self, output: list[int]) -> bool:
-        """Looks for a guess behind the newest token; returns whether there is one."""
-        if num_new := len(output) - self.num_tokens:
-            self.lookup.extend(output[-num_new:])
-            self.hits *= (1 - 1 / HIT_MEMORY) ** num_new
-            self.num_tokens += num_new
-        self.lookup.look()
-        return self.lookup.has_guess
 
 
 class Drafter:
@@ -146,21 +69,20 @@ class Drafter:
         """
         self._clock = clock
         self._look_s = LOOK_S
-        self._max_drafts = max_drafts
         self._model = model
         self._ngram_length = ngram_length
         self._finished = FinishedAnswers(ngram_length, finished_tokens)
-        self._states: OrderedDict[Request, _State] = OrderedDict()
+        self._states: OrderedDict[Request, GuessState] = OrderedDict()
         """The first is the one that has not been looked at for the longest time."""
         self._swept_at = LEAST_SWEPT
         """Of so many, those are forgotten that ended without a reply."""
-        self._followed: dict[Request, _State] = {}
+        self._followed: dict[Request, GuessState] = {}
         """Those for whom there is a guess: each of their tokens is compared with it."""
-        self._predictable: dict[Request, _State] = {}
+        self._predictable: dict[Request, GuessState] = {}
         """Those of them whose guesses are mostly right."""
-        self._lost: dict[Request, _State] = {}
+        self._lost: dict[Request, GuessState] = {}
         """Those without a guess of whom one may be right: the new ones, and those guessed rightly of late."""
-        self._constrained: dict[Request, _State] = {}
+        self._constrained: dict[Request, GuessState] = {}
         self._ended: list[tuple[str, tuple[int, ...]]] = []
         """Answers that have not been taken yet, with their namespaces."""
         self._visits = 0.0
@@ -170,17 +92,7 @@ class Drafter:
         """Replied to since the newest one that was followed."""
         self._follows_every = 1
         """So many."""
-        self._farthest = max_drafts
-        """How far to guess at most, where all that may be guessed would cost others too much."""
-        self._cost = StepCost()
-        self._worth: Worth | None = None
-        """By the newest step."""
-        self._step_s = 0.0
-        """Of the newest step."""
-        self._host_s: float | None = None
-        """What it costs that no step is formed ahead."""
-        self._guess_s = 0.0
-        """Seconds to make the guesses for a request."""
+        self._payoff = Payoff(max_drafts)
         self.pays = False
         """Whether drafts are worth what they cost, waiting for replies included."""
 
@@ -191,7 +103,7 @@ class Drafter:
                 self._take_ended()
             lookup = Lookup(request.prompt_token_ids, request.cache_namespace, self._ngram_length, self._finished)
             trust = None if self._model is None else self._model.begin()
-            state = self._states[request] = _State(lookup, trust)
+            state = self._states[request] = GuessState(lookup, trust)
             if request.walk is not None:
                 self._constrained[request] = state
             self._lost[request] = state
@@ -222,7 +134,7 @@ class Drafter:
                 if token_ids:
                     found.append((request, token_ids))
         if self._clock is not None and pays and found:
-            self._guess_s += ((self._clock() - began) / len(found) - self._guess_s) / HOST_MEMORY
+            self._payoff.guessed((self._clock() - began) / len(found))
         return found
 
     def checked(self, request: Request, num_drafts: int, num_right: int) -> list[tuple[Proposer, int, int]]:
@@ -250,7 +162,7 @@ class Drafter:
         if self._num_steps < self._follows_every:
             return
         num_steps, self._num_steps = self._num_steps, 0
-        if len(self._followed) >= MANY and not self._could_pay(num_rows):
+        if len(self._followed) >= MANY and not self._payoff.could_pay(num_rows):
             self.pays, self._follows_every = False, RARELY
             return
         self._compare()
@@ -261,12 +173,9 @@ class Drafter:
 
     def measured(self, num_tokens: int, seconds: float, host_s: float) -> None:
         """A step without prompts took so long; to wait for its reply costs `host_s`, where one is formed ahead."""
-        self._cost.note(num_tokens, seconds)
-        self._worth = None
-        self._step_s = seconds
-        self._host_s = host_s if self._host_s is None else self._host_s + (host_s - self._host_s) / HOST_MEMORY
+        self._payoff.measured(num_tokens, seconds, host_s)
 
-    def _asked(self) -> dict[Request, _State]:
+    def _asked(self) -> dict[Request, GuessState]:
         """Those for whom the draft model is to be asked; nobody while a prompt waits or is computed."""
         if self._model is None:
             return {}
@@ -280,7 +189,7 @@ class Drafter:
                 candidates.append(request)
         return {request: self._states[request] for request in self._model.takes(candidates)}
 
-    def _proposed(self, asked: Mapping[Request, _State], num_running: int) -> dict[Request, list[int]]:
+    def _proposed(self, asked: Mapping[Request, GuessState], num_running: int) -> dict[Request, list[int]]:
         if self._model is None or not asked:
             return {}
         worth, share_s = self._worth_of(num_running), self._model.pass_s / len(asked)
@@ -296,12 +205,12 @@ class Drafter:
                 self._proposed_in_vain(request, asked[request])
         return proposed
 
-    def _proposed_in_vain(self, request: Request, state: _State) -> None:
+    def _proposed_in_vain(self, request: Request, state: GuessState) -> None:
         """Nothing that can be checked came of it, which counts as wrong: else it would be asked at every step."""
         assert self._model is not None and state.trust is not None
         self._model.checked(state.trust, request, 1, 0)
 
-    def _guess(self, request: Request, state: _State, num_running: int, proposed: list[int]) -> list[int]:
+    def _guess(self, request: Request, state: GuessState, num_running: int, proposed: list[int]) -> list[int]:
         worth = self._worth_of(num_running)
         guesses, state.proposer = proposed, Proposer.DRAFT_MODEL
         if request in self._predictable and state.compare(request.output_token_ids):
@@ -323,89 +232,35 @@ class Drafter:
         return possible
 
     def _worth_of(self, num_rows: int) -> Worth:
-        if self._worth is None or self._worth.num_rows != num_rows:
-            num_guessed = len(self._predictable) + len(self._constrained)
-            if self._model is not None:
-                num_guessed += MAX_CONTINUATIONS
-            self._worth = Worth(self._cost, num_rows, max(1, min(num_guessed, num_rows)), self._farthest)
-        return self._worth
+        return self._payoff.worth_of(num_rows, self._num_guessed)
 
-    def _pays(self, num_rows: int, asked: Mapping[Request, _State]) -> bool:
-        """Whether more tokens come in the same time, with all drafts that are worth their own cost, and hardly fewer
-        for those who get none; if not so, with fewer drafts for each."""
-        if not self._step_s or not num_rows:
-            return True
-        forced = [
-            (state, state.forced(len(request.output_token_ids)))
+    @property
+    def _num_guessed(self) -> int:
+        """Requests for which something may be guessed, at most."""
+        num_guessed = len(self._predictable) + len(self._constrained)
+        return num_guessed if self._model is None else num_guessed + MAX_CONTINUATIONS
+
+    def _pays(self, num_rows: int, asked: Mapping[Request, GuessState]) -> bool:
+        """Whether drafts are worth waiting for replies; `asked`: for whom the draft model is to be asked."""
+        guesses = Guesses(
+            self._forced(asked),
+            [state.hits for state in self._predictable.values()],
+            [state.trust.hits for state in asked.values() if state.trust is not None],
+            sum(each.hits >= LEAST_HITS and request.status is RUNNING for request, each in self._lost.items()),
+        )
+        pass_s = 0.0 if self._model is None else self._model.pass_s
+        return self._payoff.pays(num_rows, self._num_guessed, guesses, pass_s)
+
+    def _forced(self, asked: Collection[Request]) -> list[Forced]:
+        """Of those for whom nothing but what a constraint forces is known."""
+        return [
+            Forced(state.forced_hits, state.forced(len(request.output_token_ids)))
             for request, state in self._constrained.items()
             if request.status is RUNNING
             and request not in self._predictable
             and request not in asked
             and state.forced_hits >= LEAST_HITS
         ]
-        num_guessed = len(self._predictable) + len(asked) + len(forced)
-        # Whoever has lost its guess for a moment gets more by the next ones than it waits for those of others now.
-        num_lost = sum(each.hits >= LEAST_HITS and request.status is RUNNING for request, each in self._lost.items())
-        num_without, waiting_s = max(0, num_rows - num_guessed - num_lost), self._waiting_s(num_guessed)
-        self._farthest = self._max_drafts
-        while True:
-            self._worth = None
-            worth = self._worth_of(num_rows)
-            most_s = MOST_DELAY * num_rows * worth.step_s
-            if num_without * waiting_s > most_s:
-                break
-            gain, cost_s = self._balance(worth, asked, forced)
-            cost_s += waiting_s
-            if gain / num_rows > cost_s / worth.step_s and num_without * cost_s <= most_s:
-                return True
-            if self._farthest == 1 or worth.step_s < SEARCHED_S:
-                break
-            self._farthest //= 2
-        self._worth, self._farthest = None, self._max_drafts
-        return False
-
-    def _balance(
-        self, worth: Worth, asked: Mapping[Request, _State], forced: Sequence[tuple[_State, float]]
-    ) -> tuple[float, float]:
-        """Tokens that all drafts bring, and seconds that they cost.
-
-        Args:
-            worth: Of a draft.
-            asked: For whom the draft model is to be asked.
-            forced: Those for whom nothing but what a constraint forces is known, and tokens expected of that.
-        """
-        num_drafts, gain, proposing_s = 0.0, 0.0, 0.0
-        for state, num_forced in forced:
-            brought = min(num_forced, worth.reach(state.forced_hits))
-            gain += brought
-            num_drafts += brought
-        for state in self._predictable.values():
-            reach, brought = worth.looked_up(state.hits)
-            gain += brought
-            num_drafts += reach
-        if self._model is not None and asked:
-            share_s, farthest = self._model.pass_s / len(asked), 0
-            for state in asked.values():
-                assert state.trust is not None
-                reach = worth.reach(state.trust.hits, share_s)
-                gain += expected(state.trust.hits, reach)
-                num_drafts += reach
-                farthest = max(farthest, reach)
-            proposing_s = farthest * self._model.pass_s
-        return gain, proposing_s + self._cost.further(worth.num_rows, num_drafts)
-
-    def _could_pay(self, num_rows: int) -> bool:
-        """Whether more tokens would come in the same time if guesses were right for all that run."""
-        step_s = self._cost.seconds_of(num_rows)
-        return not step_s or any(
-            expected(MOST_HITS, reach)
-            > (self._waiting_s(num_rows) + self._cost.further(num_rows, reach * num_rows)) / step_s
-            for reach in {1, self._max_drafts}
-        )
-
-    def _waiting_s(self, num_guessed: int) -> float:
-        """What drafts for so many cost a step before they are computed."""
-        return (self._host_s or 0.0) + num_guessed * self._guess_s
 
     def _compare(self) -> None:
         """Compares what those who are followed have said with what was guessed."""
@@ -428,7 +283,7 @@ class Drafter:
                 if pays:
                     self._look(request, state)
 
-    def _look(self, request: Request, state: _State) -> None:
+    def _look(self, request: Request, state: GuessState) -> None:
         self._lost.pop(request, None)
         if state.look(request.output_token_ids):
             self._followed[request] = state
@@ -441,8 +296,8 @@ class Drafter:
         As many as `num_steps` steps have time for.
         """
         most = float(len(self._states))
-        num_new = num_steps * LOOK_SHARE * self._step_s / self._look_s
-        self._visits = min(most, self._visits + num_new) if self._step_s else most
+        num_new = num_steps * LOOK_SHARE * self._payoff.step_s / self._look_s
+        self._visits = min(most, self._visits + num_new) if self._payoff.step_s else most
         num_visits = int(self._visits)
         self._visits -= num_visits
         if self._clock is None or not num_visits:
