@@ -13,7 +13,7 @@ from llm_serving.server.parameter_table import meanings
 from llm_serving.server.parameters import BODIES, Ignored, Refused
 from llm_serving.server.responses_schemas import ResponsesRequest
 from llm_serving.server.sampling import REQUEST_RULES
-from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest
+from llm_serving.server.schemas import ChatCompletionRequest, ChatMessage, CompletionRequest, ContentPart, StreamOptions
 from llm_serving.server.text_schemas import LegacyParameters, LegacyRequest, TGIParameters, TGIRequest
 from llm_serving.server.vector_schemas import EmbeddingsRequest, RerankRequest, ScoreRequest
 
@@ -76,7 +76,12 @@ def document() -> str:
         served = dict.fromkeys(each.encode_name for kind in kinds for each in msgspec.structs.fields(kind))
         parts += [f"## {title}\n", "Honoured: " + ", ".join(f"`{name}`" for name in sorted(served)) + ".\n"]
         parts.append(_table(("other field", "what becomes of it"), _other_rows(*kinds)))
-    parts += ["## Messages\n", _table(("other field", "what becomes of it"), _other_rows(ChatMessage))]
+    for title, kind in (
+        ("Messages", ChatMessage),
+        ("Parts of messages", ContentPart),
+        ("`stream_options`", StreamOptions),
+    ):
+        parts += [f"## {title}\n", _table(("other field", "what becomes of it"), _other_rows(kind))]
     return "\n".join(parts)
 
 

@@ -6,6 +6,7 @@ import pytest
 from fakes import DEMO_FOLDER, DEMO_TOKENIZER, MAX_MODEL_LEN, FakeEngine, Script
 from llm_serving.core.request import FinishReason
 from llm_serving.server.conversation import role_in
+from llm_serving.server.parameters import IGNORED_HEADER
 from llm_serving.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from llm_serving.text.tokenizer import Tokenizer
 from server_client import error_of, events, leave_while_held, post
@@ -53,7 +54,35 @@ def test_content_as_a_list_of_parts():
 def test_parts_that_are_no_text_are_refused():
     parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "x"}}]
     error = error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": parts}]}))
-    assert error["message"] == "`messages[0].content[1].type` must be text. Given: 'image_url'"
+    assert error["message"] == "`messages[0].content[1].image_url` is not supported: only text is"
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image"}, "`messages[0].content[0].type` must be text. Given: 'image'"),
+        ({"type": "text"}, "`messages[0].content[0].text` is required"),
+        (
+            {"type": "text", "text": "x", "txt": 1},
+            "`messages[0].content[0].txt` is not a parameter of this route; did you mean `text`?",
+        ),
+    ],
+)
+def test_what_a_part_lacks_or_has_too_much_is_named(part, message):
+    assert error_of(post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": [part]}]}))["message"] == message
+
+
+def test_a_hint_in_a_part_is_named():
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    response = post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": [part]}]})
+    assert response.headers[IGNORED_HEADER] == "cache_control"
+
+
+def test_of_two_names_of_a_limit_the_older_one_is_ignored_and_named():
+    both = {"messages": USER, "max_completion_tokens": 9}
+    assert post(FakeEngine(), PATH, both | {"max_tokens": 7}).headers[IGNORED_HEADER] == "max_tokens"
+    assert IGNORED_HEADER not in post(FakeEngine(), PATH, both | {"max_tokens": 9}).headers
+    assert IGNORED_HEADER not in post(FakeEngine(), PATH, {"messages": USER, "max_tokens": 9}).headers
 
 
 @pytest.mark.parametrize("role", ["", "User", "owner", "content"])

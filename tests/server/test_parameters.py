@@ -108,6 +108,17 @@ def test_ignored_fields_are_named_in_the_order_given(extra):
     assert post(FakeEngine(), "/v1/completions", body).headers[IGNORED_HEADER] == "metadata, store, service_tier"
 
 
+@pytest.mark.parametrize(("path", "usual"), OPENAI)
+def test_options_of_streams_are_not_left_out(path, usual):
+    error = refused(path, {**usual, "stream": True, "stream_options": {"include_usge": True}})
+    assert (error["param"], error["message"].partition("; ")[2]) == (
+        "stream_options.include_usge",
+        "did you mean `include_usage`?",
+    )
+    response = post(FakeEngine(), path, {**usual, "stream": True, "stream_options": {"include_obfuscation": False}})
+    assert response.headers[IGNORED_HEADER] == "include_obfuscation"
+
+
 class TestMessages:
     @pytest.mark.parametrize("field", ["tool_call_id", "function_call", "audio", "unheard"])
     def test_what_a_message_asks_for_is_not_left_out(self, field):

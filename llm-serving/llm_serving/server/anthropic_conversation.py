@@ -145,6 +145,8 @@ def _texts(place: str, content: str | Sequence[ContentBlock | ResultBlock]) -> s
 
 
 def _text(place: str, block: ContentBlock | ResultBlock) -> ContentPart:
-    if block.type != "text" or block.text is None:
+    if block.type != "text":
         raise RequestError(f"{place}.type", "must be text here", block.type)
+    if block.text is None:
+        raise RequestError(f"{place}.text", "is required")
     return ContentPart(block.type, block.text)

@@ -77,7 +77,8 @@ async def converse(
     decided["defaults"] = engine.sampling_defaults
     if offered is not None and offered.format.special_tokens:
         decided["skip_special_tokens"] = False
-    checked = sampling_params(request, max_tokens=_max_tokens(request, 1), **decided)  # before there is a text
+    longest = _max_tokens(request, engine.max_model_len)
+    checked = sampling_params(request, max_tokens=longest, **decided)  # before there is a text
     form = asked_form(request)
     if offered is not None and (bound_by := offered.bound_by) is not None:
         check_others(request, bound_by)
@@ -227,8 +228,10 @@ def plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            if part.type != "text":
                 raise RequestError(f"messages[{index}].content[{i}].type", "must be text", part.type)
+            if part.text is None:
+                raise RequestError(f"messages[{index}].content[{i}].text", "is required")
         content = "\n".join(part.text for part in content if part.text is not None)
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -39,10 +39,12 @@ from llm_serving.server.schemas import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    ContentPart,
     DetokenizeRequest,
     Function,
     FunctionOfMessage,
     PriorityRequest,
+    StreamOptions,
     TokenizeRequest,
     Tool,
     ToolCallOfMessage,
@@ -230,7 +232,8 @@ BODIES: Final[Mapping[type, BodyFields]] = {
             **dict.fromkeys(("tool_choice", "function_call"), Refused(_TOOLS.why, ("none", "auto"))),
             "parallel_tool_calls": Ignored("only matters to tools"),
             "suffix": Refused(),
-        }
+        },
+        nested={"stream_options": StreamOptions},
     ),
     ChatCompletionRequest: BodyFields(
         {
@@ -240,8 +243,9 @@ BODIES: Final[Mapping[type, BodyFields]] = {
             "chat_template": Refused(),
             "web_search_options": Refused("is not supported: this server searches nothing", empty_asks=True),
         },
-        nested={"messages": ChatMessage, "tools": Tool},
+        nested={"messages": ChatMessage, "tools": Tool, "stream_options": StreamOptions},
     ),
+    StreamOptions: BodyFields({"include_obfuscation": Ignored("pieces are as long as what they say")}),
     Tool: BodyFields(nested={"function": Function}),
     Function: BodyFields(),
     ToolCallOfMessage: BodyFields({"index": _IN_ORDER}, nested={"function": FunctionOfMessage}),
@@ -253,7 +257,16 @@ BODIES: Final[Mapping[type, BodyFields]] = {
             "refusal": Refused(),
             "annotations": Refused(),
         },
-        nested={"tool_calls": ToolCallOfMessage},
+        nested={"tool_calls": ToolCallOfMessage, "content": ContentPart},
+    ),
+    ContentPart: BodyFields(
+        {
+            "cache_control": Ignored("only a hint for speed"),
+            **dict.fromkeys(
+                ("image_url", "input_audio", "audio_url", "video_url", "file", "refusal"),
+                Refused("is not supported: only text is"),
+            ),
+        }
     ),
     MessagesRequest: BodyFields(_ANTHROPIC, nested=_OF_ANTHROPIC),
     CountTokensRequest: BodyFields(_NOT_COUNTED, nested=_OF_ANTHROPIC),
@@ -344,6 +357,11 @@ def check_other_fields(http_request: Request, kind: type, body: bytes) -> None:
         shown = [name for name in ignored if _HEADER_NAME.fullmatch(name)][:MAX_NAMED]
         others = [f"and {len(ignored) - len(shown)} more"] if len(shown) < len(ignored) else []
         http_request.state.ignored_parameters = ", ".join([*shown, *others])
+
+
+def note_ignored(http_request: Request, name: str) -> None:
+    """Has the header of the answer name a field, beside those that are never served."""
+    http_request.state.ignored_parameters = ", ".join(filter(None, [ignored_parameters(http_request), name]))
 
 
 def ignored_parameters(http_request: Request) -> str | None:

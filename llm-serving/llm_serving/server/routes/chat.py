@@ -37,6 +37,7 @@ from llm_serving.server.openai_requests import (
     token_as_id,
     usage_so_far,
 )
+from llm_serving.server.parameters import note_ignored
 from llm_serving.server.prompt_logprobs import prompt_answer
 from llm_serving.server.receipts import ReceiptDraft, begin_receipt
 from llm_serving.server.schemas import (
@@ -62,6 +63,8 @@ PATH: Final = "/v1/chat/completions"
 async def create_chat_completion(engine: AsyncEngine, http_request: Request) -> Response:
     """Answers a conversation, `n` times."""
     request = await read_request(engine, http_request, ChatCompletionRequest)
+    if request.max_tokens not in (None, most := request.max_completion_tokens) and most is not None:
+        note_ignored(http_request, "max_tokens")
     return await answer_conversation(engine, http_request, request)
 
 
