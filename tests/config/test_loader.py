@@ -572,3 +572,17 @@ def test_dtype_names(written, expected):
 )
 def test_memory_sizes(written, expected):
     assert load_config(None, [f"device_config.max_device_memory={written}"]).device.max_device_memory == expected
+
+
+@pytest.mark.parametrize(
+    "key", ["model_config.tokenizer_path", "device_config.save_graphs_path", "serving_config.server_ip"]
+)
+def test_a_text_with_half_a_character_is_an_error(tmp_path, key):
+    section, _, name = key.partition(".")
+    assert f"`{key}`" in error_of(write_yaml(tmp_path, f'{section}:\n  {name}: "a\\uD800"\n'))
+
+
+def test_a_model_folder_whose_name_is_no_unicode_is_an_error(tmp_path):
+    folder = tmp_path / "m\udcff"
+    folder.symlink_to(DEMO_FOLDER)
+    assert "`model_config.model_path` must be text that UTF-8 has a form for" in error_of(None, model=folder)

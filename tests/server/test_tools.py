@@ -141,7 +141,9 @@ def test_calls_and_results_reach_the_template(hermes: Tokenizer) -> None:
     assert given[2] == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", '"x"', "{" * 2000])
+@pytest.mark.parametrize(
+    "arguments", ["{", "[]", '"x"', "{" * 2000, '{"a": "\\ud800"}', '{"\\ude00\\ud83d": 1}', '{"a": NaN}']
+)
 def test_calls_in_messages_have_proper_arguments(hermes: Tokenizer, arguments: str) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     response, _ = ask(hermes, "x", messages=[*USER, message])

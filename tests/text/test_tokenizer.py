@@ -244,3 +244,24 @@ class TestChatTemplate:
     def test_a_template_that_is_none_is_refused_at_start(self, tmp_path):
         with pytest.raises(ModelError, match="chat_template cannot be compiled"):
             self.load(tmp_path, "{% for %}")
+
+    @pytest.mark.parametrize("template", ["{{ x }}\ud800", [{"name": "default", "template": "\udfff"}]])
+    def test_a_template_with_half_a_character_is_refused_at_start(self, tmp_path, template):
+        with pytest.raises(ModelError, match="surrogates not allowed"):
+            self.load(tmp_path, template)
+        with pytest.raises(ModelError, match="half a character"):
+            chat_template.ChatTemplate("\ud800")
+
+    def test_an_error_of_a_template_is_told_whatever_is_in_it(self, tmp_path):
+        tokenizer = self.load(tmp_path, "{{ raise_exception('no \\ud800') }}")
+        with pytest.raises(RequestError, match=r"do not fit the model's chat template: no \\ud800"):
+            tokenizer.apply_chat_template(user("x"))
+
+    @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
+    def test_an_integer_that_no_frame_holds_is_told_by_its_field(self, tmp_path, field):
+        tokenizer = self.load(tmp_path, "{{ messages[0].content }}")
+        call = {"function": {"name": "f", "arguments": {"n": 2**64}}}
+        messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}] if field == "messages" else user("x")
+        given = {"tools": [{"n": 2**64}]} if field == "tools" else {"n": 2**64} if field != "messages" else {}
+        with pytest.raises(RequestError, match=f"`{field}` must hold integers of 64 bits only"):
+            tokenizer.apply_chat_template(messages, **given)

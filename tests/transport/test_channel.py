@@ -172,3 +172,11 @@ def test_a_message_longer_than_a_frame_is_not_sent(ends) -> None:
     _, channel = ends
     with pytest.raises(ProtocolError, match="exceeds the limit"):
         channel.send(Progress("x" * (MAX_FRAME_BYTES + 1)))
+
+
+def test_what_is_no_unicode_goes_as_an_escape() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        sender, receiver = Channel(left, MasterMessage), Channel(right, AgentMessage)
+        sender.send(Failed("/models/\udcff: is no folder"))
+        assert receiver.receive(5) == Failed("/models/\\udcff: is no folder")

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.config.schema import SECTIONS, ServingConfig
 from llm_serving.config.tables import TableReader
-from llm_serving.errors import ConfigError
+from llm_serving.core.unicode import is_unicode
+from llm_serving.errors import ConfigError, shorten
 from llm_serving.hub import HubModel
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -30,6 +32,9 @@ class Values:
 
     def set(self, name: str, value: Any, source: str) -> None:
         assert name in DEFAULTS, name
+        if isinstance(value, str | Path) and not is_unicode(str(value)):
+            rule = "must be text that UTF-8 has a form for"
+            raise ConfigError(f"{source}: `{name}` {rule}. Given: {shorten(str(value))}")
         self._set[name] = (value, source)
 
     def is_given(self, name: str) -> bool:

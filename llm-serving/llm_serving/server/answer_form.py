@@ -149,7 +149,7 @@ def _schema(field: str, value: Any, request: object) -> AnswerForm:
 def _text(field: str, schema: Any) -> str:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = msgspec.json.decode(schema)
         except (ValueError, RecursionError):
             raise RequestError(field, "must be a JSON schema: its text is not JSON") from None
     if not isinstance(schema, dict):

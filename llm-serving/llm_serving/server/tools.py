@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any, Final
+
+import msgspec
 
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import RequestError
@@ -143,7 +144,7 @@ def plain_call(place: str, call: ToolCallOfMessage) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = msgspec.json.decode(arguments or "{}")
         except (ValueError, RecursionError):
             arguments = ""
     if not isinstance(arguments, dict):

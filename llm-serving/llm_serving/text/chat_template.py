@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
+import msgspec
 
+from llm_serving.core.unicode import is_unicode
 from llm_serving.errors import ModelError, RequestError, TransportError
 from llm_serving.log import get_logger
 from llm_serving.text.confined_process import ConfinedProcess
@@ -36,6 +38,8 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"chat_template must have at most {MAX_TEMPLATE_CHARS} characters. Given: {len(source)}")
+        if not is_unicode(source):
+            raise ModelError("chat_template must be text that UTF-8 has a form for; it holds half a character")
         try:
             sandbox().parse(source)  # to compile it is to compute what is constant in it: that is for the process
         except (jinja2.TemplateError, RecursionError) as error:
@@ -65,12 +69,22 @@ class ChatTemplate:
                 process = None
                 raise RequestError("messages", "take the model's chat template too much time or memory") from None
             except OverflowError:
-                raise RequestError("chat_template_kwargs", "must hold integers of 64 bits only") from None
+                raise RequestError(_overflowing(question), "must hold integers of 64 bits only") from None
         finally:
             self._free.put(process)
         if isinstance(answer, Refused):
             raise RequestError("messages", answer.rule)
         return answer.text
+
+
+def _overflowing(question: Render) -> str:
+    """The field with an integer that no frame holds."""
+    for field, value in (("messages", question.messages), ("tools", question.variables.get("tools"))):
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:
+            return field
+    return "chat_template_kwargs"
 
 
 def _started(source: str) -> ConfinedProcess[Answer]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from llm_serving.core.files import read_regular
+from llm_serving.core.unicode import json_of
 from llm_serving.errors import ModelError, shorten
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -66,7 +66,7 @@ def _of_files(folder: Path) -> dict[str, str]:
 
 def _of_processor(path: Path) -> dict[str, str]:
     try:
-        content = json.loads(read_regular(path, MAX_FILE_BYTES))
+        content = json_of(read_regular(path, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     templates = templates_of(content.get("chat_template") if isinstance(content, dict) else None)

@@ -21,6 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llm_serving.core.unicode import escaped
 from llm_serving.errors import ChannelClosedError, TransportError
 from llm_serving.text.confined_process import confine, within
 from llm_serving.transport.channel import Channel
@@ -114,7 +115,8 @@ def _compile(source: str) -> tuple[jinja2.Template | None, Answer]:
     try:
         return sandbox().from_string(source), Rendered("")
     except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        return None, Refused(f"cannot be rendered: the model's chat template cannot be compiled: {str(error)[:200]}")
+        why = escaped(str(error)[:200])
+        return None, Refused(f"cannot be rendered: the model's chat template cannot be compiled: {why}")
 
 
 def _render(template: jinja2.Template, question: Render) -> Answer:
@@ -129,7 +131,7 @@ def _render(template: jinja2.Template, question: Render) -> Answer:
         text = "".join(pieces)
         text.encode()  # lone surrogates have no UTF-8
     except jinja2.TemplateError as error:
-        return Refused(f"do not fit the model's chat template: {str(error)[:200]}")
+        return Refused(f"do not fit the model's chat template: {escaped(str(error)[:200])}")
     except Exception as error:  # noqa: BLE001  whatever a template does is its own
         return Refused(f"do not fit the model's chat template: {type(error).__name__}")
     return Rendered(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from llm_serving.core.unicode import json_of
 from llm_serving.errors import ModelError, RequestError, shorten
 from llm_serving.text.added_tokens import AddedToken, TokenSplitter
 from llm_serving.text.vocabulary import read_limited
@@ -211,7 +211,7 @@ def read_tekken(path: Path) -> RankedPairs:
         ModelError: It is none.
     """
     try:
-        content = json.loads(read_limited(path))
+        content: Any = json_of(read_limited(path))
         config = content["config"]
         num_special = _count(config["default_num_special_tokens"], MAX_SPECIAL_TOKENS)
         num_text = _count(config["default_vocab_size"], 2**24) - num_special

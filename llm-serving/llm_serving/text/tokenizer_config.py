@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from llm_serving.core.unicode import json_of
 from llm_serving.errors import ModelError, shorten
 from llm_serving.text.vocabulary import read_limited
 
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(read_limited(path))
+        content = json_of(read_limited(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):

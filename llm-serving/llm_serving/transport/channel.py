@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from llm_serving.core.unicode import escaped
 from llm_serving.errors import ChannelClosedError, DeadlineExceededError, ProtocolError
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -54,12 +55,17 @@ class Channel(Generic[Incoming]):
     def send(self, message: msgspec.Struct) -> None:
         """Sends one frame; returns when the kernel has taken it. One thread at a time may send.
 
+        What is no Unicode in its texts goes as an escape: the name of a file, or what an error tells of one.
+
         Raises:
             ProtocolError: The message is longer than a frame may be.
             ChannelClosedError: The other side is gone, or takes nothing for so long that it counts as gone.
         """
         frame = bytearray(_LENGTH.size)
-        self._encoder.encode_into(message, frame, _LENGTH.size)
+        try:
+            self._encoder.encode_into(message, frame, _LENGTH.size)
+        except UnicodeEncodeError:
+            self._encoder.encode_into(_escaped(message), frame, _LENGTH.size)
         length = len(frame) - _LENGTH.size
         if length > self.max_frame_bytes:
             raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {self.max_frame_bytes}")
@@ -127,3 +133,8 @@ class Channel(Generic[Incoming]):
             if not chunk:
                 raise ChannelClosedError("the other side closed the connection")
             self._received += chunk
+
+
+def _escaped(message: msgspec.Struct) -> msgspec.Struct:
+    values = ((name, getattr(message, name)) for name in message.__struct_fields__)
+    return msgspec.structs.replace(message, **{name: escaped(value) for name, value in values if type(value) is str})

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any, Final, TypeGuard
 
+from llm_serving.core.unicode import is_unicode
 from llm_serving.text.tools.calls import Call, NotACallError
 
 MAX_NAME_CHARS: Final = 256
@@ -139,17 +140,12 @@ def arguments_of(value: Any) -> str:
         text = json.dumps(value or {}, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # numbers beyond all bounds
         raise NotACallError from None
-    return text if _is_utf8(text) else json.dumps(value)
+    return text if is_unicode(text) else json.dumps(value)
 
 
 def is_name(name: object) -> TypeGuard[str]:
     """Whether functions may be called so."""
-    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.strip() == name and _is_utf8(name)
-
-
-def _is_utf8(text: str) -> bool:
-    """Escapes of JSON may name halves of characters."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.strip() == name and is_unicode(name)
 
 
 def _refuse(name: str) -> Any:
