@@ -190,3 +190,13 @@ class TestDefaultsOfTheModel:
     def test_do_not_touch_routes_with_documented_defaults(self, path):
         body = {"inputs": "x", "parameters": {"max_new_tokens": 5, "do_sample": True}}
         assert self.sampling(path, body, temperature=0.5).temperature == 1.0
+
+
+def test_an_answer_to_a_conversation_has_a_least_length_without_a_longest_one():
+    engine = FakeEngine()
+    assert post(engine, CHAT, {"messages": USER, "min_tokens": 5}).status_code == 200
+    assert engine.submitted[0].sampling.min_tokens == 5
+    response = post(engine, CHAT, {"messages": USER, "min_tokens": 5, "max_tokens": 4})
+    assert error_of(response)["message"] == "`min_tokens` must be an integer from 0 to 4. Given: 5"
+    response = post(engine, CHAT, {"messages": USER, "min_tokens": MAX_MODEL_LEN})
+    assert error_of(response)["param"] == "min_tokens"
