@@ -5,8 +5,9 @@
 #   scripts/acceptance.sh --mindformers             MindFormers' own networks in place of clients
 #
 # Each client has an environment of its own, made from the package index the first time and kept in FOLDER (.acceptance).
-set -e
-cd "$(dirname "$0")/.."
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set -euo pipefail
+CDPATH='' cd -- "$(dirname "$0")/.."
 if [ "${1:-}" = --mindformers ]; then
     export LLM_SERVING_VENV=${LLM_SERVING_VENV:-$PWD/.acceptance/mindformers}
     bash scripts/install_mindformers.sh dev

@@ -5,7 +5,8 @@
 #
 # MindFormers 2.1 names mindspore ~=2.11 and hyper-parallel, which no package index has: it is installed without its
 # dependencies, and those that its networks import are the extra `mindformers` of this project.
-set -e
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 install "[${1:+$1,}mindformers]"
 "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps mindformers==2.1.0

@@ -2,7 +2,8 @@
 # is missing. Sets: root (folder of the project), venv and run_dir (LLM_SERVING_VENV and LLM_SERVING_RUN_DIR put them
 # elsewhere).
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+set -o pipefail # what fails is often piped into something that does not
+root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${LLM_SERVING_VENV:-$root/.venv}
 run_dir=${LLM_SERVING_RUN_DIR:-$root/.run} # pids and logs of servers in the background
 
@@ -53,6 +54,7 @@ make_venv() {
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
     local python
     python=$(find_python) || exit 1
+    [ -x "$venv/bin/python" ] || rm -f "$venv"/bin/python* # links to a Python that is gone, which venv would keep
     "$python" -m venv "$venv" ||
         die "cannot make a virtual environment in $venv; install Python's venv (on Debian: python3.11-venv) and try again"
 }
@@ -63,16 +65,23 @@ compile_kernels() {
     PYTHONPATH="$root/llm-serving" "$venv/bin/python" -S -m llm_serving.kernels.library >"$venv/compile.log" 2>&1 9>&- &
 }
 
+# is_installed: whether $venv holds the package with what `install` was asked for, and its Python is still there. An
+# install with extras serves where none are asked for.
+is_installed() {
+    [ -x "$venv/bin/python" ] && grep -qF -- "$extras installed $fingerprint" "$venv/installed" 2>/dev/null
+}
+
 # install EXTRAS: makes $venv hold the package with the given extras ("" or "[dev]"); at once when it does already.
 install() {
     local extras=$1 fingerprint
     fingerprint=$(cat "$root/llm-serving/pyproject.toml" "$root/llm-serving/requirements.lock" | cksum)
     fingerprint="$fingerprint $root" # an editable install points at its folder
-    mkdir -p "$venv" || die "cannot write to $venv"
-    exec 9>"$venv/install.lock"
+    if ! { mkdir -p "$venv" && exec 9>"$venv/install.lock"; } 2>/dev/null; then
+        is_installed && return # whoever may only read it needs no more
+        die "cannot write to $venv; make it writable, or put the virtual environment elsewhere with LLM_SERVING_VENV"
+    fi
     flock 9 # two first starts install one after the other
-    # An install with extras serves where none are asked for.
-    if ! grep -qF -- "$extras installed $fingerprint" "$venv/installed" 2>/dev/null; then
+    if ! is_installed; then
         make_venv
         compile_kernels
         if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \

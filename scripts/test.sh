@@ -28,6 +28,6 @@ if [ $# -eq 0 ]; then
         collected=$!
     fi
 fi
-(cd llm-serving && "$venv/bin/mypy")
+(cd llm-serving && "$venv/bin/python" -m mypy)
 [ -z "${collected:-}" ] || wait "$collected" || true # what is wrong there the tests say
 exec "${pytest[@]}" "$@"

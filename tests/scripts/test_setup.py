@@ -44,3 +44,58 @@ def test_a_python_that_the_packages_exist_for_is_found(tmp_path: Path, version: 
     assert done.stdout == (f"{python}\n" if is_found else "")
     assert done.returncode == (0 if is_found else 1)
     assert ("Python 3.11 or 3.12 is needed" in done.stderr) == (not is_found)
+
+
+def test_the_folder_is_found_whatever_cdpath_says_and_under_one_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(SETUP.parents[1])
+    script = 'source scripts/setup.sh; echo "$root"'
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"cd {tmp_path}/link; {script}"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "CDPATH": f".:{tmp_path}"},
+    )
+    assert done.stdout == f"{SETUP.parents[1].resolve()}\n"
+
+
+def fake_venv(folder: Path, pip: str) -> Path:
+    """A virtual environment whose `python` is a shell script that finds pip, and runs `pip` where that installs."""
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *--version) exit 0;; *install*) {pip};; esac\n')
+    python.chmod(0o755)
+    return folder
+
+
+def test_an_install_that_failed_is_not_taken_for_done_by_whoever_asks(tmp_path: Path) -> None:
+    """Also of a caller that does not ask bash to look at every part of a pipe."""
+    venv = fake_venv(tmp_path / "venv", "echo no network; exit 1")
+    command = ["/bin/bash", "-c", f'set -e; source {SETUP}; install ""']
+    environment = {"PATH": "/usr/bin:/bin", "LLM_SERVING_VENV": str(venv)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "the packages could not be installed" in done.stderr
+    assert not (venv / "installed").exists()
+
+
+def test_what_is_installed_is_not_installed_again_unless_its_python_is_gone(tmp_path: Path) -> None:
+    venv = fake_venv(tmp_path / "venv", "exit 0")
+    assert "installing into" in run('install ""', LLM_SERVING_VENV=str(venv)).stderr
+    assert run('install ""', LLM_SERVING_VENV=str(venv)).stderr == ""
+    (venv / "bin" / "python").unlink()
+    (venv / "bin" / "python").symlink_to(tmp_path / "gone")
+    done = run('find_python() { echo /bin/false; }; install ""', LLM_SERVING_VENV=str(venv))
+    assert "cannot make a virtual environment" in done.stderr
+    assert not (venv / "bin" / "python").is_symlink()
+
+
+def test_whoever_may_only_read_what_is_installed_needs_no_more(tmp_path: Path) -> None:
+    venv = fake_venv(tmp_path / "venv", "exit 0")
+    assert run('install ""', LLM_SERVING_VENV=str(venv)).returncode == 0
+    (venv / "install.lock").unlink()
+    (venv / "install.lock").mkdir()  # nobody can write there, not even root
+    done = run('install ""', LLM_SERVING_VENV=str(venv))
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run('install "[dev]"', LLM_SERVING_VENV=str(venv))
+    assert done.returncode == 1
+    assert f"cannot write to {venv}" in done.stderr
