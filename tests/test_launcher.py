@@ -168,6 +168,27 @@ class TestStart:
         with pytest.raises(ConfigError, match=rf"a server runs on port 8835 already \(pid {os.getpid()}\)"):
             start(a_config(8835), [], tmp_path)
 
+    def test_of_two_starts_at_once_one_is_refused(self, tmp_path, run_instead):
+        (port,) = free_ports(1)
+        run_instead("exit 3")
+        folder = tmp_path / str(port)
+        folder.mkdir()
+        with launcher._starting(folder, port):
+            with pytest.raises(ConfigError, match=f"a server is being started on port {port}"):
+                start(a_config(port), [], tmp_path)
+            assert list(folder.iterdir()) == []
+        with pytest.raises(StartError):
+            start(a_config(port), [], tmp_path)
+
+    def test_another_server_that_took_the_port_first_is_not_taken_for_the_one_that_was_started(
+        self, tmp_path, run_instead, monkeypatch
+    ):
+        monkeypatch.setattr(launcher, "_health", lambda record: (True, "ready"))
+        (port,) = free_ports(1)
+        run_instead("echo 'the port is in use'; exit 3")
+        with pytest.raises(StartError, match="the port is in use"):
+            start(a_config(port), [], tmp_path)
+
     def test_the_log_of_a_server_that_ends_is_shown(self, tmp_path, run_instead):
         (port,) = free_ports(1)
         run_instead('echo "$@"; seq 20; echo "error: no such model" >&2; exit 3')

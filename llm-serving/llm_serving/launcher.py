@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -10,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,35 @@ def start_silently(config: ServingConfig, serve_arguments: Sequence[str], run_di
     if port == 0:
         raise ConfigError("serving_config.server_port: must be a fixed port to start in the background. Given: 0")
     folder = run_dir / str(port)
+    _check_none_runs(folder, port)
+    bind(host, port).close()  # says now what keeps the port from being used
+    folder.mkdir(parents=True, exist_ok=True)
+    with _starting(folder, port):
+        _check_none_runs(folder, port)  # one may have been started meanwhile
+        return _start_in(folder, config, serve_arguments)
+
+
+def _check_none_runs(folder: Path, port: int) -> None:
     running = _read(folder)
     if running is not None and running.process() is not None:
         raise ConfigError(f"a server runs on port {port} already (pid {running.pid}); end it with scripts/stop.sh")
-    bind(host, port).close()  # says now what keeps the port from being used
-    folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _starting(folder: Path, port: int) -> Iterator[None]:
+    """While a server is started nobody else starts one here: each would take the other's answer for its own."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"a server is being started on port {port}: wait until it answers") from None
+    finally:
+        os.close(descriptor)
+
+
+def _start_in(folder: Path, config: ServingConfig, serve_arguments: Sequence[str]) -> Path:
+    host, port = config.serving.server_ip, config.serving.server_port
     log = folder / "server.log"
     keeper = _keep_log(log, config.serving)
     assert keeper.stdin is not None
@@ -182,7 +207,7 @@ def _wait_for_log(keeper: subprocess.Popen[bytes] | psutil.Process) -> None:
 def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen[bytes], record: ServerRecord) -> None:
     shown = ""
     while True:
-        ready, detail = _health(record)
+        ready, detail = _health(record) if _listens(record) else (False, "")
         if detail != shown:
             shown = detail
             if detail and detail != "ready":
@@ -195,6 +220,17 @@ def _wait_until_ready(process: subprocess.Popen[bytes], keeper: subprocess.Popen
             text = "the server did not become ready; its log ends:\n  " + "\n  ".join(tail)
             raise StartError(text, process.returncode)
         time.sleep(POLL_S)
+
+
+def _listens(record: ServerRecord) -> bool:
+    """Whether it is this server that answers on its port, and not another one that was quicker to take it."""
+    try:
+        sockets = psutil.Process(record.pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # it cannot be told
+        return True
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == record.port for each in sockets)
 
 
 def _health(record: ServerRecord) -> tuple[bool, str]:
