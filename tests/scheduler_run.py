@@ -108,7 +108,7 @@ class SchedulerRun:
             request
             for request in self.scheduler.running
             if request.is_decoding
-            and not request.reached_max_tokens
+            and request.num_output_tokens < request.sampling.max_tokens
             and not (request.waits_for_reply and request.num_tokens_in_flight)
         ]
 

@@ -200,7 +200,7 @@ class SlidingMachine(RuleBasedStateMachine):
         request = self.pick(data, self.held)
         name, blocks, size = request.request_id, self.blocks, self.BLOCK_SIZE
         if request.num_uncomputed_tokens == 0:
-            if request.reached_max_tokens:
+            if request.num_output_tokens >= request.sampling.max_tokens:
                 return
             request.output_token_ids.append(900 + self.count)
         blocks.slide(name, request.num_computed_tokens)
@@ -240,7 +240,7 @@ class SlidingMachine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         request = self.pick(data, self.swapped)
         computed = request.num_computed_tokens
-        if request.num_uncomputed_tokens == 0 and not request.reached_max_tokens:
+        if request.num_uncomputed_tokens == 0 and request.num_output_tokens < request.sampling.max_tokens:
             request.output_token_ids.append(700)
         if self.blocks.num_blocks_to_admit(request, request.num_tokens) <= self.blocks.pool.num_free_blocks:
             assert self.blocks.admit(request, request.num_tokens) == computed

@@ -39,7 +39,8 @@ def test_requests_are_told_apart_as_they_describe_themselves(requests):
     can_decode = [
         each
         for each in decoding
-        if not each.reached_max_tokens and not (each.waits_for_reply and each.num_tokens_in_flight)
+        if each.num_output_tokens < each.sampling.max_tokens
+        and not (each.waits_for_reply and each.num_tokens_in_flight)
     ]
     assert running.num_decoding == len(decoding)
     assert running.decoding == can_decode

@@ -229,10 +229,6 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is FINISHED
 
-    @property
-    def reached_max_tokens(self) -> bool:
-        return self.num_output_tokens >= self.sampling.max_tokens
-
     def known_token_ids(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and known output."""
         split = len(self.prompt_token_ids)

@@ -29,8 +29,6 @@ class Calibration(NamedTuple):
     profile: Profile
     step: Fit
     take: Fit
-    num_alone: int
-    """Steps that were formed while nothing was computed."""
 
 
 def calibrate(
@@ -95,7 +93,7 @@ def calibrate(
         measured_to=reach_of([each.shape for each in fitted]),
         notes={**(notes or {}), **_told(step, take), "disturbed": round(spells.mean - 1, 3)},
     )
-    return Calibration(profile, step, take, len(idle))
+    return Calibration(profile, step, take)
 
 
 def _within(timings: Timings, phases: Sequence[Sequence[Seen]]) -> Timings:
